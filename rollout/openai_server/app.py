@@ -7,7 +7,7 @@ Requests share the engine with the tickets. A request that names no episode leav
 import logging
 import uuid
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -26,6 +26,7 @@ from rollout.openai_server.episode_turns import (
     new_of_prompt,
 )
 from rollout.openai_server.replies import Reply
+from rollout.openai_server.request_fields import B, decoded_request
 from rollout.openai_server.schema import (
     BeginEpisode,
     ChatBody,
@@ -40,7 +41,6 @@ logger = logging.getLogger(__name__)
 HEADER = "X-Episode"
 MAX_BODY_BYTES = 4 << 20
 """Most bytes in a request's body, enough for about 500,000 token ids in JSON"""
-B = TypeVar("B", CompletionBody, ChatBody)
 
 
 class Endpoint:
@@ -160,7 +160,7 @@ class Endpoint:
     async def _body(self, request: Any, type: type[B]) -> B:
         """Returns the decoded body. A request need not name a model; raises HTTPNotFound if it names another
         than the run's, and DecodeError for a body that is not valid."""
-        body = decoded(await request.read(), type)
+        body = decoded_request(await request.read(), type)
         if body.model not in ("", self._model):
             raise self._web.HTTPNotFound(text=f"no model {body.model!r} here, but {self._model!r}")
         return body

@@ -23,8 +23,6 @@ _Number = Annotated[float, Meta(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]
 """A reward or a part of one, within the bounds that Group.validate accepts"""
 _PartName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}\Z")]
 _MAX_PARTS = 32
-_Zero = Annotated[float, Meta(ge=0, le=0)]
-_One = Annotated[float, Meta(ge=1, le=1)]
 _T = TypeVar("_T")
 
 
@@ -42,8 +40,8 @@ class StreamOptions(Struct):
 
 
 class _Body(Struct, kw_only=True):
-    """The fields that both kinds of request have. Unknown fields are ignored, since OpenAI's own clients send
-    many. Fields that would change what is drawn, and are not implemented, must have their neutral value."""
+    """The fields that both kinds of request have and that are implemented. What becomes of others:
+    rollout/openai_server/request_fields.py."""
 
     model: str = ""
     temperature: Annotated[float, Meta(ge=0, le=LARGEST_TEMPERATURE)] | None = None
@@ -57,15 +55,7 @@ class _Body(Struct, kw_only=True):
     include_stop_str_in_output: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
-    frequency_penalty: _Zero | None = None
-    presence_penalty: _Zero | None = None
-    repetition_penalty: _One | None = None
-    logit_bias: Any = None
     max_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
-
-    def __post_init__(self) -> None:
-        if self.logit_bias:
-            raise ValueError("`logit_bias` is not implemented")
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -74,15 +64,6 @@ class _Body(Struct, kw_only=True):
 
 class CompletionBody(_Body, kw_only=True):
     prompt: str | Annotated[list[TokenId], Meta(max_length=_MAX_PROMPT)]
-    best_of: _One | None = None
-    suffix: Annotated[str, Meta(max_length=0)] | None = None
-    echo: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.echo:
-            raise ValueError("`echo` is not implemented")
-
     logprobs: _Int32 | None = None
 
     @property
@@ -97,10 +78,18 @@ class TextPart(Struct, tag_field="type", tag="text"):
 class Message(Struct):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = ""
+    name: str | None = None
+    tool_call_id: str | None = None
 
     def plain(self) -> dict[str, str]:
+        """Returns the message as a chat template takes it, with its content as one text."""
         said = self.content or ""
-        return {"role": self.role, "content": said if isinstance(said, str) else _joined(said)}
+        named = {"name": self.name, "tool_call_id": self.tool_call_id}
+        return {
+            "role": self.role,
+            "content": said if isinstance(said, str) else _joined(said),
+            **{field: value for field, value in named.items() if value is not None},
+        }
 
 
 def _joined(parts: list[TextPart]) -> str:
@@ -109,13 +98,6 @@ def _joined(parts: list[TextPart]) -> str:
 
 class ChatBody(_Body, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1, max_length=_MAX_PROMPT)]
-    tools: Any = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.tools:
-            raise ValueError("`tools` is not implemented")
-
     logprobs: bool | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
 

@@ -42,6 +42,7 @@ from rollout.environments.engine_client import EngineClient
 from rollout.environments.external import Episodes
 from rollout.environments.registry import build_environment
 from rollout.openai_server.app import MAX_BODY_BYTES, Endpoint
+from rollout.openai_server.request_fields import NEUTRAL, WITHOUT_EFFECT
 from rollout.worker import Worker
 
 EXTERNAL = "rollout.environment.type=external"
@@ -184,24 +185,98 @@ async def test_what_a_request_gets_wrong_is_told(make_run: MakeRun):
             {"prompt": [2**40]},
             {"prompt": [-1]},
             {"prompt": "è"},
-            {"prompt": "1+2=", "frequency_penalty": 0.5},
-            {"prompt": "1+2=", "logit_bias": {"3": 5}},
-            {"prompt": "1+2=", "echo": True},
             {"prompt": "1+2=", "n": 1000},
             {"prompt": "1+2=", "extra_headers": {"X-Episode": "none"}},
         ]
         for wrong in refused:
             with pytest.raises(openai.BadRequestError):
                 await client.completions.create(model="run", **wrong)
-        said = [{"role": "user", "content": "1+2="}]
-        tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-        with pytest.raises(openai.BadRequestError, match="`tools` is not implemented"):
-            await client.chat.completions.create(model="run", messages=said, tools=[tool])  # type: ignore[arg-type]
-        with pytest.raises(openai.BadRequestError, match="`logit_bias` is not implemented"):
-            await client.completions.create(model="run", prompt="1+2=", logit_bias={"3": 5})
         with pytest.raises(openai.NotFoundError, match="no model 'other' here, but 'run'"):
             await client.completions.create(model="other", prompt="1+2=")
         assert (await client.completions.create(model="run", prompt="1+2=")).choices
+
+
+FUNCTION = {"name": "f", "parameters": {}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+NOT_IMPLEMENTED: dict[str, list[Any]] = {
+    "add_generation_prompt": [False],
+    "allowed_token_ids": [[3, 4]],
+    "bad_words": [["4"]],
+    "best_of": [2],
+    "chat_template": ["{{ messages }}"],
+    "continue_final_message": [True],
+    "echo": [True],
+    "frequency_penalty": [0.5, -0.5, "0"],
+    "function_call": ["auto"],
+    "functions": [[FUNCTION]],
+    "guided_choice": [["3", "4"]],
+    "guided_json": [{}, {"type": "object"}],
+    "guided_regex": ["[0-9]+"],
+    "ignore_eos": [True],
+    "logit_bias": [{"3": 5}],
+    "logits_processors": [["f"]],
+    "min_tokens": [1],
+    "presence_penalty": [0.5],
+    "reasoning_effort": ["none", "high"],
+    "regex": ["[0-9]+"],
+    "repetition_penalty": [1.1],
+    "response_format": [{"type": "json_object"}, {"type": "json_schema", "json_schema": {}}],
+    "structured_outputs": [{"choice": ["3"]}],
+    "suffix": ["="],
+    "tool_choice": ["required"],
+    "tools": [[{"type": "function", "function": FUNCTION}]],
+    "truncate_prompt_tokens": [2],
+    "use_beam_search": [True],
+    "a_field_that_nobody_knows": [True, False, 0],
+}
+"""Values that would change what is drawn, by field of OpenAI's API, vLLM's or SGLang's"""
+
+
+@pytest.mark.parametrize("chat", [False, True])
+async def test_fields_that_would_change_the_draw_are_refused(make_run: MakeRun, chat: bool):
+    async with asking(make_run()) as client:
+        said: Any = (
+            {"messages": [{"role": "user", "content": "1+2="}]} if chat else {"prompt": "1+2="}
+        )
+        create: Any = client.chat.completions.create if chat else client.completions.create
+        for name, values in NOT_IMPLEMENTED.items():
+            for value in values:
+                with pytest.raises(openai.BadRequestError, match=f"`{name}` is not implemented"):
+                    await create(model="run", **said, extra_body={name: value})
+        neutral = {name: values[0] for name, values in NEUTRAL.items() if values}
+        silent = dict.fromkeys(NOT_IMPLEMENTED) | dict.fromkeys(WITHOUT_EFFECT, 1)
+        asked = {"model": "run", "seed": 5, "max_tokens": 6, **said}
+        first = (await create(**asked)).choices[0].token_ids
+        assert first
+        for extra in (neutral, silent):
+            assert (await create(**asked, extra_body=extra)).choices[0].token_ids == first
+
+
+async def test_fields_of_a_message_do_not_vanish(make_run: MakeRun):
+    """What a client sends back of a reply that had nothing in them is taken."""
+    async with asking(make_run()) as client:
+        create: Any = client.chat.completions.create
+        asked = {"model": "run", "max_tokens": 4, "seed": 2}
+        user, reply = {"role": "user", "content": "1+2="}, {"role": "assistant", "content": None}
+        for field, value in {
+            "tool_calls": [CALL],
+            "function_call": FUNCTION,
+            "reasoning_content": "3",
+            "refusal": "no",
+            "audio": {"id": "1"},
+            "prefix": True,
+        }.items():
+            with pytest.raises(
+                openai.BadRequestError,
+                match=rf"`{field}` is not implemented - at `\$.messages\[1\]`",
+            ):
+                await create(**asked, messages=[user, {**reply, field: value}, user])
+        first = await create(**asked, messages=[user])
+        back = first.choices[0].message.model_dump()
+        assert {"tool_calls", "function_call", "refusal"} <= back.keys()
+        again = await create(**asked, messages=[user, back, user])
+        plain = {"role": "assistant", "content": back["content"]}
+        assert again.choices[0] == (await create(**asked, messages=[user, plain, user])).choices[0]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,83 @@
+"""Decodes a request and refuses, by name, each field that would change the reply and is not implemented."""
+
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Raw
+
+from rollout.openai_server.schema import ChatBody, CompletionBody, Message, decoded
+
+B = TypeVar("B", CompletionBody, ChatBody)
+
+WITHOUT_EFFECT = frozenset(
+    [
+        "cache_salt",
+        "metadata",
+        "parallel_tool_calls",
+        "priority",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "request_id",
+        "return_token_ids",
+        "return_tokens_as_token_ids",
+        "safety_identifier",
+        "service_tier",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "store",
+        "top_logprobs",
+        "user",
+    ]
+)
+"""Fields of OpenAI's API, vLLM's and SGLang's that leave what is drawn as it is, and are not read"""
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "continue_final_message": (False,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "functions": ([],),
+    "ignore_eos": (False,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
+}
+"""Values, besides null, that ask for nothing, by field that is not implemented; one that is not named here has
+none"""
+_EMPTY = ("", [], {})
+"""What such a field of a message may hold besides null, as in a reply that a client sends back"""
+
+
+def decoded_request(data: bytes, type: type[B]) -> B:
+    """Returns the request in `data`. Raises DecodeError if it is not JSON, and ValidationError, a kind of
+    DecodeError, for a value that does not fit its field, and for a field, or one of a message, that is not
+    implemented."""
+    found = decoded(data, dict[str, Raw])
+    for name in found:
+        if name not in type.__struct_fields__ and name not in WITHOUT_EFFECT:
+            _refuse(name, found[name], NEUTRAL.get(name, ()), "")
+    body = decoded(data, type)
+    if isinstance(body, ChatBody):
+        for i, message in enumerate(decoded(found["messages"], list[dict[str, Raw]])):
+            for name in message:
+                if name not in Message.__struct_fields__:
+                    _refuse(name, message[name], _EMPTY, f" - at `$.messages[{i}]`")
+    return body
+
+
+def _refuse(name: str, raw: Raw, neutral: tuple[Any, ...], where: str) -> None:
+    """Raises ValidationError unless the value is null or asks for nothing."""
+    value = msgspec.json.decode(raw)
+    if value is not None and value not in neutral:
+        raise msgspec.ValidationError(f"`{name}` is not implemented{where}")
