@@ -31,6 +31,7 @@ from areal_q.models import (
     load_decoder,
     save_decoder,
 )
+from areal_q.models.hf.checkpoint import check_tensors
 from areal_q.tasks import CharTokenizer
 
 SHAPE: dict[str, Any] = {
@@ -210,7 +211,7 @@ def test_a_tied_checkpoint_may_hold_its_head_as_well(
 
 def test_a_tied_checkpoint_with_another_head_is_refused(saved: Path) -> None:
     edit(saved, lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"] + 1})
-    assert_refused(saved, "lm_head.weight is not the embedding")
+    assert_refused(saved, "lm_head.weight is not the embedding", read=True)
 
 
 def test_frequencies_of_an_older_transformers_are_passed_over(saved: Path) -> None:
@@ -340,11 +341,19 @@ def edit_config(directory: Path, **changes: object) -> None:
     file.write_text(json.dumps({k: v for k, v in table.items() if v is not None}))
 
 
-def assert_refused(directory: Path, complaint: str) -> None:
+def assert_refused(directory: Path, complaint: str, read: bool = False) -> None:
+    """What no tensor need be read for is refused in the same words without reading one; `read` is True for the
+    rest."""
     with pytest.raises(CheckpointError, match=complaint) as caught:
         load_decoder(directory)
     assert str(directory) in str(caught.value)
     assert "\n" not in str(caught.value)
+    if read:
+        check_tensors(directory, load_config(directory))
+        return
+    with pytest.raises(CheckpointError) as early:
+        check_tensors(directory, load_config(directory))
+    assert str(early.value) == str(caught.value)
 
 
 def test_a_missing_directory_is_named(tmp_path: Path) -> None:
@@ -355,6 +364,16 @@ def test_a_missing_directory_is_named(tmp_path: Path) -> None:
 def test_a_missing_file_is_named(saved: Path, name: str) -> None:
     (saved / name).unlink()
     assert_refused(saved, f"{name}: [Nn]o such file")
+
+
+def test_weights_of_another_kind_come_with_the_way_out(saved: Path) -> None:
+    (saved / "model.safetensors").rename(saved / "pytorch_model.bin")
+    assert_refused(saved, r"model\.safetensors: no such file; only safetensors are read")
+
+
+def test_an_adapter_is_no_model(saved: Path) -> None:
+    (saved / "config.json").rename(saved / "adapter_config.json")
+    assert_refused(saved, r"an adapter alone is no model: merge it into its base")
 
 
 def test_weights_of_another_user_are_told_from_missing_ones(
@@ -393,7 +412,7 @@ def test_a_misshapen_tensor_is_named(saved: Path) -> None:
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight"])
 def test_a_tensor_that_is_not_finite_is_named(saved: Path, name: str, value: float) -> None:
     edit(saved, lambda t: t | {name: t[name].index_fill(0, torch.tensor([3]), value)})
-    assert_refused(saved, rf"model\.safetensors: {name} holds NaN or an infinity")
+    assert_refused(saved, rf"model\.safetensors: {name} holds NaN or an infinity", read=True)
 
 
 @pytest.mark.parametrize("keep", [0, 4, 100, -1])

@@ -2,6 +2,8 @@
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,10 @@ def load_config(path: str | Path) -> DecoderConfig:
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: no such directory")
     file = directory / "config.json"
+    if not file.is_file() and (directory / "adapter_config.json").is_file():
+        raise CheckpointError(
+            f"{directory}: an adapter alone is no model: merge it into its base (peft: merge_and_unload)"
+        )
     table = _read_object(file)
     try:
         config = DecoderConfig.from_hf(table)
@@ -44,6 +50,36 @@ def declared_dtype(path: str | Path) -> str | None:
     return table.get("dtype") or table.get("torch_dtype")
 
 
+def meta_decoder(config: DecoderConfig) -> Decoder:
+    """Returns a model of this shape that has no values, on the device "meta"."""
+    with torch.device("meta"):
+        return Decoder(config)
+
+
+def check_tensors(path: str | Path, config: DecoderConfig) -> None:
+    """Compares the headers of the files of weights in directory `path` with a model of `config`; no tensor is
+    read. Raises CheckpointError, which names the file, if one cannot be read or a tensor is missing, unexpected
+    or of a wrong shape."""
+    wanted = {name: [*p.shape] for name, p in meta_decoder(config).state_dict().items()}
+    missing = {*wanted}
+    for file in _weight_files(Path(path)):
+        with _opened(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                if _is_derived(name, config):
+                    continue
+                if name not in wanted:
+                    raise CheckpointError(f"{file}: unexpected tensor {name}")
+                shape = tensors.get_slice(name).get_shape()
+                if shape != wanted[name]:
+                    raise CheckpointError(
+                        f"{file}: {name} is {shape}, config.json says {wanted[name]}"
+                    )
+                missing.discard(name)
+    if missing:
+        first = next(name for name in wanted if name in missing)
+        raise CheckpointError(f"{path}: tensor {first} is missing ({len(missing)} in all)")
+
+
 def load_decoder(path: str | Path) -> Decoder:
     """Returns the model in directory `path` on the CPU, in float32 whatever its stored dtype.
 
@@ -51,36 +87,29 @@ def load_decoder(path: str | Path) -> Decoder:
     wrong shape or not finite.
     """
     config = load_config(path)
-    with torch.device("meta"):
-        model = Decoder(config)
-    wanted = {name: p.shape for name, p in model.state_dict().items()}
+    check_tensors(path, config)
     found: dict[str, torch.Tensor] = {}
-    head: torch.Tensor | None = None
     for file in _weight_files(Path(path)):
-        for name, tensor in _read_tensors(file).items():
-            if name == "lm_head.weight" and config.tied:
-                head = tensor  # transformers 4 wrote the tied head as well, equal to the embedding
-                continue
-            if name.endswith("rotary_emb.inv_freq"):
-                continue  # older versions wrote these as well, although config.json determines them
-            if name not in wanted:
-                raise CheckpointError(f"{file}: unexpected tensor {name}")
-            if tensor.shape != wanted[name]:
-                raise CheckpointError(
-                    f"{file}: {name} is {list(tensor.shape)}, config.json says {list(wanted[name])}"
-                )
-            if not _finite(tensor):
-                raise CheckpointError(f"{file}: {name} holds NaN or an infinity")
-            found[name] = tensor
-    missing = [name for name in wanted if name not in found]
-    if missing:
-        raise CheckpointError(f"{path}: tensor {missing[0]} is missing ({len(missing)} in all)")
+        with _opened(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                found[name] = tensors.get_tensor(name).float()
+                if not _finite(found[name]):
+                    raise CheckpointError(f"{file}: {name} holds NaN or an infinity")
+    derived = {name: found.pop(name) for name in [*found] if _is_derived(name, config)}
+    head = derived.get("lm_head.weight")
     if head is not None and not torch.equal(head, found["model.embed_tokens.weight"]):
         raise CheckpointError(
             f"{path}: lm_head.weight is not the embedding, though config.json says tie_word_embeddings"
         )
+    model = meta_decoder(config)
     model.load_state_dict(found, assign=True)
     return model.requires_grad_(True)
+
+
+def _is_derived(name: str, config: DecoderConfig) -> bool:
+    """Returns True for a tensor that follows from others: transformers 4 wrote a tied head as well, and older
+    versions the frequencies that config.json determines."""
+    return (name == "lm_head.weight" and config.tied) or name.endswith("rotary_emb.inv_freq")
 
 
 def save_decoder(
@@ -128,12 +157,14 @@ def _weight_files(directory: Path) -> list[Path]:
     return [directory / name for name in names]
 
 
-def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """Opens a file of tensors. Raises CheckpointError if it, or later a tensor of it, cannot be read."""
     if not file.is_file():
-        raise CheckpointError(f"{file}: no such file")
+        raise CheckpointError(f"{file}: no such file{_other_weights(file.parent)}")
     try:
         with safe_open(file, framework="pt") as tensors:
-            return {name: tensors.get_tensor(name).float() for name in tensors.keys()}  # noqa: SIM118
+            yield tensors
     except (SafetensorError, OSError) as error:
         if not os.access(file, os.R_OK):  # safetensors would report it as missing
             raise CheckpointError(
@@ -141,6 +172,13 @@ def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
                 "for their owner alone: chmod -R a+rX the directory"
             ) from error
         raise CheckpointError(f"{file}: {error}") from error
+
+
+def _other_weights(directory: Path) -> str:
+    """Returns what to do about a directory that has weights in files of another kind; else ""."""
+    others = any(directory.glob("*.bin")) or any(directory.glob("*.pth"))
+    said = "; only safetensors are read: load the model with transformers, and save_pretrained"
+    return said if others else ""
 
 
 def _check_fits(state: dict[str, torch.Tensor], path: str | Path) -> None:
