@@ -38,16 +38,23 @@ class Chat(Settings, frozen=True, kw_only=True):
 
 
 class Arithmetic(TaggedSettings, frozen=True, kw_only=True, tag="arithmetic"):
-    """Additions `12+34=`, answered least significant digit first (`64`): the small model's first subject."""
-
-    grader: ClassVar[str] = "exact"
+    """Additions `12+34=`, answered least significant digit first (`64`): the small model's first subject. In
+    words and with a chat template they are one for pretrained models."""
 
     digits: Count = 2
     """Digits of each summand, at most."""
+    prompt: Annotated[str, Meta(pattern=r"\{a\}(.|\n)*\{b\}")] = "{a}+{b}="
+    """The question, in which {a} and {b} stand for the summands."""
     reversed: bool = True
     """Answers have the least significant digit first: 86+64= is answered 051."""
     heldout: Count = 512
     """Problems kept for evaluation, never trained on."""
+    grader: GraderName = "exact"
+    """How a response is compared with the answer."""
+    template: Literal["chat", "plain"] = "plain"
+    """`chat`: the tokenizer's own chat template; `plain`: bare text."""
+    chat: Chat = Chat()
+    """The conversation."""
 
 
 class Calculator(TaggedSettings, frozen=True, kw_only=True, tag="calculator"):

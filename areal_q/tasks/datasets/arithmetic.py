@@ -43,7 +43,8 @@ def addition(cfg: Arithmetic, place: int) -> Problem:
     if swapped:
         a, b = b, a
     answer = str(a + b)
-    return Problem(f"{a}+{b}=", answer[::-1] if cfg.reversed else answer)
+    prompt = cfg.prompt.replace("{a}", str(a)).replace("{b}", str(b))
+    return Problem(prompt, answer[::-1] if cfg.reversed else answer)
 
 
 def _unordered_pairs(digits: int) -> int:
