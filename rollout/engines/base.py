@@ -151,15 +151,18 @@ class EngineBase:
         self.tokens_drawn = 0
         """Number of response tokens drawn since the start"""
         self._max_samples = slots
-        self._task: asyncio.Task[None] | None = None
-        """The task that runs for as long as the engine does; None before the start."""
+        self._task: asyncio.Future[None] | None = None
+        """Done when the engine has ended; None before the start."""
 
     def _check_running(self, request: Request) -> None:
         """Raises EngineDied if the engine is not running, and RecordError for a request that no engine can
         serve."""
+        self._check_alive()
+        _check_shape(request, self._max_samples)
+
+    def _check_alive(self) -> None:
         if self._task is None or self._task.done():
             raise EngineDied(f"engine {self.name} is not running")
-        _check_shape(request, self._max_samples)
 
 
 def finish_reason(

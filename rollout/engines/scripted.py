@@ -115,7 +115,7 @@ class ScriptedStepper:
         self.steps += 1
         for r in running:
             if r.job.on_token:
-                r.job.on_token(r.index, r.ids[-1], r.logprobs[-1])
+                r.job.post(r.job.on_token, r.index, r.ids[-1], r.logprobs[-1])
             if not self._ended(r):
                 self.responses.append(r)
         self.versions.forget_before(

@@ -1,6 +1,7 @@
 """Engines that have weights, and what they are asked."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,13 +11,14 @@ from helpers.policies import initial_model
 from msgspec.structs import asdict
 from numpy.typing import ArrayLike
 
-from areal_q.config import Run, Sampling, TorchEngine
+from areal_q.config import Run, Sampling, ScriptedEngine, TorchEngine
 from areal_q.config.run import EngineConfig
 from areal_q.messages import Ticket
 from areal_q.weights.version import WeightVersion
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
 from rollout.engines import build_engine
 from rollout.engines.base import Completion, Engine, Request
+from rollout.engines.scripted import Answer, ScriptedStepper, reverse
 
 
 def ask(
@@ -67,3 +69,32 @@ def generate(
             return await asyncio.gather(*map(engine.generate, requests))
 
     return asyncio.run(main())
+
+
+class HeldStepper(ScriptedStepper):
+    """A scripted engine whose step ends when the test lets it. It lets go of the interpreter meanwhile, as that
+    of a large model does, which takes seconds."""
+
+    def __init__(self, answer: Answer = reverse) -> None:
+        super().__init__(ScriptedEngine(), answer, certainty=lambda version: 1.0, vocab_size=64)
+        self.begun = threading.Semaphore(0)
+        """Has a permit for each step that has begun"""
+        self.may_end = threading.Semaphore(0)
+        """Takes a permit for each step that ends"""
+        self.at_once: list[int] = []
+        """The number of responses that each step drew a token of"""
+
+    def step(self) -> int:
+        self.begun.release()
+        assert self.may_end.acquire(timeout=60), "the test did not let the step end"
+        self.at_once.append(drawn := super().step())
+        return drawn
+
+    def let_go(self) -> None:
+        """Lets this step end, and all that follow."""
+        self.may_end.release(1_000_000)
+
+    async def in_step(self) -> None:
+        """Waits until the next step has begun."""
+        while not self.begun.acquire(blocking=False):
+            await asyncio.sleep(0.001)

@@ -1,22 +1,38 @@
-"""The asyncio half of an in-process engine: it takes requests, and one task steps while there is work.
+"""The asyncio half of an in-process engine: requests come and go on the event loop, a thread takes the steps.
 
-    generate ─Job─▶ stepper.waiting ─admitted between steps─▶ rows ─finished─▶ job.future ─▶
-    generate load_weights ─prepare (a thread)─▶ swap (between two steps)
+       event loop                                  engine's thread, which alone touches the Stepper
+    generate ──── a job ───▶ ┐                     ┌─▶ commands, if any came since the last step;
+    cancelled ─── withdraw ─▶│ commands, a batch   │   else a step, while there is work
+    load_weights ─── swap ──▶┘ a turn of the loop ─┘            │
+       ▲   prepare: another thread, beside steps                │
+       └──── tokens, completions, answers: one call a step ─────┘
 
-One task steps: *waits for* `_wake` when idle, *unblocked by* generate and the first load_weights.
-generate: *waits for* job.future, *unblocked by* the step that draws its last token, or by close.
-load_weights: *waits for* `_loading`, so that versions are swapped in the order they came.
-Everything runs on one event loop and a step never awaits, so nothing changes in the middle of one.
+| who          | waits for                                    | unblocked by                              |
+|--------------|----------------------------------------------|-------------------------------------------|
+| the thread   | commands, while nothing is to be drawn       | generate; the first load_weights; close   |
+| generate     | job.future                                   | the step that ends its responses; close   |
+|              | its unfinished tokens, when cancelled        | the end of the present step; PATIENCE_S   |
+| load_weights | `_loading`: versions are swapped in in order | the swap before                           |
+|              | the swap                                     | the end of the present step               |
+| close        | the thread's end                             | the end of the present step; PATIENCE_S   |
+
+A step of a real model takes up to seconds, and heartbeats, Redis and the endpoint share the loop: so no step
+runs there. Nothing changes in the middle of a step, since commands are applied between two.
 """
 
 import asyncio
-import contextlib
 import math
+import queue
+import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
+
+import torch
 
 from areal_q.errors import RecordError
 from areal_q.messages import FinishReason, Manifest, VersionSpan
@@ -32,15 +48,26 @@ from rollout.engines.base import (
 )
 from rollout.engines.stop_conditions import Stopper, stopper
 
+PATIENCE_S = 4.0
+"""Most seconds for which the end of an engine or of a request waits for the present step. Twice that is less
+than what a launcher waits for a worker that it has told to stop."""
+Command = Callable[[], object]
+
 
 @dataclass(eq=False)
 class Job:
-    """A request in flight. Every response draws one token at each step from `started` on."""
+    """A request in flight. Every response draws one token at each step from `started` on.
+
+    It belongs to the engine's thread; `future`, `completions` and the callbacks belong to the event loop, where
+    `post` has functions called.
+    """
 
     request: Request
     future: "asyncio.Future[list[Completion]]"
     on_token: TokenCallback | None = None
     on_response: ResponseCallback | None = None
+    post: Callable[..., None] = lambda function, *args: function(*args)
+    """Has a function called with arguments on the event loop, after the step; by default at once"""
     started: int = -1
     """Step that draws the first tokens; -1 while the job waits."""
     deadline_s: float = math.inf
@@ -67,15 +94,29 @@ class Job:
         return finish_reason(self.request, ids, stopped=stopped, late=late)
 
     def complete(self, index: int, completion: Completion) -> None:
+        self.post(self._completed, index, completion)
+
+    def _completed(self, index: int, completion: Completion) -> None:
         self.completions[index] = completion
         if self.on_response:
             self.on_response(index, completion)
-        if len(self.completions) == self.request.num_samples and not self.future.done():
-            self.future.set_result([self.completions[i] for i in sorted(self.completions)])
+        if len(self.completions) == self.request.num_samples:
+            settle(self.future, [self.completions[i] for i in sorted(self.completions)])
 
     def fail(self, error: BaseException) -> None:
-        if not self.future.done():
-            self.future.set_exception(error)
+        self.post(settle, self.future, None, error)
+
+
+def settle(
+    future: "asyncio.Future[Any]", result: object, error: BaseException | None = None
+) -> None:
+    """Gives a future its result, or its error if there is one, unless it is done already."""
+    if future.done():
+        return
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)
 
 
 class StepVersions:
@@ -111,7 +152,11 @@ class StepVersions:
 class Stepper(Protocol):
     """An engine that computes in this process, as AsyncEngine drives it. It keeps a row for each response and
     draws the next token of every row in one synchronous call. An engine in processes of its own is a
-    GenerationBackend instead."""
+    GenerationBackend instead.
+
+    All calls come from one thread, and none during another, but for those of `prepare` and `check_request`,
+    which may come beside a step. What a step tells goes through `Job.post`, `Job.complete` and `Job.fail`.
+    """
 
     name: str
     capabilities: Capabilities
@@ -143,7 +188,7 @@ class Stepper(Protocol):
         ...
 
     def prepare(self, weights: WeightVersion) -> Any:
-        """Does in a thread what a swap needs before it, and returns the argument of `swap`. Raises
+        """Does in another thread what a swap needs before it, and returns the argument of `swap`. Raises
         WeightVersionError for weights that cannot be used."""
         ...
 
@@ -155,24 +200,42 @@ class AsyncEngine(EngineBase):
 
     def __init__(self, stepper: Stepper) -> None:
         super().__init__(stepper.name, stepper.capabilities, stepper.slots)
-        self.busy_s = 0.0
-        """Seconds since the start in which the engine had something to generate."""
+        self.version = -1
+        """Version of the tokens that callbacks get now; -1 before the first"""
         self._stepper = stepper
-        self._jobs: set[Job] = set()
-        self._wake = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop
+        self._open: set[asyncio.Future[Any]] = set()
+        """What is to come from the thread: results of jobs, answers to commands"""
         self._loading = asyncio.Lock()
-
-    @property
-    def version(self) -> int:
-        return self._stepper.version
+        self._asked: list[Command] = []
+        """Commands of this turn of the loop, which the thread gets together"""
+        self._commands: queue.SimpleQueue[list[Command]] = queue.SimpleQueue()
+        """Commands for the thread, batch by batch; an empty one ends it"""
+        self._posted: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        """Functions that the thread will have called on the loop, with their arguments"""
+        self._due_s = 0.0
+        """Monotonic time before which the thread takes no step, for `tokens_per_s`"""
+        self._busy: tuple[float, float | None] = (0.0, None)
+        """Seconds with something to generate, and since when there is; None while there is nothing"""
 
     @property
     def active(self) -> int:
         return self._stepper.active
 
+    @property
+    def busy_s(self) -> float:
+        """Seconds since the start in which the engine had something to generate."""
+        seconds, since = self._busy
+        return seconds if since is None else seconds + time.perf_counter() - since
+
     async def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name=f"engine-{self.name}")
+        self._loop = asyncio.get_running_loop()
+        self._task = self._loop.create_future()
         self._task.add_done_callback(self._stopped)
+        name = f"engine-{self.name}"
+        # A step that never ends must not keep the process from ending: the thread is a daemon.
+        args = (torch.get_num_threads(),)
+        threading.Thread(target=self._run, args=args, name=name, daemon=True).start()
 
     async def generate(
         self,
@@ -181,70 +244,160 @@ class AsyncEngine(EngineBase):
         on_response: ResponseCallback | None = None,
     ) -> list[Completion]:
         """Returns the responses of a group, in order. Raises RecordError if the request can never be served,
-        and EngineDied if the engine is not running. `on_token` must not raise."""
+        and EngineDied if the engine is not running. The callbacks are called on the event loop and must not
+        raise. A request that is cancelled ends after the present step, or after PATIENCE_S without its
+        unfinished tokens."""
         self._check_running(request)
         if self.version >= 0:
             self._stepper.check_request(request)
-        job = Job(request, asyncio.get_running_loop().create_future(), on_token, on_response)
-        self._jobs.add(job)
-        self._stepper.waiting.append(job)
-        self._wake.set()
+        job = Job(request, self._future(), on_token, on_response, self._post)
+        self._send(partial(self._stepper.waiting.append, job))
         try:
             return await job.future
         except asyncio.CancelledError:
-            for index, completion in self._stepper.unfinished(job).items():
+            for index, completion in (await self._withdraw(job)).items():
                 if on_response:
                     on_response(index, completion)
             raise
-        finally:
-            self._jobs.discard(job)
-            if len(job.completions) < request.num_samples:
-                self._stepper.drop(job)
+        except Exception:
+            self._send(partial(self._stepper.drop, job))
+            raise
 
     async def load_weights(self, weights: WeightVersion) -> float:
         """Generates with `weights` from now on. Returns for how many seconds generation paused. Raises
         WeightVersionError for weights that cannot be used, and keeps the old ones."""
         async with self._loading:
             prepared = await asyncio.to_thread(self._stepper.prepare, weights)
-            began = time.perf_counter()
-            first = self.version < 0
-            self._stepper.swap(prepared)
-            pause = time.perf_counter() - began
-        if first:
-            for job in list(self._stepper.waiting):
-                try:
-                    self._stepper.check_request(job.request)
-                except RecordError as error:
-                    self._stepper.waiting.remove(job)
-                    job.fail(error)
-        self._wake.set()
-        return pause
+            return await self._ask(self._swap, prepared)
 
     async def close(self) -> None:
-        """Ends the engine and cancels the requests in flight."""
+        """Ends the engine and cancels the requests in flight. It waits for a step at most PATIENCE_S."""
         if self._task is not None:
+            self._commands.put([])
+            await asyncio.wait([self._task], timeout=PATIENCE_S)
             self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
 
-    async def _run(self) -> None:
+    async def _withdraw(self, job: Job) -> dict[int, Completion]:
+        """Has the thread forget a job. Returns the tokens of its responses that have not ended, by index; none
+        if the engine has ended or the present step takes too long."""
+
+        def forget() -> dict[int, Completion]:
+            found = self._stepper.unfinished(job)
+            self._stepper.drop(job)
+            return found
+
+        with suppress(Exception):
+            return await asyncio.wait_for(self._ask(forget), PATIENCE_S)
+        return {}
+
+    def _future(self) -> "asyncio.Future[Any]":
+        """Returns a future that `_stopped` ends, if nothing else does."""
+        future = self._loop.create_future()
+        self._open.add(future)
+        future.add_done_callback(self._open.discard)
+        return future
+
+    def _send(self, command: Command) -> None:
+        """Has the thread call a function between two steps."""
+        if not self._asked:
+            self._loop.call_soon(self._hand_over)
+        self._asked.append(command)
+
+    def _hand_over(self) -> None:
+        commands, self._asked = self._asked, []
+        self._commands.put(commands)
+
+    def _ask(self, function: Callable[..., Any], *args: object) -> "asyncio.Future[Any]":
+        """Has the thread call a function between two steps, and returns a future of its result or error. Raises
+        EngineDied if the engine is not running."""
+        self._check_alive()
+        answer = self._future()
+
+        def command() -> None:
+            try:
+                self._post(settle, answer, function(*args))
+            except Exception as error:
+                self._post(settle, answer, None, error)
+
+        self._send(command)
+        return answer
+
+    def _dispatch(self, posted: list[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
+        """Calls on the loop what the thread posted. A callback that raises ends the engine."""
+        assert self._task is not None
+        try:
+            for function, args in posted:
+                function(*args)
+        except Exception as error:
+            settle(self._task, None, error)
+
+    def _stopped(self, task: "asyncio.Future[None]") -> None:
+        """Ends the requests in flight when the thread ends, with its error if it raised one."""
+        self._commands.put([])
+        error = None if task.cancelled() else task.exception()
+        for future in list(self._open):
+            if error is not None:
+                settle(future, None, error)
+            else:
+                future.cancel()
+
+    # From here on: the engine's thread.
+
+    def _run(self, threads: int) -> None:
+        torch.set_num_threads(threads)  # a number of its own for each thread
+        error = None
+        try:
+            while self._turn():
+                self._deliver()
+        except BaseException as raised:
+            error = raised
+        self._post(settle, self._task, None, error)
+        self._deliver()
+
+    def _turn(self) -> bool:
+        """Applies the commands that come before the next step is due; if none do, takes it. Returns False when
+        told to end."""
         stepper = self._stepper
-        while True:
-            if self.version < 0 or not (stepper.active or stepper.waiting):
-                self._wake.clear()
-                await self._wake.wait()
-                continue
-            began = time.perf_counter()
+        ready = stepper.version >= 0 and bool(stepper.active or stepper.waiting)
+        self._keep_time(ready)
+        wait_s = max(0.0, self._due_s - time.monotonic()) if ready else None
+        try:
+            commands = self._commands.get(timeout=wait_s)
+        except queue.Empty:
             drawn = stepper.step()
             self.tokens_drawn += drawn
-            await asyncio.sleep(drawn / stepper.tokens_per_s)
-            self.busy_s += time.perf_counter() - began
+            self._due_s = time.monotonic() + drawn / stepper.tokens_per_s
+            return True
+        for command in commands:
+            command()
+        return bool(commands)
 
-    def _stopped(self, task: "asyncio.Task[None]") -> None:
-        """Ends the requests in flight when the stepping task ends, with its error if it raised one."""
-        error = None if task.cancelled() else task.exception()
-        for job in list(self._jobs):
-            if error is not None:
+    def _keep_time(self, busy: bool) -> None:
+        if busy != (self._busy[1] is not None):
+            self._busy = (self.busy_s, time.perf_counter() if busy else None)
+
+    def _swap(self, prepared: Any) -> float:
+        """Swaps the weights and returns the seconds that it took. The first ones tell which requests can never
+        be served."""
+        stepper, first = self._stepper, self._stepper.version < 0
+        began = time.perf_counter()
+        stepper.swap(prepared)
+        pause = time.perf_counter() - began
+        self._post(setattr, self, "version", stepper.version)
+        for job in list(stepper.waiting) if first else ():
+            try:
+                stepper.check_request(job.request)
+            except RecordError as error:
+                stepper.waiting.remove(job)
                 job.fail(error)
-            else:
-                job.future.cancel()
+        return pause
+
+    def _post(self, function: Callable[..., None], *args: object) -> None:
+        """Has a function called on the loop, after the present step and in the order of the calls."""
+        self._posted.append((function, args))
+
+    def _deliver(self) -> None:
+        if self._posted:
+            posted, self._posted = self._posted, []
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                self._loop.call_soon_threadsafe(self._dispatch, posted)

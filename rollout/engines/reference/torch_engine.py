@@ -90,7 +90,7 @@ class TorchStepper:
     @torch.inference_mode()
     def _compile(self, model: InferenceModel) -> None:
         """Compiles each operation, by using it once with one row and once with many. That takes a minute,
-        during which a step would block the event loop, and claims that are not renewed would expire."""
+        for which no step should stand still."""
         cache, device = build_cache(model.config, self.config), self.config.device
         cache.new_version(model.kv_scales)
         for rows in (1, min(MANY_ROWS, model.config.max_positions)):
@@ -242,7 +242,7 @@ class TorchStepper:
         token_list, logprob_list = tokens.tolist(), logprobs.tolist()
         for row, (job, index) in enumerate(self.owners):
             if job.on_token:
-                job.on_token(index, token_list[row], logprob_list[row])
+                job.post(job.on_token, index, token_list[row], logprob_list[row])
 
     def _stopped(self, tokens: Tensor) -> list[int]:
         """Returns the rows that end for a reason that is not in the tensors: a stop of several tokens, a stop
