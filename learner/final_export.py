@@ -1,7 +1,6 @@
 """The export at the end of a run: the model in Hugging Face layout, with the parameters that other programs
 expect."""
 
-import copy
 from contextlib import suppress
 
 from areal_q.errors import BufferGone
@@ -14,16 +13,17 @@ from learner.loop import Learner
 
 def finish(learner: Learner, step: int) -> bool:
     """Exports the model to `hf/` and writes the `end` record with reason "done", or "drained" if `step` is not
-    the last. Returns True if the run is done and Redis tells the workers so, which end then."""
+    the last. Returns True if the run is done and Redis tells the workers so, which end then.
+
+    UAQ's scaling is taken out of the learner's own weights, as nothing reads them any more."""
     run = learner.run
     model, tokenizer = learner.policy.model, build_tokenizer(run.model, run.task)
     if run.learner.lora:
         save_adapted(model, learner.dir, run.learner.lora, run.learner.uaq, tokenizer)
     else:
-        unscaled = copy.deepcopy(model)
         if run.learner.uaq > 1:
-            fold_back(unscaled, run.learner.uaq)
-        save_decoder(unscaled, learner.dir / "hf", tokenizer)
+            fold_back(model, run.learner.uaq)
+        save_decoder(model, learner.dir / "hf", tokenizer)
     accuracy, done = learner.heldout.accuracy, step == run.steps
     learner.metrics.write(
         "end",
