@@ -50,13 +50,14 @@ class ChatTemplate:
             self._text = _DATE + self._text
         added = {token.content: token for token in hf.added_tokens_decoder.values()}
         self._added = _any_of(added)
+        last, earlier = self._around_reply(False), self._around_reply(True)
+        written = "".join(earlier or last or ())
         self._control = _any_of(
             text
             for text, token in added.items()
-            if token.special or (text.strip() and text in self._text)
+            if token.special or text.strip() and text in written
         )
-        """Matches special tokens, and others that the template writes, such as DeepSeek's <｜User｜>"""
-        last, earlier = self._around_reply(False), self._around_reply(True)
+        """Matches special tokens, and others that begin or end a turn, such as DeepSeek's <｜User｜>"""
         ends = self._added.match(last[1].lstrip()) if last else None
         self.end = ends[0] if ends and added[ends[0]].special else None
         """The special token that follows an assistant's message; None if that is another text"""
@@ -145,7 +146,7 @@ class ChatTemplate:
         return self._hf.convert_ids_to_tokens(int(mark[1])) or mark[0]
 
     def _as_text(self, text: str) -> list[int]:
-        """Encodes without any added token, in the steps of the `tokenizers` library that remain."""
+        """Encodes without any added token: the steps of the `tokenizers` library after looking for those."""
         backend = self._hf.backend_tokenizer
         if backend.normalizer:
             text = backend.normalizer.normalize_str(text)

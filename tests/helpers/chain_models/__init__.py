@@ -4,6 +4,7 @@ Each is a Llama of one layer whose attention and MLP are zero, so that a token's
 follows it. The tokenizer has one token a byte, and special tokens.
 """
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -59,8 +60,8 @@ def write_chain(
     eos: int | list[int] | None = None,
     **files: Any,
 ) -> Path:
-    """Writes a model whose greedy response to a prompt is `text`, whose tokens must all differ, and which begins
-    anew after it. The prompt must not end with one of them. `eos` is that of config.json; `files` are further JSON files, such as
+    """Writes a model whose greedy response is `text`, again and again. Its tokens must all differ, and the prompt
+    must not end with one of them. `eos` is that of config.json; `files` are further JSON files, such as
     generation_config={"eos_token_id": 256}."""
     hf = hf or byte_tokenizer()
     chain = hf.encode(text, add_special_tokens=False)
@@ -73,7 +74,7 @@ def write_chain(
             max_position_embeddings=512, tie_word_embeddings=False, eos_token_id=eos,
         )
     )  # fmt: skip
-    follows = dict.fromkeys(range(len(hf)), chain[0]) | dict(zip(chain, chain[1:], strict=False))
+    follows = dict.fromkeys(range(len(hf)), chain[0]) | dict(itertools.pairwise(chain))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.fill_(1.0 if "norm" in name else 0.0)
