@@ -117,7 +117,7 @@ def _as_service(config: Path, overrides: list[str]) -> Iterator[tuple[Run, Path,
         if moved:
             logger.info("an earlier run without a checkpoint was in %s: now %s", directory, moved)
         logger.info("%s in %s", "resuming" if resume else "starting", directory)
-        yield run, directory, resume
+        yield load(directory / "config.toml", recorded=True), directory, resume
 
 
 @contextmanager

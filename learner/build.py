@@ -22,6 +22,7 @@ from areal_q.tasks import (
     build_tokenizer,
     check_characters,
     check_reward,
+    stops_text,
 )
 from areal_q.tasks.prompt_lengths import without_long
 from buffer.logs.step_log import StepLog, iter_steps
@@ -79,11 +80,16 @@ def build_model(small: ModelConfig, tokenizer: Tokenizer, seed: int) -> Decoder:
 
 def longest_prompt(run: Run) -> int:
     """Returns how many tokens a prompt may have: model and micro-batch must have room for the longest
-    response."""
-    model = run.model
+    response. Raises ConfigError if the model has no room for one and a prompt."""
+    model, after = run.model, run.rollout.tokens_after_prompt
     small = isinstance(model, SmallModel)
     positions = model.max_positions if small else load_config(model.path).max_positions
-    return min(positions, run.learner.microbatch_tokens) - run.rollout.tokens_after_prompt
+    if after >= positions:
+        raise ConfigError(
+            f"rollout.sampling.max_tokens = {run.rollout.sampling.max_tokens} does not fit into the model's "
+            f"{positions} positions"
+        )
+    return min(positions, run.learner.microbatch_tokens) - after
 
 
 def build_policy(
@@ -302,6 +308,9 @@ def _build(
     logs_tokens = run.buffer.log and run.buffer.tokens and ranks is ALONE
     if resume:
         metrics.rewind(start)
+    ends = f"a response {stops_text(tokenizer.stops)}"
+    logger.info("%s", ends)
+    metrics.write("note", start, {}, message=ends)
     admission = build_admission(run, task, tokenizer, buffer, state)
     recorded = _recorded(directory, start) | buffer.unread_digests() if state else {}
     keep = run.learner.versions_kept

@@ -102,7 +102,7 @@ class PlainView(_Following):
         fresh = [r for r in self.pull() if r["time_s"] >= self._since_s]
         due = time.monotonic() >= self._next_line
         for record in fresh:
-            always = record["kind"] in ("eval", "end") or "cache" in record
+            always = record["kind"] in ("note", "eval", "end") or "cache" in record
             if record["kind"] == "warning":
                 self.note(f"warning: {record['message']}")
             elif always or (due and record is fresh[-1] and record["kind"] != "waiting"):
@@ -135,7 +135,9 @@ class LiveView(_Following):
     def refresh(self) -> None:
         if time.monotonic() >= self._next_draw:
             self._next_draw = time.monotonic() + REDRAW_EVERY_S
-            self.pull()
+            for record in self.pull():
+                if record["kind"] == "note":
+                    self.note(plain_line(record, self.history))
             self._live.refresh()
 
     def stop(self) -> None:

@@ -86,6 +86,7 @@ from areal_q.config.run import (
 from areal_q.config.tasks import (
     Arithmetic as Arithmetic,
     Calculator as Calculator,
+    Chat as Chat,
     Choice as Choice,
     Countdown as Countdown,
     Gsm8k as Gsm8k,

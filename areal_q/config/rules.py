@@ -12,7 +12,7 @@ from areal_q.config.engines import ScriptedEngine, SglangEngine, VllmEngine, no_
 from areal_q.config.environments import SingleTurn
 from areal_q.config.objectives import Gae
 from areal_q.config.run import Run, SmallModel
-from areal_q.config.tasks import Choice, Gsm8k, Math, Python
+from areal_q.config.tasks import Chat, Choice, Gsm8k, Math, Python, chat_of
 
 _LAST_PORT = 65535
 _WILDCARDS = ("tcp://0.0.0.0:", "tcp://*:", "tcp://[::]:")
@@ -66,6 +66,12 @@ def _small_model_reads_the_task(run: Run) -> str | None:
         return f"task.type = {run.task.__struct_config__.tag!r} needs model.type = 'pretrained'"
     if getattr(run.task, "template", "plain") == "chat":
         return "task.template = 'chat' needs model.type = 'pretrained'"
+    return None
+
+
+def _chat_has_its_template(run: Run) -> str | None:
+    if chat_of(run.task) is None and getattr(run.task, "chat", Chat()) != Chat():
+        return "task.chat has no effect without task.template = 'chat'"
     return None
 
 
@@ -301,6 +307,7 @@ RULES: tuple[Callable[[Run], str | None], ...] = (
     _critic_goes_with_gae,
     _group_has_advantages,
     _small_model_reads_the_task,
+    _chat_has_its_template,
     _reward_has_one_file,
     _response_fits_small_model,
     _response_fits_microbatch,

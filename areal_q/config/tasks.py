@@ -143,7 +143,8 @@ class Choice(_Text, frozen=True, kw_only=True, tag="choice"):
 
 
 class Jsonl(_Text, frozen=True, kw_only=True, tag="jsonl"):
-    """Any JSONL file of prompts and answers."""
+    """Any JSONL file of prompts and answers. A prompt may be a list of messages, each with `role` and
+    `content`, also in a field `messages`."""
 
     prompt: str = "prompt"
     """Name of the field."""
@@ -176,6 +177,11 @@ class Python(TaggedSettings, frozen=True, kw_only=True, tag="python"):
 TaskConfig = (
     Arithmetic | Calculator | ToolCalculator | Countdown | Gsm8k | Math | Choice | Jsonl | Python
 )
+
+
+def chat_of(task: TaskConfig) -> Chat | None:
+    """Returns the settings of the chat template; None if the task's prompts are bare text."""
+    return getattr(task, "chat", None) if getattr(task, "template", "") == "chat" else None
 
 
 class RewardConfig(Settings, frozen=True, kw_only=True):

@@ -25,7 +25,7 @@ from areal_q.system.run_dir import METRICS_FILE
 
 logger = logging.getLogger(__name__)
 
-Kind = Literal["warmstart", "waiting", "step", "eval", "warning", "end"]
+Kind = Literal["note", "warmstart", "waiting", "step", "eval", "warning", "end"]
 Record = dict[str, Any]
 
 TENSORBOARD_DIR = "tensorboard"

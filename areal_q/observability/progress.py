@@ -103,6 +103,8 @@ def plain_line(record: Record, history: History) -> str:
     """Returns one record as a line of text; `history` already contains it."""
     head = f"{record['elapsed_s']:7.1f} s  "
     match record["kind"]:
+        case "note":
+            return f"{head}{record['message']}"
         case "warmstart" if "cache" in record:
             return f"{head}warm start from the cache: {record['cache']}"
         case "warmstart":

@@ -23,12 +23,14 @@ import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from areal_q.config import Run, dump_toml, load, override
+from areal_q.config.tasks import chat_of
 from areal_q.errors import CheckpointError, ConfigError
 from areal_q.system.files import replacing
 
@@ -68,14 +70,34 @@ def path_of(run: Run) -> Path:
 
 
 def with_absolute_files(run: Run) -> Run:
-    """Returns `run` with absolute paths of its task, reward and model, so that it can be evaluated and resumed
-    from any directory. A path that is no file here, such as the id of a data set, stays as it is."""
+    """Returns `run` with absolute paths of its task, chat template, reward and model, so that it can be
+    evaluated and resumed from any directory. A path that is no file here, such as the id of a data set, stays
+    as it is."""
     parts = {
         name: msgspec.structs.replace(part, path=str(Path(path).resolve()))
         for name in ("task", "reward", "model")
         if (path := getattr(part := getattr(run, name), "path", None)) and Path(path).exists()
     }
-    return msgspec.structs.replace(run, **parts)
+    run = msgspec.structs.replace(run, **parts)
+    chat = chat_of(run.task)
+    if chat and chat.template_file and Path(chat.template_file).exists():
+        return _with_chat(run, template_file=str(Path(chat.template_file).resolve()))
+    return run
+
+
+def _with_chat(run: Run, **changes: str) -> Run:
+    """Returns `run` with changes to task.chat, which it must have."""
+    chat = msgspec.structs.replace(run.task.chat, **changes)  # pyright: ignore[reportAttributeAccessIssue]
+    return msgspec.structs.replace(run, task=msgspec.structs.replace(run.task, chat=chat))
+
+
+def _dated(run: Run, before: Run | None) -> Run:
+    """Returns `run` with the date of its chat template, where its settings name none: that of `before`, the run
+    that it goes on with, else today's."""
+    if (chat := chat_of(run.task)) is None or chat.date:
+        return run
+    known = chat_of(before.task) if before else None
+    return _with_chat(run, date=(known and known.date) or str(date.today()))
 
 
 @contextmanager
@@ -96,8 +118,9 @@ def claimed(run: Run, resume: bool) -> Iterator[tuple[Path, Path | None]]:
                 moved = _move_aside(directory)
         (directory / "logs").mkdir(parents=True, exist_ok=True)
         handle = _lock(directory)
-        settings = dump_toml(with_absolute_files(run))
-        (directory / "config.toml").write_text(settings, "utf-8")
+        file = directory / "config.toml"
+        before = load(file, recorded=True) if resume else None
+        file.write_text(dump_toml(_dated(with_absolute_files(run), before)), "utf-8")
     except OSError as error:
         raise ConfigError(f"{directory}: {error.strerror}") from error
     try:
@@ -142,7 +165,8 @@ def resumes(run: Run) -> bool:
 
 
 def _check_unchanged(saved: Run, again: Run) -> None:
-    changed = differences(with_absolute_files(saved), with_absolute_files(again))
+    saved, again = with_absolute_files(saved), with_absolute_files(_dated(again, saved))
+    changed = differences(saved, again)
     refused = [key for key in changed if not key.startswith(MAY_CHANGE_ON_RESUME)]
     # Another choice of a type changes the settings below it, too; only the choice is worth a message.
     choices = [key for key in refused if key.endswith(".type")]

@@ -55,7 +55,7 @@ class ChatTemplate:
         self._control = _any_of(
             text
             for text, token in added.items()
-            if token.special or text.strip() and text in written
+            if token.special or (text.strip() and text in written)
         )
         """Matches special tokens, and others that begin or end a turn, such as DeepSeek's <｜User｜>"""
         ends = self._added.match(last[1].lstrip()) if last else None

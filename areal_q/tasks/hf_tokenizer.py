@@ -13,22 +13,19 @@ from areal_q.tasks.stops import collect_stops
 
 
 class HFTokenizer:
-    """A Tokenizer (areal_q/tasks/base.py). `template` is `chat` (a chat template, by the settings `chat`) or
-    `plain` (bare text)."""
+    """A Tokenizer (areal_q/tasks/base.py) with a chat template, by the settings `chat`, or with None, for bare
+    text."""
 
-    def __init__(self, path: str | Path, template: str = "plain", chat: Chat | None = None) -> None:
+    def __init__(self, path: str | Path, chat: Chat | None = None) -> None:
         """Loads the tokenizer. Raises ConfigError if the `hf` extra is not installed or there is no chat
         template, and CheckpointError for files that cannot be read or name no end."""
         self._hf = _load(path)
-        self._chat: ChatTemplate | None = None
-        chat = chat or Chat()
-        if template == "chat":
-            if not self._hf.chat_template and not chat.template_file:
-                raise ConfigError(
-                    f"{path}: the tokenizer has no chat template; use task.template=plain, or a file of your "
-                    "own: task.chat.template_file=FILE"
-                )
-            self._chat = ChatTemplate(self._hf, chat)
+        if chat and not (chat.template_file or self._hf.chat_template):
+            raise ConfigError(
+                f"{path}: the tokenizer has no chat template; use task.template=plain, or a file of your "
+                "own: task.chat.template_file=FILE"
+            )
+        self._chat = ChatTemplate(self._hf, chat) if chat else None
         self.vocab_size: int = len(self._hf)
         end = self._chat.end if self._chat else None
         end_id = None if end is None else self._hf.convert_tokens_to_ids(end)

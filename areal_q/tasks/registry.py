@@ -13,6 +13,7 @@ from areal_q.config import (
     ToolCalculator,
     WarmStart,
 )
+from areal_q.config.tasks import chat_of
 from areal_q.errors import ConfigError
 from areal_q.tasks.base import Problem, Task, Tokenizer
 from areal_q.tasks.datasets.arithmetic import ArithmeticTask
@@ -68,6 +69,4 @@ def build_tokenizer(model: ModelConfig, task: TaskConfig) -> Tokenizer:
     the template for prompts that the task names."""
     if isinstance(model, SmallModel):
         return CharTokenizer()
-    if (template := getattr(task, "template", "plain")) == "chat":
-        return load_tokenizer(model.path, template, getattr(task, "chat", None))
-    return load_tokenizer(model.path)
+    return load_tokenizer(model.path, chat_of(task))

@@ -99,12 +99,11 @@ class CharTokenizer:
         }
 
 
-def load_tokenizer(
-    path: str | Path, template: str = "plain", chat: Chat | None = None
-) -> Tokenizer:
-    """Returns the tokenizer in directory `path`. The one of characters does not need transformers, all others
-    do. Raises CheckpointError, ConfigError or TaskError if it cannot be loaded."""
+def load_tokenizer(path: str | Path, chat: Chat | None = None) -> Tokenizer:
+    """Returns the tokenizer in directory `path`, with its chat template by the settings `chat`; None leaves
+    prompts bare text. The one of characters does not need transformers, all others do. Raises CheckpointError
+    or ConfigError if it cannot be loaded."""
     if not Path(path).is_dir():
         raise CheckpointError(f"{path}: no such directory")
     small = CharTokenizer()
-    return small if small.wrote(path) else HFTokenizer(path, template, chat)
+    return small if small.wrote(path) else HFTokenizer(path, chat)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from helpers.paths import ROOT
 
-from areal_q.config import Gae, PretrainedModel, Run, load
+from areal_q.config import Chat, Gae, PretrainedModel, Run, load
 from areal_q.models import Decoder, DecoderConfig, init_weights, load_decoder, save_decoder
 from areal_q.observability.metrics_log import read_metrics
 from areal_q.system.run_dir import claimed
@@ -41,7 +41,7 @@ UNEVEN = (
 def tiny(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Path) -> Path:
     """Model directories by family, with a tokenizer of bytes; problems and a reward that varies."""
     root = tmp_path_factory.mktemp("tiny")
-    tokenizer = load_tokenizer(byte_tokenizer, "chat")
+    tokenizer = load_tokenizer(byte_tokenizer, Chat())
     for family in ("qwen2", "qwen3"):
         config = DecoderConfig(
             family=family, vocab_size=tokenizer.vocab_size, width=128, layers=1, heads=2, kv_heads=1,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import rollout.engines
-from areal_q.config import Run, ScriptedEngine, load
+from areal_q.config import Chat, Run, ScriptedEngine, load
 from areal_q.evaluation.benchmarks import BENCHMARKS, PRESETS
 from areal_q.models import Decoder, DecoderConfig, init_weights, save_decoder
 from areal_q.tasks import all_problems, load_tokenizer
@@ -44,7 +44,7 @@ ROWS: dict[str, tuple[dict[str, Any], str, str]] = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Path) -> Path:
-    tokenizer = load_tokenizer(byte_tokenizer, "chat")
+    tokenizer = load_tokenizer(byte_tokenizer, Chat())
     config = DecoderConfig(
         family="qwen2", vocab_size=tokenizer.vocab_size, width=16, layers=1, heads=2, kv_heads=1,
         head_dim=8, mlp=16, max_positions=512, qkv_bias=True, eos_ids=(tokenizer.eos_id,),
@@ -74,7 +74,7 @@ def test_benchmark_is_asked_scored_and_saved_under_a_preset(
     run: Run = load(
         None, [*settings, "model.type=pretrained", f"model.path={json.dumps(str(model))}"]
     )
-    tokenizer = load_tokenizer(model, "chat")
+    tokenizer = load_tokenizer(model, Chat())
     problems = all_problems(run.task)
     known = {tuple(tokenizer.encode_prompt(p.prompt)): p.answer for p in problems}
     right_until = list(known)[:2]

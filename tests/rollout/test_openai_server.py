@@ -19,7 +19,7 @@ from helpers.engines import initial_version
 from helpers.fixture_types import MakeRun
 from helpers.paths import ROOT
 
-from areal_q.config import External, Run, TorchEngine, dump_toml
+from areal_q.config import Chat, External, Run, TorchEngine, dump_toml
 from areal_q.errors import ConfigError
 from areal_q.messages import Group, Ticket
 from areal_q.tasks import (
@@ -607,7 +607,7 @@ def test_chat_turns_render_as_the_whole_conversation_does(
     byte_tokenizer: Path,
 ):
     """The oracle is the template itself, on the whole conversation."""
-    tokenizer = HFTokenizer(byte_tokenizer, "chat")
+    tokenizer = HFTokenizer(byte_tokenizer, Chat())
     tokenizer._hf.chat_template = (
         "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% if m['role'] == 'assistant' %}<eos>"
         "{% endif %};{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -619,4 +619,4 @@ def test_chat_turns_render_as_the_whole_conversation_does(
     start = [*tokenizer.encode_messages(talk), *tokenizer.encode("hi")]
     assert [*start, *tokenizer.encode_turn(more, ended=False)] == whole
     assert [*start, tokenizer.eos_id, *tokenizer.encode_turn(more, ended=True)] == whole
-    assert load_tokenizer(byte_tokenizer, "chat").encode_prompt("a")
+    assert load_tokenizer(byte_tokenizer, Chat()).encode_prompt("a")

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from areal_q.config import Arithmetic, PretrainedModel, SmallModel
+from areal_q.config import Arithmetic, Chat, PretrainedModel, SmallModel
 from areal_q.errors import CheckpointError, ConfigError, TaskError
 from areal_q.tasks import CharTokenizer, HFTokenizer, build_tokenizer, load_tokenizer
 from areal_q.tasks.datasets.calculator import EXPRESSION, parse_number
@@ -80,7 +80,7 @@ def test_without_transformers_the_extra_is_named(
 
 
 def test_a_hugging_face_tokenizer_applies_the_chat_template(chat_directory: Path) -> None:
-    tokenizer = load_tokenizer(chat_directory, "chat")
+    tokenizer = load_tokenizer(chat_directory, Chat())
     assert isinstance(tokenizer, HFTokenizer)
     assert tokenizer.encode_prompt("1+1") == CharTokenizer().encode("(1+1)=")
     assert tokenizer.encode("1+1") == CharTokenizer().encode("1+1")
@@ -88,14 +88,14 @@ def test_a_hugging_face_tokenizer_applies_the_chat_template(chat_directory: Path
 
 
 def test_plain_prompts_are_bare_text(chat_directory: Path) -> None:
-    tokenizer = load_tokenizer(chat_directory, "plain")
+    tokenizer = load_tokenizer(chat_directory)
     assert tokenizer.encode_prompt("1+1=") == CharTokenizer().encode("1+1=")
     assert tokenizer.decode([*tokenizer.encode("1+1="), tokenizer.eos_id]) == "1+1=<eos>"
 
 
 def test_a_saved_hugging_face_tokenizer_loads_again(chat_directory: Path, tmp_path: Path) -> None:
-    load_tokenizer(chat_directory, "chat").save(str(tmp_path))
-    assert load_tokenizer(tmp_path, "chat").encode_prompt("2") == CharTokenizer().encode("(2)=")
+    load_tokenizer(chat_directory, Chat()).save(str(tmp_path))
+    assert load_tokenizer(tmp_path, Chat()).encode_prompt("2") == CharTokenizer().encode("(2)=")
 
 
 def test_chat_without_a_chat_template_is_refused(chat_directory: Path, tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_chat_without_a_chat_template_is_refused(chat_directory: Path, tmp_path:
     hf.chat_template = None
     hf.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"no chat template; use task.template=plain"):
-        load_tokenizer(tmp_path, "chat")
+        load_tokenizer(tmp_path, Chat())
 
 
 def test_a_tokenizer_without_an_end_of_text_token_is_refused(

@@ -20,6 +20,7 @@ from typing import Any
 from areal_q.config.tasks import Choice, Jsonl, Math
 from areal_q.errors import TaskError
 from areal_q.tasks.base import Problem
+from areal_q.tasks.datasets.conversations import problem_of
 from areal_q.tasks.datasets.jsonl_rows import read_objects
 from areal_q.tasks.grading.boxed import last_boxed
 
@@ -55,12 +56,19 @@ def choice_problems(cfg: Choice) -> list[Problem]:
 def jsonl_problems(cfg: Jsonl) -> list[Problem]:
     """Returns all problems of the file. Raises TaskError naming a line that lacks one of the two fields."""
     return [
-        Problem(_prompt(row, cfg.prompt, where), text_of(row, cfg.answer, where))
+        problem_of(
+            _prompt(row, cfg.prompt, where), text_of(row, cfg.answer, where), cfg.template, where
+        )
         for where, row in read_objects(cfg.path)
     ]
 
 
-def _prompt(row: _Row, name: str, where: str) -> str:
+def _prompt(row: _Row, name: str, where: str) -> str | Sequence[Any]:
+    """Returns the field, or `messages` in a row without it: a text, or a list of messages."""
+    name = "messages" if name not in row and "messages" in row else name
+    match row.get(name):
+        case [{}, *_] as messages:
+            return messages
     text = text_of(row, name, where)
     if not text.strip():
         raise TaskError(f"{where}: field `{name}` is empty: there is nothing to answer")

@@ -1,7 +1,7 @@
 """Tasks and rewards from the user's own Python file, which is trusted code.
 
     def problems():                          # for task.type = "python"
-        return [("2+2=", "4"), …]            # (prompt, answer)
+        return [("2+2=", "4"), …]            # (prompt or list of messages, answer)
 
     def reward(prompt, response, answer):    # or the name in reward.function
         return 1.0 if response.strip() == answer else 0.0
@@ -22,6 +22,7 @@ from areal_q.config.tasks import Python
 from areal_q.errors import TaskError
 from areal_q.messages.trajectories import LARGEST_REWARD
 from areal_q.tasks.base import Problem, Score
+from areal_q.tasks.datasets.conversations import problem_of
 
 
 def load_function(path: str, name: str) -> Callable[..., Any]:
@@ -86,17 +87,19 @@ def problems(cfg: Python) -> list[Problem]:
     except Exception as error:  # the user's code may raise anything
         raise TaskError(f"{cfg.path}: problems(): {type(error).__name__}: {error}") from error
     if not all(_is_pair(row) for row in rows):
-        raise TaskError(f"{cfg.path}: problems() must give pairs of text: prompt and answer")
-    for index, (prompt, _) in enumerate(rows):
-        if not prompt.strip():
-            where = f"{cfg.path}: problems()[{index}]"
-            raise TaskError(f"{where}: the prompt is empty: there is nothing to answer")
-    return [Problem(prompt, answer) for prompt, answer in rows]
+        raise TaskError(
+            f"{cfg.path}: problems() must give pairs: a prompt, which is a text or a list of messages, and an "
+            "answer, which is a text"
+        )
+    return [
+        problem_of(prompt, answer, cfg.template, f"{cfg.path}: problems()[{index}]")
+        for index, (prompt, answer) in enumerate(rows)
+    ]
 
 
 def _is_pair(row: Any) -> bool:
     match row:
-        case (str(), str()):
+        case (str() | list(), str()):
             return True
         case _:
             return False

@@ -60,8 +60,8 @@ def write_chain(
     eos: int | list[int] | None = None,
     **files: Any,
 ) -> Path:
-    """Writes a model whose greedy response is `text`, again and again. Its tokens must all differ, and the prompt
-    must not end with one of them. `eos` is that of config.json; `files` are further JSON files, such as
+    """Writes a model that draws `text`, again and again. Its tokens must all differ, and a prompt must not end
+    with one of them. `eos` is that of config.json; `files` are further JSON files, such as
     generation_config={"eos_token_id": 256}."""
     hf = hf or byte_tokenizer()
     chain = hf.encode(text, add_special_tokens=False)
@@ -82,7 +82,7 @@ def write_chain(
             model.model.embed_tokens.weight[token, token] = 1.0
             model.lm_head.weight[after, token] = 4.0
     model.generation_config.eos_token_id = None
-    model.to(torch.bfloat16).save_pretrained(directory)
+    model.bfloat16().save_pretrained(directory)
     (directory / "generation_config.json").unlink(missing_ok=True)
     hf.save_pretrained(directory)
     for name, table in files.items():
