@@ -5,13 +5,14 @@ import threading
 from contextlib import ExitStack
 from pathlib import Path
 
-import msgspec
 import torch
 
 from areal_q.checks.machine import check_device
+from areal_q.checks.model import check_fit, check_reference
 from areal_q.config import BroadcastConfig, ModelConfig, Run, SmallModel, dump_toml, workers_hash
 from areal_q.errors import ConfigError
-from areal_q.models import Decoder, DecoderConfig, Experts, init_weights, load_config, load_decoder
+from areal_q.models import Decoder, init_weights, load_config, load_decoder
+from areal_q.models.shape import shape_of
 from areal_q.observability.metrics_log import MetricsLog
 from areal_q.quant.uaq import apply_uaq
 from areal_q.system import run_dir
@@ -24,7 +25,6 @@ from areal_q.tasks import (
     check_reward,
     stops_text,
 )
-from areal_q.tasks.prompt_lengths import without_long
 from buffer.logs.step_log import StepLog, iter_steps
 from buffer.logs.token_log import TokenLog
 from buffer.logs.trajectory_log import TrajectoryLog
@@ -43,7 +43,7 @@ from learner.data.heldout_eval import HeldOutEvaluation
 from learner.data.replay_check import ReplayCheck
 from learner.data.sft_warmup import warm_start
 from learner.data.staleness import VersionHistory, forks_at
-from learner.data.validation import check_data, check_experts, check_format, fits
+from learner.data.validation import check_data, fits
 from learner.loop import Learner
 from learner.measure.fidelity import FidelityMeter
 from learner.measure.token_recorder import TokenRecorder
@@ -54,42 +54,13 @@ from learner.train_step import set_arithmetic
 logger = logging.getLogger(__name__)
 
 
-def build_model(small: ModelConfig, tokenizer: Tokenizer, seed: int) -> Decoder:
+def build_model(cfg: ModelConfig, tokenizer: Tokenizer, seed: int) -> Decoder:
     """Returns the model before any training, in float32. The seed is that of a small model's weights."""
-    if not isinstance(small, SmallModel):
-        return load_decoder(small.path)
-    config = DecoderConfig(
-        family="qwen3_moe" if small.experts else "qwen3",
-        vocab_size=tokenizer.vocab_size,
-        width=small.width,
-        layers=small.layers,
-        heads=small.heads,
-        kv_heads=small.kv_heads,
-        head_dim=small.width // small.heads,
-        mlp=small.mlp,
-        max_positions=small.max_positions,
-        eos_ids=(tokenizer.eos_id,),
-        experts=Experts(count=small.experts, per_token=small.experts_per_token, mlp=small.mlp)
-        if small.experts
-        else None,
-    )
-    model = Decoder(config)
+    if not isinstance(cfg, SmallModel):
+        return load_decoder(cfg.path)
+    model = Decoder(shape_of(cfg, tokenizer))
     init_weights(model, seed)
     return model
-
-
-def longest_prompt(run: Run) -> int:
-    """Returns how many tokens a prompt may have: model and micro-batch must have room for the longest
-    response. Raises ConfigError if the model has no room for one and a prompt."""
-    model, after = run.model, run.rollout.tokens_after_prompt
-    small = isinstance(model, SmallModel)
-    positions = model.max_positions if small else load_config(model.path).max_positions
-    if after >= positions:
-        raise ConfigError(
-            f"rollout.sampling.max_tokens = {run.rollout.sampling.max_tokens} does not fit into the model's "
-            f"{positions} positions"
-        )
-    return min(positions, run.learner.microbatch_tokens) - after
 
 
 def build_policy(
@@ -111,8 +82,6 @@ def build_policy(
     precision = PrecisionSettings.of(run)
     torch.manual_seed(run.seed)
     model = build_model(run.model, tokenizer, run.seed).to(run.learner.device)
-    check_experts(model.config, run.learner)
-    check_format(model, run.rollout.format)
     kl = run.learner.reference_kl
     if kl and kl.path and not resume:
         check_reference(load_config(kl.path), model.config, kl.path)
@@ -137,13 +106,6 @@ def build_policy(
         policy.reference = build_reference(run.learner.reference_kl.path, model)
         set_precision(policy.reference, precision)
     return policy, None
-
-
-def check_reference(reference: DecoderConfig, policy: DecoderConfig, path: str) -> None:
-    """Raises ConfigError unless the reference model in directory `path` has the policy's architecture."""
-    shapes = [msgspec.structs.replace(config, eos_ids=()) for config in (reference, policy)]
-    if shapes[0] != shapes[1]:
-        raise ConfigError(f"learner.reference_kl.path = {path!r}: not shaped like the policy")
 
 
 def build_reference(path: str, policy: Decoder) -> Decoder:
@@ -265,7 +227,7 @@ def build_learner(
     task = build_task(run.task)
     check_characters(run.model, run.warmstart, task)
     check_data(directory, run.task, task)
-    task = without_long(task, tokenizer, longest_prompt(run))
+    task = check_fit(run, shape_of(run.model, tokenizer), tokenizer, task)
     buffer = LearnerBuffer(redis_url, run.name, stop=stop)
     with ExitStack() as failed:
         failed.callback(buffer.close)

@@ -29,7 +29,8 @@ LAYERS = {
         # Everything above this line computes; from here on there are files, processes and sockets.
         {"system"},
         {"tasks"},
-        {"checks", "models", "observability"},
+        {"models", "observability"},
+        {"checks"},
         {"cli"},
         {"__main__"},
     ),

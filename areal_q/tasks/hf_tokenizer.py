@@ -78,9 +78,11 @@ def _load(path: str | Path) -> Any:
             f"{path}: this tokenizer needs transformers: pip install 'areal-q[hf]'"
         ) from error
     try:
-        return transformers.AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    except (
-        Exception
-    ) as error:  # the `tokenizers` library raises bare Exceptions for files of other versions
+        hf = transformers.AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    except Exception as error:  # `tokenizers` raises bare ones for files of other versions
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"{path}: no tokenizer can be read: {line}") from error
+    if not hf.encode(".", add_special_tokens=False):
+        # transformers makes one of config.json alone, with no token but special ones.
+        raise CheckpointError(f"{path}: no tokenizer can be read: it has no tokens for text")
+    return hf

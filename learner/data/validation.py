@@ -1,47 +1,19 @@
-"""Validation of settings, number format, problems and incoming groups against the model and the run."""
+"""Validation of problems and incoming groups against the model and the run."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-import torch
 import xxhash
-from torch import nn
 
-from areal_q.config import LearnerConfig, Python, TaskConfig
-from areal_q.errors import ConfigError, QuantizationError, RecordError, TaskError
+from areal_q.config import Python, TaskConfig
+from areal_q.errors import RecordError, TaskError
 from areal_q.messages import Array, Group, Trajectory
 from areal_q.models import DecoderConfig
-from areal_q.quant import FORMATS
-from areal_q.quant.state_dict import is_quantized
 from areal_q.tasks import Task
 
 DATA_DIGEST = "problems-digest"
 """Name of the file in a run's directory with the digest of the problems that the run began with."""
-
-
-def check_experts(config: DecoderConfig, cfg: LearnerConfig) -> None:
-    """Raises ConfigError for settings that need a mixture of experts if the model is none, or exclude one."""
-    if config.sparse_layers:
-        if cfg.lora:
-            raise ConfigError("learner.lora: not with a mixture of experts")
-        return
-    for name in ("routing_replay", "router_aux_coef"):
-        if getattr(cfg, name):
-            raise ConfigError(f"learner.{name}: {config.family} has no experts")
-
-
-def check_format(model: nn.Module, format: str) -> None:
-    """Raises ConfigError for a number format that the shape of some linear of `model` does not allow. Otherwise
-    this would become known only after the warm start."""
-    shapes = {
-        p.shape[-1]: name for name, p in model.named_parameters() if is_quantized(f"model.{name}")
-    }
-    for inputs, name in shapes.items():
-        try:
-            FORMATS[format].quantize(torch.zeros(1, inputs), name)
-        except QuantizationError as error:
-            raise ConfigError(f"rollout.format = {format!r}: {error}") from error
 
 
 def fits(config: DecoderConfig, longest: int) -> Callable[[Group], None]:

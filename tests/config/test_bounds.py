@@ -9,11 +9,11 @@ import torch
 from helpers.policies import initial_model
 from msgspec import inspect as types
 
+from areal_q.checks.model import check_format
 from areal_q.config import Run, load
 from areal_q.config.struct_types import GENERAL, LARGEST_FLOAT
 from areal_q.errors import ConfigError, QuantizationError
 from areal_q.quant import FORMATS
-from learner.data.validation import check_format
 
 ENDLESS = {
     *("clip_high", "cap", "cap_high", "max_widening"),

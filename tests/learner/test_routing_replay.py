@@ -13,6 +13,7 @@ from helpers.engines import ask
 from helpers.policies import pack_state, save_at
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
+from areal_q.checks.model import check_experts
 from areal_q.config import TorchEngine, load
 from areal_q.errors import ConfigError, RecordError
 from areal_q.messages import Array, Dtype, Group, Trajectory, decode_group, encode
@@ -28,7 +29,7 @@ from learner.backends.routing_replay import balance_weights, routed, routing_for
 from learner.backends.single_device import TorchPolicy, token_logprobs
 from learner.data.packing import Sample
 from learner.data.packing import pack_samples as pack_batch
-from learner.data.validation import check_experts, fits
+from learner.data.validation import fits
 from learner.measure.rescore import engine_policy
 from learner.policy_update import update_policy
 from rollout.engines import ENGINES, build_engine

@@ -9,7 +9,6 @@ from areal_q.config import load
 from areal_q.errors import TaskError
 from areal_q.tasks import CharTokenizer, Problem, build_task
 from areal_q.tasks.prompt_lengths import without_long
-from learner.build import longest_prompt
 
 
 class Given:
@@ -35,9 +34,3 @@ def test_a_task_of_short_prompts_stays_what_it_is():
 def test_a_task_of_long_prompts_alone_is_refused():
     with pytest.raises(TaskError, match="more than 5 tokens"):
         without_long(Given(300), CharTokenizer(), 5)
-
-
-def test_a_prompt_leaves_room_for_what_may_follow_it():
-    settings = ["model.max_positions=256", "rollout.sampling.max_tokens=6"]
-    assert longest_prompt(load(None, settings)) == 250
-    assert longest_prompt(load(None, [*settings, "learner.microbatch_tokens=100"])) == 94

@@ -1,0 +1,136 @@
+"""Whether model, tokenizer, problems and settings fit together, as far as can be seen before a weight is read.
+
+The learner calls `check_fit` as it starts; `areal-q check` and the launcher call `check_model`, which begins
+with what the learner does before that.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+import torch
+from msgspec import Struct
+from torch import nn
+
+from areal_q.config import LearnerConfig, PretrainedModel, Run
+from areal_q.errors import CheckpointError, ConfigError, QuantizationError, TaskError
+from areal_q.models import DecoderConfig, load_config
+from areal_q.models.hf.checkpoint import check_tensors, meta_decoder
+from areal_q.models.shape import shape_of
+from areal_q.quant import FORMATS
+from areal_q.quant.state_dict import is_quantized
+from areal_q.tasks import Task, Tokenizer, build_task, build_tokenizer
+from areal_q.tasks.prompt_lengths import without_long
+
+
+class FoundModel(Struct, frozen=True):
+    """A model that a run can start with, and what it makes of the run's problems."""
+
+    shape: DecoderConfig
+    tokenizer: Tokenizer
+    prompt: Sequence[int]
+    """Token ids of the first problem's prompt"""
+    longest: int
+    """Most tokens that a prompt may have"""
+    problems: int
+    """Number of problems, held-out ones included"""
+    left_out: int
+    """Number of those whose prompts are longer"""
+
+
+def check_model(run: Run) -> FoundModel:
+    """Returns what was found. Raises UserError, in the words of the learner, for a model that it would refuse,
+    except for one whose weights are not finite: no tensor is read."""
+    tokenizer, task = build_tokenizer(run.model, run.task), build_task(run.task)
+    shape = shape_of(run.model, tokenizer)
+    kl = run.learner.reference_kl
+    if kl and kl.path:
+        reference = load_config(kl.path)
+        check_reference(reference, shape, kl.path)
+        check_tensors(kl.path, reference)
+    kept = check_fit(run, shape, tokenizer, task)
+    return FoundModel(
+        shape=shape,
+        tokenizer=tokenizer,
+        prompt=tokenizer.encode_prompt(task.train[0].asked),
+        longest=longest_prompt(run, shape),
+        problems=len(task.train) + len(task.heldout),
+        left_out=len(task.train) - len(kept.train) + len(task.heldout) - len(kept.heldout),
+    )
+
+
+def check_fit(run: Run, shape: DecoderConfig, tokenizer: Tokenizer, task: Task) -> Task:
+    """Returns `task` without the problems whose prompts are too long. Raises ConfigError for settings that do
+    not fit a model of this `shape`, CheckpointError for weights or a tokenizer that do not, and TaskError if
+    the chat template refuses a problem or none is left."""
+    if isinstance(run.model, PretrainedModel):
+        check_tensors(run.model.path, shape)
+    check_experts(shape, run.learner)
+    check_format(meta_decoder(shape), run.rollout.format)
+    check_vocabulary(shape, tokenizer, tokenizer.encode_prompt(task.train[0].asked))
+    return without_long(task, tokenizer, longest_prompt(run, shape))
+
+
+def check_vocabulary(shape: DecoderConfig, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+    """Raises CheckpointError if a prompt can hold a token that the embedding lacks, or the token that ends a
+    response is such a one, and TaskError if `prompt`, that of a problem, has no token.
+
+    A special token beyond the embedding may remain: many a model has one for padding, which is never read.
+    """
+    if not prompt:
+        raise TaskError("the first problem's prompt has no token")
+    size = shape.vocab_size
+    beyond = set(range(size, tokenizer.vocab_size)) - tokenizer.special_ids
+    beyond |= {id for id in (*prompt, tokenizer.eos_id) if id >= size}
+    if beyond:
+        raise CheckpointError(
+            f"the tokenizer is not that of the model: it has {tokenizer.vocab_size} tokens, the embedding "
+            f"{size}, which lacks {tokenizer.decode([min(beyond)])!r}"
+        )
+
+
+def longest_prompt(run: Run, shape: DecoderConfig) -> int:
+    """Returns how many tokens a prompt may have: the model, the engine and a micro-batch must have room for the
+    longest response too. Raises ConfigError if they have no room even for that."""
+    engine = getattr(run.rollout.engine, "max_positions", 0)
+    bounds = {
+        f"the model's {shape.max_positions} positions": shape.max_positions,
+        f"learner.microbatch_tokens = {run.learner.microbatch_tokens}": run.learner.microbatch_tokens,
+        f"rollout.engine.max_positions = {engine}": engine or shape.max_positions,
+    }
+    most = min(bounds, key=bounds.__getitem__)
+    room = bounds[most] - run.rollout.tokens_after_prompt
+    if room < 1:
+        asked = f"rollout.sampling.max_tokens = {run.rollout.sampling.max_tokens}"
+        raise ConfigError(f"{asked} and a prompt do not fit into {most}")
+    return room
+
+
+def check_experts(config: DecoderConfig, cfg: LearnerConfig) -> None:
+    """Raises ConfigError for settings that need a mixture of experts if the model is none, or exclude one."""
+    if config.sparse_layers:
+        if cfg.lora:
+            raise ConfigError("learner.lora: not with a mixture of experts")
+        return
+    for name in ("routing_replay", "router_aux_coef"):
+        if getattr(cfg, name):
+            raise ConfigError(f"learner.{name}: {config.family} has no experts")
+
+
+def check_format(model: nn.Module, format: str) -> None:
+    """Raises ConfigError for a number format that the shape of some linear of `model` does not allow. Otherwise
+    this would become known only after the warm start."""
+    shapes = {
+        p.shape[-1]: name for name, p in model.named_parameters() if is_quantized(f"model.{name}")
+    }
+    for inputs, name in shapes.items():
+        try:
+            FORMATS[format].quantize(torch.zeros(1, inputs), name)
+        except QuantizationError as error:
+            raise ConfigError(f"rollout.format = {format!r}: {error}") from error
+
+
+def check_reference(reference: DecoderConfig, policy: DecoderConfig, path: str) -> None:
+    """Raises ConfigError unless the reference model in directory `path` has the policy's architecture."""
+    shapes = [msgspec.structs.replace(config, eos_ids=()) for config in (reference, policy)]
+    if shapes[0] != shapes[1]:
+        raise ConfigError(f"learner.reference_kl.path = {path!r}: not shaped like the policy")

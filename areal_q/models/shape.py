@@ -1,0 +1,28 @@
+"""The shape of the model that the settings name, before any of its weights exist or are read."""
+
+from areal_q.config import ModelConfig, SmallModel
+from areal_q.models.config import DecoderConfig, Experts
+from areal_q.models.hf.checkpoint import load_config
+from areal_q.tasks.base import Tokenizer
+
+
+def shape_of(model: ModelConfig, tokenizer: Tokenizer) -> DecoderConfig:
+    """Returns the shape of a pretrained model, from its directory, or of the small one, whose vocabulary is the
+    tokenizer's. Raises CheckpointError, which names the file, if the former cannot be read."""
+    if not isinstance(model, SmallModel):
+        return load_config(model.path)
+    return DecoderConfig(
+        family="qwen3_moe" if model.experts else "qwen3",
+        vocab_size=tokenizer.vocab_size,
+        width=model.width,
+        layers=model.layers,
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        head_dim=model.width // model.heads,
+        mlp=model.mlp,
+        max_positions=model.max_positions,
+        eos_ids=(tokenizer.eos_id,),
+        experts=Experts(count=model.experts, per_token=model.experts_per_token, mlp=model.mlp)
+        if model.experts
+        else None,
+    )

@@ -1,0 +1,172 @@
+"""What a pretrained model, its tokenizer and the settings make impossible is refused before a weight is read,
+and by the learner in the same words."""
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+
+from areal_q.checks.model import check_model, longest_prompt
+from areal_q.config import Run, load
+from areal_q.errors import UserError
+from areal_q.models import Decoder, DecoderConfig, init_weights, save_decoder
+from areal_q.models.shape import shape_of
+from areal_q.tasks import CharTokenizer, load_tokenizer
+from learner.build import build_learner
+
+SHAPE: dict[str, Any] = {
+    "family": "qwen3", "vocab_size": 260, "width": 32, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 16,
+    "mlp": 48, "max_positions": 64,
+}  # fmt: skip
+
+
+def write_model(path: Path, tokenizer: Path, **shape: Any) -> None:
+    model = Decoder(DecoderConfig(**SHAPE | shape))
+    init_weights(model, 0)
+    save_decoder(model, path, load_tokenizer(tokenizer))
+
+
+def run_of(path: Path, *overrides: str) -> Run:
+    rows = [{"prompt": f"say {i}", "answer": f"{i}"} for i in reversed(range(20))]
+    (path.parent / "task.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    task = {"type": "jsonl", "path": str(path.parent / "task.jsonl"), "template": "chat"}
+    settings = [f"task.{name}={value}" for name, value in task.items()]
+    settings += ["model.type=pretrained", f"model.path={path}", "rollout.sampling.max_tokens=8"]
+    return load(None, [*settings, *overrides])
+
+
+@pytest.fixture
+def model(tmp_path: Path, byte_tokenizer: Path) -> Path:
+    write_model(tmp_path / "model", byte_tokenizer)
+    return tmp_path / "model"
+
+
+def without_a_tensor(path: Path) -> None:
+    tensors = load_file(path / "model.safetensors")
+    save_file(
+        {k: v for k, v in tensors.items() if k != "model.norm.weight"}, path / "model.safetensors"
+    )
+
+
+def a_small_embedding(path: Path) -> None:
+    tokenizer = path.rename(path.parent / "tokenizer")
+    write_model(path, tokenizer, vocab_size=200)
+
+
+def a_raising_template(path: Path) -> None:
+    hf = AutoTokenizer.from_pretrained(path)
+    hf.chat_template = "{{ raise_exception('only poems, please') }}"
+    hf.save_pretrained(path)
+
+
+def no_template(path: Path) -> None:
+    hf = AutoTokenizer.from_pretrained(path)
+    hf.chat_template = None
+    for file in path.glob("chat_template*"):
+        file.unlink()
+    hf.save_pretrained(path)
+
+
+def another_tokenizer_version(path: Path) -> None:
+    table = json.loads((path / "tokenizer.json").read_text()) | {"model": {"type": "NEWBPE"}}
+    (path / "tokenizer.json").write_text(json.dumps(table))
+
+
+def no_tokenizer(path: Path) -> None:
+    for file in path.glob("tokenizer*"):
+        file.unlink()
+
+
+def another_family(path: Path) -> None:
+    table = json.loads((path / "config.json").read_text()) | {"model_type": "gemma2"}
+    (path / "config.json").write_text(json.dumps(table))
+
+
+def an_odd_width(path: Path) -> None:
+    tokenizer = path.rename(path.parent / "tokenizer")
+    write_model(path, tokenizer, mlp=33)
+
+
+REFUSED: list[tuple[Callable[[Path], None], list[str], str]] = [
+    (without_a_tensor, [], r"model: tensor model\.norm\.weight is missing \(1 in all\)"),
+    (
+        a_small_embedding,
+        [],
+        r"not that of the model: it has 257 tokens, the embedding 200, which lacks",
+    ),
+    (a_raising_template, [], r"only poems, please"),
+    (no_template, [], r"the tokenizer has no chat template; use task\.template=plain, or"),
+    (another_tokenizer_version, [], r"model: no tokenizer can be read: data did not match"),
+    (no_tokenizer, [], r"model: no tokenizer can be read: .* no tokens for text"),
+    (no_tokenizer, ["task.template=plain"], r"model: no tokenizer can be read"),
+    (another_family, [], r"config\.json: model_type 'gemma2' is none of"),
+    (an_odd_width, ["rollout.format=mxfp4"], r"rollout\.format = 'mxfp4': .*down_proj.*33 inputs"),
+    (
+        lambda path: None,
+        ["rollout.sampling.max_tokens=64"],
+        r"max_tokens = 64 and a prompt do not fit into the model's 64 positions",
+    ),
+    (lambda path: None, ["rollout.sampling.max_tokens=58"], r"every prompt .* more than 6 tokens"),
+]
+
+
+@pytest.mark.parametrize(("damage", "settings", "complaint"), REFUSED)
+def test_a_model_that_cannot_be_trained_is_refused_unread(
+    model: Path, damage: Callable[[Path], None], settings: list[str], complaint: str
+):
+    check_model(run_of(model))
+    damage(model)
+    run = run_of(model, *settings)
+    with pytest.raises(UserError, match=complaint) as early:
+        check_model(run)
+    (line,) = early.value.lines()
+    with pytest.raises(UserError) as late:
+        build_learner(
+            run, model.parent, "redis://127.0.0.1:1", "tcp://127.0.0.1:*", "tcp://127.0.0.1:*",
+            False, threading.Event(),
+        )  # fmt: skip
+    assert late.value.lines() == [line]
+
+
+def test_what_is_found_is_what_the_run_will_use(model: Path):
+    found = check_model(run_of(model))
+    assert found.tokenizer.decode(found.prompt) == "<say 19>"
+    assert (found.longest, found.problems, found.left_out) == (56, 20, 0)
+    assert found.shape == shape_of(run_of(model).model, found.tokenizer)
+    narrow = check_model(run_of(model, "rollout.sampling.max_tokens=57"))
+    assert (narrow.longest, narrow.left_out) == (7, 10)
+
+
+def test_a_padding_token_beyond_the_embedding_may_remain(model: Path):
+    """As in many tunes of Llama 2, with a token for padding that no prompt holds."""
+    hf = AutoTokenizer.from_pretrained(model)
+    hf.add_tokens(["<a>", "<b>", "<c>"])
+    hf.add_special_tokens({"pad_token": "<pad>"})
+    hf.save_pretrained(model)
+    assert check_model(run_of(model)).tokenizer.vocab_size == 261
+    hf.add_tokens(["<d>"])
+    hf.save_pretrained(model)
+    with pytest.raises(UserError, match=r"it has 262 tokens, the embedding 260, which lacks '<d>'"):
+        check_model(run_of(model))
+
+
+def test_a_reference_of_another_shape_is_refused(model: Path, byte_tokenizer: Path):
+    other = model.parent / "reference"
+    write_model(other, byte_tokenizer, mlp=64)
+    with pytest.raises(UserError, match=rf"learner\.reference_kl\.path = '{other}': not shaped"):
+        check_model(run_of(model, f'learner.reference_kl={{path="{other}",coef=0.1}}'))
+
+
+def test_a_prompt_leaves_room_for_what_may_follow_it():
+    def longest(*more: str) -> int:
+        run = load(None, ["model.max_positions=256", "rollout.sampling.max_tokens=6", *more])
+        return longest_prompt(run, shape_of(run.model, CharTokenizer()))
+
+    assert longest() == 250
+    assert longest("learner.microbatch_tokens=100") == 94
+    assert longest("rollout.engine.type=vllm", "rollout.engine.max_positions=80") == 74
