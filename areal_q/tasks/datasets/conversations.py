@@ -10,7 +10,11 @@ from areal_q.tasks.base import Message, Problem
 def problem_of(prompt: Any, answer: str, template: str, where: str) -> Problem:
     """Returns the problem with a prompt that is a text or a list of messages, the last of them not the
     assistant's. Raises TaskError, which names the place, for anything else."""
-    problem = Problem(prompt, answer) if isinstance(prompt, str) else _asked(prompt, answer, template, where)
+    problem = (
+        Problem(prompt, answer)
+        if isinstance(prompt, str)
+        else _asked(prompt, answer, template, where)
+    )
     if not problem.prompt.strip():
         raise TaskError(f"{where}: the prompt is empty: there is nothing to answer")
     return problem
