@@ -48,6 +48,7 @@ from learner.data.replay_check import ReplayCheck
 from learner.data.staleness import VersionHistory
 from learner.measure.fidelity import FidelityMeter
 from learner.measure.token_recorder import TokenRecorder
+from learner.measure.worker_rates import WorkerRates
 from learner.policy_update import PolicyUpdater
 from learner.publishing.version_builder import VersionBuilder
 from learner.publishing.weight_publisher import WeightPublisher
@@ -113,6 +114,7 @@ class Learner:
         self.metrics.also("progress", lambda record: self.progress.beat())
         self.group_reader.on_wait = self.record_episodes
         self.episodes = AgentEpisodes(self.run.rollout.environment)
+        self.rates = WorkerRates()
 
     def train(self, stop: threading.Event) -> int:
         """Runs the remaining steps, or until `stop`. Returns the next step, whose checkpoint is on disk then.
@@ -347,8 +349,7 @@ class Learner:
         """Returns the metrics of Redis and of the workers' heartbeats."""
         memory = self.buffer.memory()
         return {
-            "rollout/tokens_per_s": sum(w.tokens_per_s for w in workers),
-            "rollout/idle_share": sum(w.idle_share for w in workers) / max(1, len(workers)),
+            **self.rates.metrics(workers),
             **self.episodes.metrics(workers),
             "buffer/quarantined": self.buffer.set_aside(),
             "buffer/full": float(memory.full),

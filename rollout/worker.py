@@ -23,6 +23,7 @@ import asyncio
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ import msgspec
 from msgspec.structs import replace
 
 from areal_q.errors import RecordError
-from areal_q.messages import Group, PartialGroup, Ticket, Trajectory, WorkerStatus
+from areal_q.messages import Group, Manifest, PartialGroup, Ticket, Trajectory, WorkerStatus
 from areal_q.tasks import Problem, Reward, Tokenizer
 from buffer.redis_store import Claim, WorkerBuffer
 from buffer.weight_sync import WeightSource, WeightSubscriber
@@ -44,6 +45,8 @@ from rollout.environments.single_turn import SingleTurn
 
 logger = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
+RATE_BEATS = 10
+"""Heartbeats over which a heartbeat's rates are, since a step of a large model takes longer than one"""
 _SAY_AFTER_S = 10.0
 """Seconds of waiting after which a worker logs what it waits for"""
 CAPACITY_POLL_S = 0.05
@@ -138,7 +141,7 @@ class Worker:
         self._resumed = 0
         self._swaps = 0
         self._swap_s = 0.0
-        self._digest = ""
+        self._loaded: Manifest | None = None
         self._waits = ("", 0.0, False)
         """What the worker waits for, since when in monotonic seconds, and whether it has been logged"""
 
@@ -257,8 +260,14 @@ class Worker:
             weights = await self._subscriber.wait()
             self._swap_s += await self._engine.load_weights(weights)
             self._swaps += 1
-            self._digest = weights.manifest.digest
+            self._loaded = weights.manifest
             self._swapped.set()
+
+    @property
+    def _digest(self) -> str:
+        """The digest of the engine's weights; "" for the moment in which a swap has just been done."""
+        loaded = self._loaded
+        return loaded.digest if loaded and loaded.version == self._engine.version else ""
 
     def _waits_for(self, now_s: float) -> str:
         """Returns what the engine waits for, or "" if it has work. A wait that lasts is logged, only once."""
@@ -303,24 +312,27 @@ class Worker:
     async def _beat(self) -> None:
         """Sends heartbeats and renews the worker's claims, so that no other worker takes them over."""
         engine = self._engine
-        last_s, last_tokens, last_busy = time.monotonic(), 0, 0.0
+        counts = deque([(time.monotonic(), 0, 0.0)], maxlen=RATE_BEATS)
         while True:
             await asyncio.sleep(HEARTBEAT_S)
-            now_s = time.monotonic()
-            span_s = now_s - last_s
             self._abandon(await self._buffer.renew([w.claim for w in self._in_flight.values()]))
             await self._buffer.run.check()
             if self._subscriber.silent:
                 info = await self._buffer.run_info()
                 self._subscriber.follow(*self._source.endpoints(info.endpoints))
+            now_s, tokens, busy_s = time.monotonic(), engine.tokens_drawn, engine.busy_s
+            then_s, tokens_then, busy_then_s = counts[0]
+            span_s = now_s - then_s
+            counts.append((now_s, tokens, busy_s))
             status = WorkerStatus(
                 worker=self.name,
                 pid=os.getpid(),
                 version=engine.version,
                 active=engine.active,
-                tokens=engine.tokens_drawn,
-                tokens_per_s=(engine.tokens_drawn - last_tokens) / span_s,
-                idle_share=max(0.0, 1 - (engine.busy_s - last_busy) / span_s),
+                tokens=tokens,
+                busy_s=busy_s,
+                tokens_per_s=(tokens - tokens_then) / span_s,
+                idle_share=max(0.0, 1 - (busy_s - busy_then_s) / span_s),
                 groups=self._groups,
                 swaps=self._swaps,
                 swap_s=self._swap_s / max(1, self._swaps),
@@ -340,7 +352,6 @@ class Worker:
             )
             self._observe(msgspec.structs.asdict(status))
             await self._buffer.heartbeat(status)
-            last_s, last_tokens, last_busy = now_s, engine.tokens_drawn, engine.busy_s
 
 
 def first_error(errors: BaseExceptionGroup[Exception]) -> BaseException:

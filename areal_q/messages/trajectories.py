@@ -350,9 +350,9 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     """Response tokens drawn since the worker started."""
     tokens_per_s: float
-    """Over the last heartbeat interval."""
+    """Over the last ten heartbeats."""
     idle_share: float
-    """Share of the last interval in which the engine had nothing to do."""
+    """Share of the time of these heartbeats in which the engine had nothing to do."""
     groups: int
     swaps: int
     swap_s: float
@@ -382,3 +382,5 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Episodes of its tickets that agents play or may begin."""
     open_episodes: int = 0
     """Those of them that an agent plays now."""
+    busy_s: float = 0.0
+    """Seconds since the worker started in which the engine had something to do."""

@@ -135,6 +135,7 @@ WORKER = (
     Exported("worker_tokens_total", "tokens"),
     Exported("worker_tokens_per_second", "tokens_per_s"),
     Exported("worker_idle_ratio", "idle_share"),
+    Exported("worker_busy_seconds_total", "busy_s"),
     Exported("worker_waiting_groups", "waiting"),
     Exported("worker_episodes", "episodes"),
     Exported("worker_open_episodes", "open_episodes"),

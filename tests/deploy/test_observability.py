@@ -69,6 +69,7 @@ def test_every_exported_number_is_on_the_dashboard_or_alerted():
         "train_learning_rate",
         "train_loss",
         "weights_bytes",
+        "worker_busy_seconds_total",
         "worker_groups_total",
         "worker_resumed_total",
         "worker_swaps_total",

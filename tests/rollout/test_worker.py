@@ -12,11 +12,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import msgspec
 import numpy as np
 import pytest
+import redis
 import torch
-from helpers.engines import ask, ask_for, serving
+from helpers.engines import HeldStepper, ask, ask_for, serving
 from helpers.fixture_types import MakeRun
 from helpers.policies import build_group_reader, initial_model, new_admission
 from helpers.weight_sync import publish
@@ -37,6 +39,7 @@ from areal_q.tasks import (
 )
 from buffer.redis_store import Claim, LearnerBuffer, WorkerBuffer
 from buffer.redis_store.connection import Patience, insist_async
+from buffer.redis_store.keys import WORKERS_GROUP, Keys
 from buffer.weight_sync import WeightServer, WeightSubscriber
 from learner.backends.single_device import token_logprobs
 from learner.data.packing import pack_samples, samples_of
@@ -52,6 +55,7 @@ from rollout.engines.scripted import scripted_engine
 from rollout.environments.base import Environment, Response
 from rollout.environments.engine_client import EngineClient
 from rollout.environments.registry import build_environment
+from rollout.openai_server.app import Endpoint
 from rollout.worker import Worker, WorkerCapacity
 
 SCRIPTED = "rollout.engine.type=scripted"
@@ -341,6 +345,64 @@ async def test_it_is_full_before_the_learner_asks_again(
         status = []
         await until(lambda: status.extend(side.buffer.workers()) or status)
         assert (status[0].worker, status[0].version, status[0].pid) == ("w", 0, os.getpid())
+
+
+@pytest.mark.timeout(60)
+async def test_a_worker_is_alive_while_its_engine_takes_a_step(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide]
+):
+    """A step of a real model took seconds, on the loop: no heartbeat came, and the learner said that no worker
+    was alive."""
+    side = learner(make_run(SCRIPTED, "learner.max_lag=0", "learner.groups=2"))
+    stepper = HeldStepper()
+    engine = AsyncEngine(stepper)
+    run, name = side.run, side.run.name
+    endpoint = Endpoint(engine, side.tokenizer, name, None, run.rollout.sampling, "0", None)
+    port = await endpoint.start()
+    client = redis.Redis.from_url(side.url)
+
+    def idle_ms() -> int:
+        entries: Any = client.xpending_range(Keys(name).tickets, WORKERS_GROUP, "-", "+", 9)
+        return max(entry["time_since_delivered"] for entry in entries)
+
+    async with working(side, engine):
+        side.publish(0)
+        side.admission.admit(0)
+        await stepper.in_step()
+        beats = {status.time_s for status in side.buffer.workers()}
+        held, renewed = engine.busy_s, False
+        while len(beats) < 3 or not renewed:
+            before = idle_ms()
+            await asyncio.sleep(0.1)
+            renewed = renewed or idle_ms() < before
+            beats |= {status.time_s for status in side.buffer.workers()}
+        url = f"http://127.0.0.1:{port}/v1/models"
+        async with aiohttp.ClientSession() as http, http.get(url) as answer:
+            assert (await answer.json())["version"] == 0
+        (status,) = side.buffer.workers()
+        assert (status.tokens, status.active, status.waits_for) == (0, 0, "")
+        assert engine.busy_s > held and status.idle_share < 1
+        stepper.let_go()
+        for group in await side.take(2):
+            group.validate()
+    await endpoint.close()
+
+
+@pytest.mark.timeout(60)
+async def test_a_worker_told_to_go_does_not_wait_for_a_step(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("rollout.engines.reference.async_engine.PATIENCE_S", 0.1)
+    side = learner(make_run(SCRIPTED, "learner.max_lag=0", "learner.groups=2"))
+    stepper = HeldStepper()
+    async with working(side, AsyncEngine(stepper)):
+        side.publish(0)
+        side.admission.admit(0)
+        await stepper.in_step()
+    other = WorkerBuffer(side.url, side.run.name, "other", claim_timeout_s=3600)
+    assert {c.ticket.number for c in await other.claim(10, block_s=0.0)} == {0, 1}
+    await other.close()
+    stepper.let_go()
 
 
 @pytest.mark.timeout(60)

@@ -1,0 +1,73 @@
+"""Rates of the workers between two steps, from counts in heartbeats; the oracle is what the worker did."""
+
+from typing import Any
+
+import pytest
+
+from areal_q.messages import WorkerStatus
+from learner.measure.worker_rates import WorkerRates
+
+
+def beat(worker: str, time_s: float, tokens: int, busy_s: float, **fields: Any) -> WorkerStatus:
+    """A heartbeat of a worker that has drawn nothing in its last ten seconds."""
+    given: dict[str, Any] = {"pid": 1, "tokens_per_s": 0.0, "idle_share": 1.0} | fields
+    return WorkerStatus(
+        worker=worker, time_s=time_s, tokens=tokens, busy_s=busy_s, version=0, active=0, groups=0,
+        swaps=0, swap_s=0.0, **given,
+    )  # fmt: skip
+
+
+def told(rates: WorkerRates, *workers: WorkerStatus) -> tuple[float, float]:
+    found = rates.metrics(workers)
+    return found["rollout/tokens_per_s"], found["rollout/idle_share"]
+
+
+def test_a_long_step_counts_what_was_drawn_in_it():
+    """A worker drew 310 tokens in 6 of 20 s, and had run out of tickets long before the step's end."""
+    rates = WorkerRates()
+    told(rates, beat("w", 100.0, 848, 50.0))
+    assert told(rates, beat("w", 120.0, 1158, 56.0)) == (15.5, pytest.approx(0.7))
+
+
+@pytest.mark.parametrize("step_s", [0.2, 0.7, 1.0, 3.3, 15.0])
+def test_rates_do_not_depend_on_the_steps_length(step_s: float):
+    """A worker draws 40 tokens/s, half of the time, and sends a heartbeat a second."""
+    rates, found = WorkerRates(), []
+    for step in range(round(60 / step_s)):
+        second = int(step * step_s)
+        own = {"tokens_per_s": 40.0, "idle_share": 0.5}
+        found.append(told(rates, beat("w", second, 40 * second, second / 2, **own)))
+    assert len(found) > 1
+    assert all(one == (pytest.approx(40.0), pytest.approx(0.5)) for one in found)
+
+
+def test_workers_add_up_and_their_idle_shares_are_averaged():
+    rates = WorkerRates()
+    told(rates, beat("a", 0.0, 0, 0.0), beat("b", 0.5, 100, 7.0))
+    later = beat("a", 10.0, 100, 10.0), beat("b", 5.5, 150, 7.0)
+    assert told(rates, *later) == (20.0, 0.5)
+
+
+def test_a_worker_that_comes_tells_its_own_rates():
+    rates = WorkerRates()
+    told(rates, beat("a", 0.0, 0, 0.0))
+    new = beat("b", 10.0, 5000, 9.0, tokens_per_s=30.0, idle_share=0.25)
+    assert told(rates, beat("a", 10.0, 100, 10.0), new) == (40.0, 0.125)
+
+
+@pytest.mark.parametrize("fields", [{"pid": 2}, {"busy_s": 1.0}, {"tokens": 3}])
+def test_a_worker_that_began_anew_tells_its_own_rates(fields: dict[str, Any]):
+    """In a container every process has the same number; only its counts are smaller than before."""
+    rates = WorkerRates()
+    told(rates, beat("w", 0.0, 900, 90.0))
+    own: dict[str, Any] = {"tokens_per_s": 30.0, "idle_share": 0.25}
+    again = {"tokens": 1000, "busy_s": 95.0} | fields
+    assert told(rates, beat("w", 10.0, **again, **own)) == (30.0, 0.25)
+
+
+def test_a_worker_that_went_counts_no_more_and_may_come_back():
+    rates = WorkerRates()
+    told(rates, beat("a", 0.0, 0, 0.0), beat("b", 0.0, 0, 0.0))
+    assert told(rates, beat("a", 10.0, 100, 10.0)) == (10.0, 0.0)
+    assert told(rates, beat("a", 20.0, 200, 20.0), beat("b", 20.0, 100, 10.0)) == (15.0, 0.25)
+    assert told(rates) == (0.0, 0.0)
