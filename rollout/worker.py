@@ -13,6 +13,7 @@
 |         | Redis                                  | the commit                                    |
 | _swap   | a complete, verified version           | the subscriber thread                         |
 | _beat   | the heartbeat interval                 | time                                          |
+| LoopLag | its own interval                       | time                                          |
 
 The worker never waits for the learner, since tickets admitted ahead keep the engine full while the learner
 trains. It does not wait for the last response of a group either: only responses that have not ended count
@@ -42,6 +43,7 @@ from rollout.environments.base import Environment, Response
 from rollout.environments.engine_client import EngineClient
 from rollout.environments.external import Episodes
 from rollout.environments.single_turn import SingleTurn
+from rollout.loop_lag import LoopLag
 
 logger = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
@@ -142,6 +144,7 @@ class Worker:
         self._swaps = 0
         self._swap_s = 0.0
         self._loaded: Manifest | None = None
+        self._lag = LoopLag()
         self._waits = ("", 0.0, False)
         """What the worker waits for, since when in monotonic seconds, and whether it has been logged"""
 
@@ -157,6 +160,7 @@ class Worker:
                 loops.create_task(self._swap())
                 loops.create_task(self._claim(loops))
                 loops.create_task(self._beat())
+                loops.create_task(self._lag.watch())
         finally:
             await self._engine.close()
             await self._reward.close()
@@ -333,6 +337,8 @@ class Worker:
                 busy_s=busy_s,
                 tokens_per_s=(tokens - tokens_then) / span_s,
                 idle_share=max(0.0, 1 - (busy_s - busy_then_s) / span_s),
+                loop_lag_s=self._lag.p99_s,
+                loop_lag_max_s=self._lag.max_s,
                 groups=self._groups,
                 swaps=self._swaps,
                 swap_s=self._swap_s / max(1, self._swaps),

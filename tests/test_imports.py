@@ -41,7 +41,7 @@ LAYERS = {
         {"__main__"},
     ),
     "rollout": (
-        {"engines"},
+        {"engines", "loop_lag"},
         {"environments"},
         {"openai_server", "worker"},
         {"build"},

@@ -384,3 +384,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Those of them that an agent plays now."""
     busy_s: float = 0.0
     """Seconds since the worker started in which the engine had something to do."""
+    loop_lag_s: float = 0.0
+    """How late the event loop was, in the worst hundredth of the last 30 s."""
+    loop_lag_max_s: float = 0.0
+    """The most that it was late in them."""

@@ -129,6 +129,8 @@ WORKER_METRICS = (
     Metric("busy_s", "s since the start", "Time with something to generate."),
     Metric("tokens_per_s", "tokens/s", "Response tokens drawn per second, over the last ten heartbeats."),
     Metric("idle_share", "share", "Share of the time of these heartbeats without anything to generate."),
+    Metric("loop_lag_s", "s", "How late the worker's event loop was, in the worst hundredth of the last 30 s: heartbeats, Redis and the endpoint share it."),
+    Metric("loop_lag_max_s", "s", "The most that it was late in these 30 s."),
     Metric("groups", "since the start", "Groups committed."),
     Metric("swaps", "since the start", "Weight versions swapped in."),
     Metric("swap_s", "s", "Mean pause of generation for a swap."),

@@ -136,6 +136,8 @@ WORKER = (
     Exported("worker_tokens_per_second", "tokens_per_s"),
     Exported("worker_idle_ratio", "idle_share"),
     Exported("worker_busy_seconds_total", "busy_s"),
+    Exported("worker_loop_lag_seconds", "loop_lag_s"),
+    Exported("worker_loop_lag_max_seconds", "loop_lag_max_s"),
     Exported("worker_waiting_groups", "waiting"),
     Exported("worker_episodes", "episodes"),
     Exported("worker_open_episodes", "open_episodes"),

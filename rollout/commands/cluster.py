@@ -26,6 +26,8 @@ from buffer.weight_sync.client import WeightClient
 
 FULL = 0.9
 """Share of Redis's memory limit above which `areal-q status` warns"""
+LATE_S = 1.0
+"""Seconds by which a worker's event loop may be late before `areal-q status` warns"""
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,6 +115,8 @@ def _wrong(
     for w in workers:
         if w.behind_s > silent_s:
             yield f"{w.worker}: newer weights known for {tables.age(w.behind_s)}, and none arrived"
+        if w.loop_lag_s > LATE_S:
+            yield f"{w.worker}: its event loop is {w.loop_lag_s:.1f} s late: heartbeats and swaps wait"
         if newest and w.version == newest.version and w.digest not in ("", newest.digest):
             yield f"{w.worker}: runs other bytes than version {w.version} was published with"
     if buffer.limit_bytes and buffer.used_bytes > FULL * buffer.limit_bytes:
@@ -161,7 +165,12 @@ def _worker_table(found: Cluster) -> Table:
 
 
 def _waits(workers: list[WorkerStatus]) -> Iterator[Text]:
-    """Yields a line for each worker that waits, since a column for it would not fit into 80 characters."""
+    """Yields a line for each worker that waits, and one for the worst event loop, since columns for them would
+    not fit into 80 characters."""
     for w in workers:
         if w.waits_for:
             yield Text(tables.escaped(f"{w.worker} waits for {w.waits_for}"))
+    if workers:
+        p99_s, max_s = max((w.loop_lag_s, w.loop_lag_max_s) for w in workers)
+        late = f"event loops late by {p99_s * 1e3:,.0f} ms (p99), {max_s * 1e3:,.0f} ms at most"
+        yield Text(late, style="dim")

@@ -103,6 +103,20 @@ def test_waits_are_whole_lines_on_80_columns(
     assert any(line.startswith("rollout-0  ") for line in lines)
 
 
+def test_event_loops_that_are_late_are_told_and_then_wrong(
+    learner, redis_url, weight_server, make_version: Make
+):
+    publish(weight_server, make_version(3, published_s=time.time()))
+    beat(redis_url, "well", version=3, loop_lag_s=0.012, loop_lag_max_s=2.5)
+    found = command(redis_url)
+    assert "event loops late by 12 ms (p99), 2,500 ms at most" in found.stdout
+    assert "WRONG" not in found.stdout
+    beat(redis_url, "held", version=3, loop_lag_s=1.4, loop_lag_max_s=2.0)
+    found = command(redis_url)
+    assert "event loops late by 1,400 ms (p99), 2,000 ms at most" in found.stdout
+    assert "WRONG: held: its event loop is 1.4 s late" in found.stdout and found.exit_code == 1
+
+
 def test_no_worker_and_a_learner_that_makes_no_step_are_wrong(
     learner, redis_url, weight_server, make_version: Make
 ):
