@@ -21,6 +21,7 @@ from typing import Annotated
 
 import typer
 
+from areal_q.checks.automatic import settled, why_dtype
 from areal_q.config import MegatronBackend, Run, load
 from areal_q.errors import BufferGone, ConfigError, Stopped
 from areal_q.observability import service_log
@@ -112,7 +113,8 @@ def _follow(run: Run) -> None:
 def _as_service(config: Path, overrides: list[str]) -> Iterator[tuple[Run, Path, bool]]:
     """Yields (settings, the run's directory, True to resume), and locks the directory meanwhile."""
     run = load(config, overrides)
-    resume = rundir.resumes(run)
+    again = rundir.resumes(run)
+    run, resume = again or settled(run), again is not None
     with rundir.claimed(run, resume) as (directory, moved):
         if moved:
             logger.info("an earlier run without a checkpoint was in %s: now %s", directory, moved)
@@ -137,6 +139,7 @@ def _learn(
     watchdog: float,
 ) -> int:
     """Trains to the end or until `stop`, and returns the exit code."""
+    logger.info(why_dtype(run))
     exporter = Exporter(LEARNER, {"run": run.name})
     if metrics:
         from learner.measure.vitals import Vitals

@@ -140,7 +140,7 @@ def _refused(cfg: LearnerConfig, size: int) -> dict[str, bool]:
     found = {
         "learner.groups / learner.minibatches": too_few,
         # A quantized forward computes in the numbers of the format.
-        "learner.dtype": cfg.dtype != "float32"
+        "learner.dtype": cfg.products == "bfloat16"
         and (cfg.precision != "full" or cfg.lora is not None),
     }
     if isinstance(backend, TorchBackend):
@@ -210,6 +210,8 @@ class MultiProcessUpdater:
             policy.updates,
             policy.skipped,
             moments=bool(policy.optimizer.state),
+            dtype=run.learner.dtype,
+            unquantized=run.rollout.unquantized,
         )
         send(ranks, begin)
         self._shard = _shard(begin, run, ranks, policy)
@@ -262,6 +264,9 @@ def follow(run: Run, ranks: Ranks) -> None:
     if not isinstance(begin, Begin):
         dist.destroy_process_group()
         return
+    learner = msgspec.structs.replace(run.learner, dtype=begin.dtype)
+    rollout = msgspec.structs.replace(run.rollout, unquantized=begin.unquantized)
+    run = msgspec.structs.replace(run, learner=learner, rollout=rollout)
     with names_a_lost_rank(ranks):
         _take_part(_shard(begin, run, ranks, None), ranks)
 

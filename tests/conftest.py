@@ -300,6 +300,7 @@ def make_run() -> Callable[..., Run]:
     ]
     small += ["model.max_positions=32", "task.digits=1", "task.heldout=20", "steps=4"]
     small += ["learner.groups=4", "learner.group_size=2", "rollout.sampling.max_tokens=4"]
+    small += ["learner.dtype=float32"]  # on every processor
 
     def make(*overrides: str) -> Run:
         return load(None, [*small, *overrides])

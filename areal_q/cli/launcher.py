@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from areal_q.checks.automatic import settled, why_dtype
 from areal_q.checks.settings import preflight, served_at, without_effect
 from areal_q.cli.child_processes import DRAIN_S, ChildProcesses, Interrupts, Program
 from areal_q.config import Run
@@ -122,6 +123,7 @@ def launch(
     log.
     """
     preflight(run)
+    run = settled(run)
     with (
         Interrupts() as interrupts,
         claimed(run, resume) as (run_dir, moved),
@@ -131,6 +133,7 @@ def launch(
             view.note(f"an earlier run was in {run_dir}: moved to {moved}")
         children = ChildProcesses(run_dir / "logs", sockets)
         view.start(run_dir)
+        view.note(why_dtype(run))
         for sentence in without_effect(run):
             view.note(f"warning: {sentence}")
         try:

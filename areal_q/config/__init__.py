@@ -23,6 +23,7 @@ from areal_q.config.environments import (
     SingleTurn as SingleTurn,
 )
 from areal_q.config.load import (
+    as_before as as_before,
     dump_toml as dump_toml,
     load as load,
     override as override,

@@ -194,13 +194,20 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
     """What computes the steps."""
     fidelity: FidelityConfig = FidelityConfig()
     """The check of the engine's log-probs."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """What layers multiply in. Weights at rest, gradients, log-probs and losses are float32 all the same."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """What layers multiply in. Weights at rest, gradients, log-probs and losses are float32 all the same. auto:
+    what the GPU or the processor is fast in when the run starts, as areal_q/checks/automatic.py says; it goes
+    on with that anywhere."""
     device: str = "cpu"
     """Device of the learner, such as cpu or cuda:0."""
     threads: Threads = 1
     """Threads of the learner's process. On a CPU those of a model of at most 8 million weights compute
     micro-batches side by side, and share `microbatch_tokens`; those of a larger one divide each product."""
+
+    @property
+    def products(self) -> Literal["float32", "bfloat16"]:
+        """The dtype that layers multiply in: `dtype`, and float32 where nobody has settled what `auto` is."""
+        return "float32" if self.dtype == "auto" else self.dtype
 
     @property
     def update_scores_itself(self) -> bool:

@@ -66,6 +66,16 @@ def override(run: Run, *overrides: str) -> Run:
     return _overridden(msgspec.to_builtins(run), "settings", overrides)[0]
 
 
+def as_before(run: Run, before: Run) -> Run:
+    """Returns `run` with what `before`, its settings when it started, had in place of `auto`."""
+    learner, rollout = run.learner, run.rollout
+    if learner.dtype == "auto":
+        learner = msgspec.structs.replace(learner, dtype=before.learner.dtype)
+    if rollout.unquantized == "auto":
+        rollout = msgspec.structs.replace(rollout, unquantized=before.rollout.unquantized)
+    return msgspec.structs.replace(run, learner=learner, rollout=rollout)
+
+
 def _overridden(table: Table, source: str, overrides: Sequence[str]) -> tuple[Run, list[str]]:
     """Returns the run and the rules that it breaks where `table` breaks them by itself. Raises SettingsError
     with a line for each fault where there is any other; those that `table` does not have are the command

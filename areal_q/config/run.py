@@ -133,9 +133,9 @@ class RolloutConfig(Settings, frozen=True, kw_only=True):
     """Processes started by `areal-q run`; any number more can join by `areal-q rollout`."""
     format: FormatName = "int8"
     """Number format of the published linear weights, as the engine runs them."""
-    unquantized: Literal["fp32", "bf16"] = "fp32"
+    unquantized: Literal["auto", "fp32", "bf16"] = "auto"
     """Embeddings, norms, biases and output head as published. bf16: half the bytes, and nothing lost where
-    the engine computes in bfloat16."""
+    the engine computes in bfloat16. auto: bf16 where the model's own config.json names bfloat16, else fp32."""
     sticky_scales: NonNegative = 0.0
     """Scales stay from version to version until the weights drift by this share; 0: always recomputed."""
     aqn: Aqn | None = None

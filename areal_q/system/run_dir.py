@@ -29,7 +29,7 @@ from typing import Any
 
 import msgspec
 
-from areal_q.config import Run, dump_toml, load, override
+from areal_q.config import Run, as_before, dump_toml, load, override
 from areal_q.config.tasks import chat_of
 from areal_q.errors import CheckpointError, ConfigError
 from areal_q.system.files import replacing
@@ -141,7 +141,7 @@ def resumed(directory: Path, overrides: list[str]) -> Run:
     # A directory may have been renamed or moved; its run takes the new name and root.
     place = [f'name="{directory.name}"', f'root="{directory.parent}"']
     saved = load(directory / "config.toml", place, recorded=True)
-    again = override(saved, *overrides)
+    again = as_before(override(saved, *overrides), saved)
     _check_unchanged(saved, again)
     if (step := _newest_step(directory)) > again.steps:
         raise ConfigError(
@@ -151,17 +151,20 @@ def resumed(directory: Path, overrides: list[str]) -> Run:
     return again
 
 
-def resumes(run: Run) -> bool:
-    """Returns True if the directory of `run` has a checkpoint, from which a restarted service then resumes.
+def resumes(run: Run) -> Run | None:
+    """Returns the settings with which a restarted service resumes: `run`, with what its directory has recorded
+    in place of `auto`. Returns None if there is no checkpoint.
 
     Raises ConfigError if its settings would change what is being learnt.
     """
     directory = path_of(run)
     if not has_checkpoint(directory):
-        return False
+        return None
     place = [f'name="{run.name}"', f'root="{run.root}"']
-    _check_unchanged(load(directory / "config.toml", place, recorded=True), run)
-    return True
+    saved = load(directory / "config.toml", place, recorded=True)
+    again = as_before(run, saved)
+    _check_unchanged(saved, again)
+    return again
 
 
 def _check_unchanged(saved: Run, again: Run) -> None:

@@ -162,7 +162,9 @@ def _shard_routers(model: nn.Module, cfg: LearnerConfig, mesh: DeviceMesh) -> No
 
 def _shard(module: nn.Module, cfg: LearnerConfig, mesh: DeviceMesh) -> None:
     assert isinstance(cfg.backend, TorchBackend)
-    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, cfg.dtype), reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, cfg.products), reduce_dtype=torch.float32
+    )
     offload = CPUOffloadPolicy() if cfg.backend.offload else OffloadPolicy()
     fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
 

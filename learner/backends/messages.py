@@ -1,5 +1,7 @@
 """Messages from rank 0 to the other ranks of a learner: one tagged union, strictly decoded."""
 
+from typing import Literal
+
 import msgspec
 
 from areal_q.messages import Array, Trajectory
@@ -36,6 +38,10 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     skipped: int
     moments: bool
     """True if the optimizers have moments, which are scattered too."""
+    dtype: Literal["auto", "float32", "bfloat16"]
+    """`learner.dtype`, which may be `auto` in the other ranks' own settings."""
+    unquantized: Literal["auto", "fp32", "bf16"]
+    """`rollout.unquantized`, likewise."""
 
 
 class Step(msgspec.Struct, frozen=True, tag="step"):

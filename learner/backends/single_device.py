@@ -66,8 +66,8 @@ class TorchPolicy:
     def __post_init__(self) -> None:
         cfg = self.cfg
         self.model.recompute_layers(cfg.recompute)
-        if self.ranks.size == 1:  # FSDP2 itself casts a sharded model to `cfg.dtype`
-            self.model.dtype = getattr(torch, cfg.dtype)
+        if self.ranks.size == 1:  # FSDP2 itself casts a sharded model to `cfg.products`
+            self.model.dtype = getattr(torch, cfg.products)
         self.threads = MicrobatchThreads(self._threads())
         if cfg.critic and self.critic is None:
             self.critic = Critic(self.model, cfg.critic)

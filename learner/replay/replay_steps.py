@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from areal_q.checks.automatic import settled
 from areal_q.config import Run, load, override
 from areal_q.errors import CheckpointError, ConfigError, LogError
 from areal_q.messages import Group
@@ -79,7 +80,7 @@ class Replay:
         self.directory = directory
         self.settings = settings or []
         self.recorded = recorded_settings(directory)
-        self.run = override(self.recorded, *(settings or []))
+        self.run = settled(override(self.recorded, *(settings or [])))
         self.changes = _changes(self.recorded, self.run)
         self.checkpoint = _nearest(directory, first)
         self.state = checkpoint.read_state(self.checkpoint)

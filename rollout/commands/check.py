@@ -11,6 +11,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from areal_q.checks.automatic import why_dtype
 from areal_q.checks.machine import CheckResult, check_device, environment
 from areal_q.checks.settings import preflight
 from areal_q.config import RolloutConfig, Run, SglangEngine, VllmEngine, load
@@ -72,7 +73,7 @@ def learner_of(run: Run) -> Iterator[CheckResult]:
     device = run.learner.device
     try:
         check_device("learner.device", device)
-        yield CheckResult("learner", "ok", f"on {device}")
+        yield CheckResult("learner", "ok", f"on {device}; {why_dtype(run)}")
     except UserError as error:
         yield CheckResult("learner", "error", str(error), "a device that torch has, such as cpu")
 

@@ -19,6 +19,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from areal_q.checks.automatic import settled
 from areal_q.config import Run, Sampling, load
 from areal_q.errors import ConfigError, RecordError
 from areal_q.evaluation.benchmarks import BENCHMARKS, PRESETS, Preset
@@ -199,7 +200,8 @@ def _settings(
     if data:
         choice.append(f"task.path={json.dumps(str(data))}")
     pretrained = ["model.type=pretrained", f"model.path={json.dumps(str(path))}"]
-    return load(config, [*choice, *pretrained, *overrides], recorded=config is not None), path
+    run = load(config, [*choice, *pretrained, *overrides], recorded=config is not None)
+    return settled(run), path
 
 
 def _default_out(model: Path, task: str | None, format: str, preset: str | None) -> Path | None:

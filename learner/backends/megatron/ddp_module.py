@@ -59,7 +59,7 @@ class DdpModule:
             getattr(self._optimizer, "chained_optimizers", [self._optimizer])
         )
         self.places, self._frozen = ShardLayout(plan, module), ShardLayout(frozen, module)
-        self._masters = cfg.dtype != "float32"
+        self._masters = cfg.products != "float32"
         self.lr = 0.0
         """The learning rate of the last step that was taken."""
 

@@ -128,7 +128,7 @@ class MegatronShard:
         return self._placed(CriticTrunk(shape, config, self._stages.rank, self._lora))
 
     def _placed(self, module: Any) -> Any:
-        return module.to(dtype=getattr(torch, self.cfg.dtype), device=self.cfg.device)
+        return module.to(dtype=getattr(torch, self.cfg.products), device=self.cfg.device)
 
     @contextmanager
     def _no_sync(self) -> Iterator[None]:

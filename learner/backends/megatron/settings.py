@@ -32,7 +32,7 @@ def transformer_config(
             raise ConfigError(
                 f"learner.backend.{name} = {ranks} does not divide the model's {count} {what}"
             )
-    dtype = getattr(torch, cfg.dtype)
+    dtype = getattr(torch, cfg.products)
     recompute: dict[str, Any] = {}
     if cfg.recompute:
         recompute = {
@@ -85,7 +85,7 @@ def _sparse(shape: DecoderConfig, cfg: LearnerConfig, backend: MegatronBackend) 
     for name, refused in {
         "learner.backend.tensor with learner.precision": backend.tensor > 1
         and cfg.precision != "full",
-        "learner.dtype": cfg.dtype != "float32",
+        "learner.dtype": cfg.products == "bfloat16",
         "learner.recompute with learner.router_aux_coef": cfg.recompute and cfg.router_aux_coef > 0,
     }.items():
         if refused:
@@ -109,7 +109,7 @@ def _sparse(shape: DecoderConfig, cfg: LearnerConfig, backend: MegatronBackend) 
 
 def optimizer_config(cfg: LearnerConfig, optimizer: AdamW) -> OptimizerConfig:
     """Returns the settings of Megatron's distributed AdamW."""
-    dtype = getattr(torch, cfg.dtype)
+    dtype = getattr(torch, cfg.products)
     return OptimizerConfig(
         optimizer="adam",  # decoupled weight decay is its default
         lr=optimizer.lr,

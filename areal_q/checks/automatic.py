@@ -1,0 +1,101 @@
+"""Settings that are `auto` until a run starts: what they become on this machine with this model, and why.
+
+| setting | becomes | where |
+|---|---|---|
+| learner.dtype | bfloat16 | on a GPU, or a processor that multiplies bfloat16 numbers, for a dense model |
+| | float32 | elsewhere; and with the rollouts' numbers (`precision`, `lora`), of whose format products are |
+| rollout.unquantized | bf16 | the model's own config.json names bfloat16 |
+| | fp32 | elsewhere |
+
+What they became is recorded in config.toml, so that the run goes on, and is replayed, with the same numbers on
+any other machine.
+
+CPU seconds of a learner's step in one thread, bench/README.md:
+
+| processor | 0.6M parameters: float32, bfloat16 | 20M parameters: float32, bfloat16 |
+|---|---|---|
+| AVX512-BF16 (AMD EPYC, family 26) | 0.200, 0.087 | 3.19, 1.57 |
+| AVX2 alone (AMD EPYC, family 25), on a busy machine | 0.302, 1.852 | 4.03, not awaited |
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from areal_q.config import Run, SmallModel
+
+Dtype = Literal["float32", "bfloat16"]
+
+CPUINFO = Path("/proc/cpuinfo")
+_BF16_FLAGS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16"}
+"""Instructions that multiply bfloat16 numbers, by their names in /proc/cpuinfo"""
+
+
+def settled(run: Run) -> Run:
+    """Returns `run` with values in place of `auto`."""
+    learner, rollout = run.learner, run.rollout
+    if learner.dtype == "auto":
+        learner = msgspec.structs.replace(learner, dtype=_dtype(run)[0])
+    if rollout.unquantized == "auto":
+        model = _config_of(run)
+        own = model.get("dtype") or model.get("torch_dtype")
+        rest: Literal["bf16", "fp32"] = "bf16" if own == "bfloat16" else "fp32"
+        rollout = msgspec.structs.replace(rollout, unquantized=rest)
+    return msgspec.structs.replace(run, learner=learner, rollout=rollout)
+
+
+def why_dtype(run: Run) -> str:
+    """Returns a sentence that says what the learner of `run` computes in, and why."""
+    (here, why), set_to = _dtype(run), run.learner.dtype
+    if set_to in ("auto", here):
+        return f"the learner computes in {here}: {why}"
+    return f"the learner computes in {set_to}, as the settings say; auto were {here}: {why}"
+
+
+def _dtype(run: Run) -> tuple[Dtype, str]:
+    """Returns what `learner.dtype` becomes if it is `auto`, and why."""
+    learner = run.learner
+    if learner.precision != "full" or learner.lora:
+        return "float32", "it computes with the rollouts' numbers"
+    if _has_experts(run):
+        return "float32", "a mixture of experts has no kernels in bfloat16"
+    if learner.device.startswith("cuda"):
+        return "bfloat16", "a GPU multiplies it faster"
+    if learner.device == "cpu" and (found := _bf16_instructions()):
+        return "bfloat16", f"the processor has {found}"
+    if learner.device == "cpu":
+        return "float32", "the processor has neither AMX nor AVX512-BF16"
+    return "float32", f"nothing is known of {learner.device}"
+
+
+def _bf16_instructions() -> str:
+    """Returns the name of the instructions with which the processor multiplies bfloat16 numbers; "" if it has
+    none, or torch is told to compute as an older one does."""
+    if (
+        os.environ.get("ATEN_CPU_CAPABILITY", "avx512") in ("default", "avx2")
+        or not CPUINFO.exists()
+    ):
+        return ""
+    flags = next((s for s in CPUINFO.read_text().splitlines() if s.startswith("flags")), "").split()
+    return next((name for flag, name in _BF16_FLAGS.items() if flag in flags), "")
+
+
+def _config_of(run: Run) -> dict[str, Any]:
+    """Returns config.json of a pretrained model; {} where it cannot be read, which its loading reports."""
+    if isinstance(run.model, SmallModel):
+        return {}
+    try:
+        table = json.loads((Path(run.model.path) / "config.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return table if isinstance(table, dict) else {}
+
+
+def _has_experts(run: Run) -> bool:
+    if isinstance(run.model, SmallModel):
+        return run.model.experts > 0
+    model = _config_of(run)
+    return any(model.get(name) for name in ("num_experts", "num_local_experts"))

@@ -1,0 +1,99 @@
+"""What `auto` becomes when a run starts, and that a run keeps it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from areal_q.checks import automatic
+from areal_q.checks.automatic import settled, why_dtype
+from areal_q.config import Run, dump_toml, load
+from areal_q.errors import ConfigError
+from areal_q.system import run_dir
+
+INTEL = "flags : fpu avx512f avx512_bf16 amx_bf16 amx_tile"
+ZEN5 = "flags : fpu avx512f avx512_vnni avx512_bf16"
+HASWELL = "flags : fpu avx avx2 fma"
+
+
+@pytest.fixture
+def processor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """processor(ZEN5) makes this machine one with that line in /proc/cpuinfo."""
+
+    def become(line: str) -> None:
+        monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+        file = tmp_path / "cpuinfo"
+        file.write_text(f"model name : any\n{line}\n")
+        monkeypatch.setattr(automatic, "CPUINFO", file)
+
+    return become
+
+
+@pytest.mark.parametrize(
+    ("line", "settings", "dtype", "why"),
+    [
+        (INTEL, [], "bfloat16", "AMX"),
+        (ZEN5, [], "bfloat16", "AVX512-BF16"),
+        (HASWELL, [], "float32", "neither"),
+        ("Features : fp asimd bf16", [], "float32", "neither"),
+        (HASWELL, ["learner.device=cuda:0"], "bfloat16", "GPU"),
+        (ZEN5, ["learner.device=mps"], "float32", "mps"),
+        (ZEN5, ["model.experts=4"], "float32", "experts"),
+        (ZEN5, ["learner.precision=qarl"], "float32", "the rollouts' numbers"),
+        (ZEN5, ["learner.lora={}"], "float32", "the rollouts' numbers"),
+    ],
+)
+def test_auto_is_what_the_processor_is_fast_in(processor, line, settings, dtype, why):
+    processor(line)
+    run = load(None, settings)
+    assert settled(run).learner.dtype == dtype
+    assert dtype in why_dtype(run) and why in why_dtype(run)
+
+
+def test_torch_told_to_be_older_makes_auto_float32(processor, monkeypatch):
+    processor(ZEN5)
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    assert settled(load(None)).learner.dtype == "float32"
+
+
+def test_what_is_asked_for_stays(processor):
+    processor(ZEN5)
+    run = load(None, ["learner.dtype=float32", "rollout.unquantized=bf16"])
+    assert settled(run) == run
+    assert "as the settings say; auto were bfloat16" in why_dtype(run)
+
+
+@pytest.mark.parametrize(
+    ("config", "rest"),
+    [
+        ({"torch_dtype": "bfloat16"}, "bf16"),
+        ({"dtype": "bfloat16"}, "bf16"),
+        ({"dtype": "float32"}, "fp32"),
+        ({"dtype": "float16"}, "fp32"),
+        ({}, "fp32"),
+    ],
+)
+def test_the_rest_is_published_in_the_dtype_of_the_model(tmp_path, config, rest):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    run = load(None, ["model.type=pretrained", f"model.path={tmp_path}"])
+    assert settled(run).rollout.unquantized == rest
+    assert settled(load(None)).rollout.unquantized == "fp32"
+
+
+def a_run_from(directory: Path, recorded: Run) -> None:
+    (directory / "checkpoints" / "step-000001").mkdir(parents=True)
+    (directory / "config.toml").write_text(dump_toml(recorded))
+
+
+def test_a_run_goes_on_in_its_dtype_on_another_processor(processor, tmp_path):
+    place = ["name=moved", f"root={tmp_path}"]
+    processor(ZEN5)
+    a_run_from(tmp_path / "moved", settled(load(None, place)))
+    processor(HASWELL)
+    again = run_dir.resumes(load(None, place))  # a service, from the same CONFIG
+    assert again and again.learner.dtype == "bfloat16"
+    assert again.rollout.unquantized == "fp32"
+    assert run_dir.resumed(tmp_path / "moved", []).learner.dtype == "bfloat16"
+    assert run_dir.resumed(tmp_path / "moved", ["learner.dtype=auto"]).learner.dtype == "bfloat16"
+    with pytest.raises(ConfigError, match=r"learner\.dtype: cannot change"):
+        run_dir.resumed(tmp_path / "moved", ["learner.dtype=float32"])
