@@ -7,16 +7,15 @@ import importlib.metadata
 import importlib.util
 import os
 import resource
-import shutil
 import socket
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-_MIN_DISK_BYTES = 5 << 30
-"""Below this a run of hours may not have room for its checkpoints and log."""
+from areal_q.checks.disk_use import disk_use
+from areal_q.config import Run
+
 _MIN_OPEN_FILES = 1024
 """A weight server or Redis keeps one or two for every worker."""
 _PORTS = {5551: "learner, announcements", 5552: "learner, weights", 9464: "metrics"}
@@ -154,20 +153,17 @@ def engines() -> Iterator[CheckResult]:
                 )
 
 
-def machine(directory: Path) -> Iterator[CheckResult]:
-    """`directory` is where runs are written; it need not exist yet."""
-    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-    free = shutil.disk_usage(existing).free
-    says = f"{free / 2**30:.1f} GiB free at {existing}"
-    if not os.access(existing, os.W_OK):
+def machine(run: Run) -> Iterator[CheckResult]:
+    use = disk_use(run)
+    if not os.access(use.where, os.W_OK):
         yield CheckResult(
-            "disk", "error", f"{existing} cannot be written", "choose another root=DIR"
+            "disk", "error", f"{use.where} cannot be written", "choose another root=DIR"
         )
-    elif free < _MIN_DISK_BYTES:
-        fix = "make room, raise checkpoint.every, or choose another root=DIR"
-        yield CheckResult("disk", "warning", says, fix)
+    elif not use.fits:
+        fix = "make room, lower checkpoint.keep, or choose another root=DIR"
+        yield CheckResult("disk", "warning", str(use), fix)
     else:
-        yield CheckResult("disk", "ok", says)
+        yield CheckResult("disk", "ok", str(use))
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit < _MIN_OPEN_FILES:
         yield CheckResult(
@@ -193,8 +189,8 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def environment(directory: Path) -> Iterator[CheckResult]:
+def environment(run: Run) -> Iterator[CheckResult]:
     parts: tuple[Callable[[], Iterator[CheckResult]], ...] = (python, torch, engines)
     for part in parts:
         yield from part()
-    yield from machine(directory)
+    yield from machine(run)

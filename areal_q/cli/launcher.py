@@ -29,13 +29,13 @@ from pathlib import Path
 from typing import Protocol
 
 from areal_q.checks.automatic import settled, why_dtype
+from areal_q.checks.disk_use import disk_use
 from areal_q.checks.settings import preflight, served_at, without_effect
 from areal_q.cli.child_processes import DRAIN_S, ChildProcesses, Interrupts, Program
 from areal_q.config import Run
 from areal_q.errors import BufferUnavailable, ChildDied, ConfigError, UserError
-from areal_q.observability.run_summary import size
 from areal_q.system.credentials import check_redis_url, redis_password
-from areal_q.system.disk import DiskWatch
+from areal_q.system.disk import DiskWatch, size
 from areal_q.system.processes import module_command
 from areal_q.system.run_dir import claimed, given_up, has_checkpoint
 from areal_q.system.socket_dir import socket_dir
@@ -134,6 +134,8 @@ def launch(
         children = ChildProcesses(run_dir / "logs", sockets)
         view.start(run_dir)
         view.note(why_dtype(run))
+        use = disk_use(run)
+        view.note(f"{'' if resume or use.fits else 'warning: '}disk: {use}")
         for sentence in without_effect(run):
             view.note(f"warning: {sentence}")
         try:

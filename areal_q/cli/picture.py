@@ -9,7 +9,8 @@ from rich.text import Text
 
 from areal_q.observability.metrics_log import Record
 from areal_q.observability.progress import History
-from areal_q.observability.run_summary import duration, number, size
+from areal_q.observability.run_summary import duration, number
+from areal_q.system.disk import size
 
 WIDE, NARROW = 100, 72
 """Width of a terminal in columns from which figures are in two columns, and from which a header fits in one

@@ -13,6 +13,7 @@ from areal_q.observability.reward_signal import (
     failed_rewards,
     failed_text,
 )
+from areal_q.system.disk import size
 
 
 @dataclass(frozen=True)
@@ -182,15 +183,6 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def size(nbytes: float) -> str:
-    """Returns bytes as text. Example: 1_500_000 → "1.5 MB"."""
-    for unit in ("B", "kB", "MB"):
-        if nbytes < 1000:
-            return f"{nbytes:.3g} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.3g} GB"
 
 
 def plural(count: int, noun: str) -> str:

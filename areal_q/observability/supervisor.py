@@ -32,7 +32,8 @@ from types import FrameType
 
 from areal_q.observability import service_log
 from areal_q.observability.health import complaint
-from areal_q.observability.run_summary import duration, size
+from areal_q.observability.run_summary import duration
+from areal_q.system.disk import size
 from areal_q.system.stop_request import StopRequest
 
 logger = logging.getLogger("supervisor")

@@ -9,6 +9,15 @@ NO_ROOM_BYTES = 1 << 20
 """Writers fail where fewer bytes are free, though small ones may still succeed."""
 
 
+def size(nbytes: float) -> str:
+    """Returns bytes as text. Example: 1_500_000 → "1.5 MB"."""
+    for unit in ("B", "kB", "MB"):
+        if nbytes < 1000:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.3g} GB"
+
+
 class DiskWatch:
     """Looks now and then whether the disk of `directory` has room left.
 

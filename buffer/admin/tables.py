@@ -17,7 +17,7 @@ from rich.text import Text
 from areal_q.config import parse
 from areal_q.errors import UserError
 from areal_q.messages import Group, Trajectory
-from areal_q.observability.run_summary import size
+from areal_q.system.disk import size
 from areal_q.tasks import Tokenizer, build_tokenizer
 from buffer.admin import inspect_state
 from buffer.admin.inspect_state import RefusedRecord, Status

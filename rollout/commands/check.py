@@ -18,7 +18,6 @@ from areal_q.config import RolloutConfig, Run, SglangEngine, VllmEngine, load
 from areal_q.errors import UserError
 from areal_q.system.command import console, run_command
 from areal_q.system.credentials import no_password
-from areal_q.system.run_dir import path_of
 
 _MARKS = {"ok": "[green]✓[/]", "note": "[dim]·[/]", "warning": "[yellow]![/]", "error": "[red]✗[/]"}
 
@@ -53,7 +52,7 @@ def main(
 def findings(run: Run, redis: str | None) -> Iterator[CheckResult]:
     from buffer.redis_store.server_checks import check_redis
 
-    yield from environment(path_of(run))
+    yield from environment(run)
     yield from check_redis(redis)
     yield from settings_of(run)
     yield from learner_of(run)

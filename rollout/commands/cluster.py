@@ -18,7 +18,8 @@ from rich.text import Text
 
 from areal_q.errors import WeightVersionError
 from areal_q.messages import HeldVersion, WorkerStatus, decode_status
-from areal_q.observability.run_summary import plural, size
+from areal_q.observability.run_summary import plural
+from areal_q.system.disk import size
 from buffer.admin import inspect_state, tables
 from buffer.redis_store.keys import Keys
 from buffer.weight_sync import WeightSource

@@ -82,7 +82,7 @@ def test_a_port_in_use_is_named(monkeypatch, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         monkeypatch.setattr(environment, "_PORTS", {port: "test"})
-        found = {f.name: f for f in machine(tmp_path / "not" / "there" / "yet")}
+        found = {f.name: f for f in machine(load(None, [f"root={tmp_path}/not/there/yet"]))}
     assert found[f"port {port}"].level == "note" and "in use" in found[f"port {port}"].says
     assert found["disk"].level in ("ok", "warning")
 

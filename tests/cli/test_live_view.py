@@ -17,7 +17,8 @@ from areal_q.config import Run, load
 from areal_q.observability.metrics_log import MetricsLog, read_metrics
 from areal_q.observability.plots import MAX_POINTS, draw_curves, thinned
 from areal_q.observability.progress import History, plain_line
-from areal_q.observability.run_summary import duration, size, summarize
+from areal_q.observability.run_summary import duration, summarize
+from areal_q.system.disk import size
 
 
 def write_run(run_dir, steps, monkeypatch, total=None):

@@ -1,0 +1,111 @@
+"""What a run will write to its disk, by its settings and its model's files, beside what is free there."""
+
+import json
+import math
+import shutil
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from areal_q.config import AdamW, AdamW8bit, Run, SmallModel
+from areal_q.system.disk import size
+from areal_q.system.run_dir import path_of
+
+_TOKEN_BYTES = 24
+"""Most bytes of a response's token in trajectories/, tokens/ and redis/ together: its id and log-probs"""
+_FORMAT_BYTES = {"bf16": 2.0, "int8": 1.0, "fp8": 1.0, "fp8-channel": 1.0}
+"""Bytes of a weight that LoRA leaves frozen; 0.6 in all other formats"""
+
+
+@dataclass(frozen=True)
+class DiskUse:
+    """What a run writes, in bytes; and what is free where it is written."""
+
+    checkpoints: float
+    at_once: int
+    """Most checkpoints that exist at the same time: one is complete before the oldest is removed."""
+    model: float
+    """The directory hf/, in the model's own dtype."""
+    logs: float
+    """Most bytes of the logged groups and of Redis."""
+    free: int
+    where: Path
+
+    @property
+    def fits(self) -> bool:
+        return self.checkpoints + self.model + self.logs < self.free
+
+    def __str__(self) -> str:
+        total = size(self.checkpoints + self.model + self.logs)
+        return (
+            f"the run writes up to {total}: {self.at_once} checkpoints of {size(self.checkpoints)} together, "
+            f"the model of {size(self.model)}, logs of {size(self.logs)}; {size(self.free)} are free at "
+            f"{self.where}"
+        )
+
+
+def disk_use(run: Run) -> DiskUse:
+    """Returns what `run` writes from its start to its end. The directory of a run need not exist yet."""
+    directory = path_of(run).absolute()
+    where = next(path for path in (directory, *directory.parents) if path.exists())
+    weights, model = _weights_of(run)
+    kept, cfg = run.checkpoint, run.learner
+    written = math.ceil(run.steps / kept.every)
+    later = min(kept.keep + 1, written) + (run.steps // kept.keep_every if kept.keep_every else 0)
+    modules = weights * (_frozen_bytes(run) if cfg.lora else 4) * (2 if _has_reference(run) else 1)
+    moments = 0 if cfg.lora else weights * _moment_bytes(run)
+    separate = cfg.critic is not None and cfg.critic.trunk == "separate"
+    critic = weights * (4 + 8) if separate else 0
+    sampled = run.steps * cfg.groups * cfg.group_size * run.rollout.sampling.max_tokens
+    return DiskUse(
+        checkpoints=later * (modules + moments + critic) + (modules if kept.start else 0),
+        at_once=later + kept.start,
+        model=model,
+        logs=sampled * _TOKEN_BYTES,
+        free=shutil.disk_usage(where).free,
+        where=where,
+    )
+
+
+def _has_reference(run: Run) -> bool:
+    return run.learner.reference_kl is not None and run.learner.lora is None
+
+
+def _frozen_bytes(run: Run) -> float:
+    return _FORMAT_BYTES.get(run.rollout.format, 0.6)
+
+
+def _moment_bytes(run: Run) -> int:
+    match run.learner.optimizer:
+        case AdamW():
+            return 8
+        case AdamW8bit():
+            return 2
+        case _:  # Muon has one moment of the matrices of the hidden layers
+            return 4
+
+
+def _weights_of(run: Run) -> tuple[int, int]:
+    """Returns how many weights the model has, and the bytes of its files. Files that cannot be read have none,
+    which loading them reports."""
+    model = run.model
+    if isinstance(model, SmallModel):
+        attention = 2 * model.width**2 * (1 + model.kv_heads / model.heads)
+        mlp = 3 * model.width * model.mlp * max(1, model.experts)
+        weights = round(model.layers * (attention + mlp))
+        return weights, 4 * weights
+    files = list(Path(model.path).glob("*.safetensors"))
+    try:
+        return sum(map(_elements, files)), sum(file.stat().st_size for file in files)
+    except (OSError, ValueError, KeyError, struct.error):
+        return 0, 0
+
+
+def _elements(file: Path) -> int:
+    """Returns the number of elements of all tensors in a safetensors file, by its header."""
+    with file.open("rb") as opened:
+        (length,) = struct.unpack("<Q", opened.read(8))
+        header = json.loads(opened.read(min(length, 100 << 20)))
+    return sum(
+        math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"
+    )
