@@ -262,6 +262,8 @@ def _build(
     ranks: Ranks,
 ) -> Learner:
     metrics = MetricsLog(directory)
+    if not resume:
+        metrics.write("start", 0, {}, doing="loading the model")
     policy, state = build_policy(run, directory, resume, task, tokenizer, metrics, stop)
     buffer.check = fits(policy.model.config, run.learner.microbatch_tokens)
     start = state.step if state else 0

@@ -110,7 +110,7 @@ class Learner:
         self.publisher = WeightPublisher(self.builder, self.hand_to_server)
         self.policy.before_write = self.wait_until_read
         self.group_reader.on_starvation = self.warn
-        self.group_reader.on_look = lambda: self.progress.beat()
+        self.group_reader.on_look = self.look
         self.metrics.also("progress", lambda record: self.progress.beat())
         self.group_reader.on_wait = self.record_episodes
         self.episodes = AgentEpisodes(self.run.rollout.environment)
@@ -137,6 +137,10 @@ class Learner:
         """Runs the remaining steps, or until `stop`; `step` is then the next one."""
         self.begin_version(self.step)
         if self.step == 0:
+            doing = (
+                f"publishing the first weights, then evaluating {self.run.eval.problems} problems"
+            )
+            self.metrics.write("start", 0, {}, doing=doing)
             self.evaluate(0)
             if self.run.checkpoint.start:
                 self.save(0)
@@ -176,6 +180,12 @@ class Learner:
                 log.close()
         self.metrics.close()
         self.buffer.close()
+
+    def look(self) -> None:
+        """Notes, before each poll for groups, that the learner is alive, and reads the answers of evaluations,
+        each of which is recorded as soon as it is complete."""
+        self.progress.beat()
+        self.heldout.collect()
 
     def warn(self, step: int, sentence: str) -> None:
         """Writes a `warning` record, which the views display."""

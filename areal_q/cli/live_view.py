@@ -105,7 +105,9 @@ class PlainView(_Following):
             always = record["kind"] in ("note", "eval", "end") or "cache" in record
             if record["kind"] == "warning":
                 self.note(f"warning: {record['message']}")
-            elif always or (due and record is fresh[-1] and record["kind"] != "waiting"):
+            elif always or (
+                due and record is fresh[-1] and record["kind"] not in ("start", "waiting")
+            ):
                 self.note(plain_line(record, self.history))
                 self._next_line = time.monotonic() + PLAIN_EVERY_S
         if self.awaited() != self._awaited and (due or not self.history.episodes):
@@ -200,7 +202,7 @@ def awaited(run: Run, history: History) -> str:
     evaluated = history.evals[-1]["step"] if history.evals else -1
     if history.phase == "set-up":
         first = "" if run.warmstart.steps else f", then {_evaluating(run)}"
-        return f"starting: model, data and engine{first}"
+        return history.doing or f"starting: Redis, learner and workers{first}"
     if history.phase == "final evaluation":
         return _evaluating(run) if evaluated < history.step else "writing the model"
     if history.last:

@@ -26,6 +26,8 @@ class History:
         self.total_steps = total_steps
         self.recent: deque[Record] = deque(maxlen=_WINDOW)
         self.evals: list[Record] = []
+        self.doing = ""
+        """What the learner does before the first step, as text; empty before it says so."""
         self.warmstart: Record | None = None
         self.end: Record | None = None
         self.elapsed_s = 0.0
@@ -45,6 +47,8 @@ class History:
                 self.unfaithful |= {problem.engine: problem for problem in unfaithful([record])}
             case "eval":
                 self.evals.append(record)
+            case "start":
+                self.doing = record["doing"]
             case "warmstart":
                 self.warmstart = record
             case "warning":
@@ -105,6 +109,8 @@ def plain_line(record: Record, history: History) -> str:
     match record["kind"]:
         case "note":
             return f"{head}{record['message']}"
+        case "start":
+            return f"{head}{record['doing']}"
         case "warmstart" if "cache" in record:
             return f"{head}warm start from the cache: {record['cache']}"
         case "warmstart":

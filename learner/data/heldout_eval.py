@@ -47,6 +47,8 @@ class HeldOutEvaluation:
     def collect(self) -> None:
         """Reads the answers that have come in, and writes an `eval` record for each complete evaluation, all of
         whose tickets are answered, quarantined or lost with Redis."""
+        if not self._expected:
+            return
         still_open = self._look()
         for group in self._buffer.take_eval():
             # Answers of evaluations that an earlier, crashed learner asked for are ignored.

@@ -187,7 +187,8 @@ OPEN = {"kind": "waiting", "rollout/open_episodes": 3.0, "rollout/episodes": 64.
 @pytest.mark.parametrize(
     ("settings", "records", "says"),
     [
-        ([], [], "starting: model, data and engine, then evaluating 256 problems"),
+        ([], [], "starting: Redis, learner and workers, then evaluating 256 problems"),
+        ([], [STARTED | {"kind": "start", "doing": "loading the model"}], "loading the model"),
         (["eval.problems=512"], [WARMED], "evaluating 512 problems"),
         ([], [WARMED, EVALUATED], "first step"),
         (
