@@ -1,15 +1,13 @@
-"""Benchmarks in the fields that their files really have, and the letters that responses settle on."""
+"""Benchmarks in the fields that their files really have."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from areal_q.config import Choice, Gsm8k, Jsonl, Math, TaskConfig
+from areal_q.config import Choice, Gsm8k, Jsonl, Math
 from areal_q.errors import ConfigError, TaskError
 from areal_q.tasks import Problem, all_problems, build_score, build_task
-from areal_q.tasks.grading.boxed import last_boxed
-from areal_q.tasks.grading.choice import letter
 
 
 @pytest.fixture
@@ -144,44 +142,3 @@ def test_a_generated_task_has_no_file_to_read():
 def test_gsm8k_is_read_whole(write):
     path = write(*({"question": f"{i}?", "answer": f"#### {i}"} for i in range(3)))
     assert [p.answer for p in all_problems(Gsm8k(path=path))] == ["0", "1", "2"]
-
-
-@pytest.mark.parametrize(
-    ("response", "expected"),
-    [
-        ("C", "C"),
-        (" (C)\n", "C"),
-        ("**C.**", "C"),
-        ("C. Berlin", "C"),
-        ("B) because", "B"),
-        ("Answer: D", "D"),
-        ("the answer is **(D)**.", "D"),
-        ("Not option A. The correct choice is B.", "B"),
-        ("Answer: A\n\nwait\n\nAnswer: C", "C"),
-        (r"so \boxed{D}", "D"),
-        (r"Answer: A, I mean \boxed{\text{(B)}}", "B"),
-        ("A dog is an animal", None),
-        ("The answer is a dog", None),
-        ("The answer is Answering", None),
-        ("", None),
-        ("Berlin", None),
-    ],
-)
-def test_the_letter_that_a_response_settles_on(response: str, expected: str | None):
-    assert letter(response) == expected
-    cfg: TaskConfig = Choice(path="x")
-    assert build_score(cfg)(Problem("q", "D"), response).correct is (expected == "D")
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (r"\boxed{1} then \boxed{ 2 }", "2"),
-        (r"\boxed{\frac{1}{\sqrt{2}}}", r"\frac{1}{\sqrt{2}}"),
-        (r"\boxed{1} then \boxed{2", "1"),
-        (r"\boxed 3", None),
-        ("\\boxed{" * 3000, None),
-    ],
-)
-def test_the_last_box_whose_braces_balance_counts(text: str, expected: str | None):
-    assert last_boxed(text) == expected

@@ -479,6 +479,8 @@ def test_overlong_penalty_falls_linearly_over_the_cache(tokens: int, penalty: fl
         ("boxed", r"\boxed{3", False),
         ("think", "<think>a < b\n</think>\n<answer>3</answer>", True),
         ("think", "<think>a</think><answer>3</answer> and more", False),
+        ("think", "<think>a < b</think>\n<answer>x < 4</answer>", True),
+        ("think", "<think>a</think><answer>1</answer><answer>2</answer>", False),
         ("think", "<think>a</think><think>b</think><answer>3</answer>", False),
         ("think", "<answer>3</answer>", False),
         ("hash", "It is\n#### 1,200.5", True),

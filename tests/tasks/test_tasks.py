@@ -37,7 +37,6 @@ from areal_q.tasks import (
     problem_at,
 )
 from areal_q.tasks.datasets.calculator import CalculatorTask, parse_number
-from areal_q.tasks.datasets.gsm8k import final_number
 
 ALL_CONFIGS = [
     Arithmetic(),
@@ -254,29 +253,6 @@ def test_gsm8k_does_not_train_on_a_held_out_question(tmp_path: Path) -> None:
     task = build_task(Gsm8k(path=str(tmp_path / "f.jsonl"), heldout=0.3))
     assert [p.answer for p in task.train] == ["2"]
     assert [p.answer for p in task.heldout] == ["1"]
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("#### 72", "72"),
-        ("so #### $1,200.", "1200"),
-        ("#### -5 degrees, not 7", "-5"),
-        ("#### 10 wrong; #### 12", "12"),
-        ("5 apples or 10%", "10"),
-        ("12 - 3 = 9.0", "9"),
-        ("it is 20-3", "3"),
-        ("a loss of -$4.50!", "-4.5"),
-        ("we get 1,234,567.", "1234567"),
-        ("choose 1,2", "2"),
-        ("only .5 left", "0.5"),
-        ("#### no number, but 3 before", "3"),
-        ("none", None),
-        ("", None),
-    ],
-)
-def test_final_number(text: str, number: str | None) -> None:
-    assert final_number(text) == (None if number is None else Decimal(number))
 
 
 def test_gsm8k_rewards_the_right_final_number_only() -> None:

@@ -2,6 +2,7 @@
 
 import re
 from collections import deque
+from collections.abc import Iterator
 from decimal import Decimal
 
 from areal_q.config.tasks import Gsm8k
@@ -9,16 +10,30 @@ from areal_q.errors import TaskError
 from areal_q.tasks.base import Problem, Score
 from areal_q.tasks.datasets.calculator import plain_number
 from areal_q.tasks.datasets.jsonl_rows import Row, read_rows
+from areal_q.tasks.grading.boxed import join_digits, last_boxed
 
 _PROMPTS = {
     "chat": "{}\n\nReason step by step, then give the final number after ####.",
     "plain": "Question: {}\nAnswer:",
 }
 
+_DIGITS = r"""(?:[0-9]{1,3}(?:\.[0-9]{3}){2,}(?![0-9])                              # 1.000.000
+    |(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"""  # 1,000.50 or .5
 _NUMBER = re.compile(
-    r"(?:(?<![\w.)])[-−])?\$?((?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+    rf"((?<![\w.)])[-−–])?\\?[$€£]?({_DIGITS})(?:[eE]([+-]?[0-9]{{1,2}})(?!\w))?", re.VERBOSE
 )
 """A number in running text. A minus sign after a word, a digit or a bracket is a subtraction."""
+_SAID = re.compile(
+    r"answer\W{0,3}?(?:is\b|[:：=>])[\s:：=*$(\\]*(?=[-−–.0-9€£])([^\n]*)", re.IGNORECASE
+)
+"""`the answer is 5`, `**Answer**: $5`, `<answer>5`; the group is the rest of the line"""
+_SENTENCE_END = re.compile(r"[;!?]|</|\.(?![0-9])")
+_BOLD = re.compile(r"\*\*(?![0-9]+\.\s)([^*\n]*[0-9][^*\n]*)(?<!:)\*\*(?!:)[^\n]*\s*\Z")
+"""What is bold in the last line, but for a heading such as `**Step 2:**` or `**2. Total**`"""
+_SIGN = re.compile(r"(?:[-−–]|minus\b|negative\b)[ \t]*\(?|—(?=[0-9$.])", re.IGNORECASE)
+_SPACED = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?: [0-9]{3})+(?![0-9])")
+"""`1 000`"""
+_REMARK = re.compile(r"\([^()=]*=[^()]*\)")
 
 
 def problems(cfg: Gsm8k) -> list[Problem]:
@@ -29,23 +44,56 @@ def problems(cfg: Gsm8k) -> list[Problem]:
 def score(problem: Problem, response: str) -> Score:
     """Returns a reward of 1 if the response's final number equals the answer, else 0."""
     found = final_number(response)
-    correct = found is not None and found == final_number(problem.answer)
+    correct = found is not None and found == _stated(problem.answer.rpartition("####")[2])
     return Score(float(correct), correct)
 
 
 def final_number(text: str) -> Decimal | None:
-    """Returns the number after the last `####`; without one, the text's last number; None if it has none.
+    """Returns the number after the last `####`; without one that in the last box, else that which is called the
+    answer, else one that is bold in the last line, else the text's last number; None if it has none.
 
-    Examples: "so #### $1,200." is 1200, "5 apples or 10%" is 10, "12 - 3 = 9.0" is 9.
+    Examples: "so #### $1,200." is 1200, "5 apples or 10%" is 10, "\\boxed{9}, after 3 steps" is 9.
     """
+    text = join_digits(text)
+    for statement in _statements(text):
+        if (value := _stated(statement)) is not None:
+            return value
+    last = deque(_NUMBER.finditer(text), maxlen=1)
+    return _value(last[0]) if last else None
+
+
+def _statements(text: str) -> Iterator[str]:
+    """Yields the parts of a response that say which number is the answer, the most explicit one first."""
     _, mark, tail = text.rpartition("####")
-    match = _NUMBER.search(tail) if mark else None
-    if match is None:
-        match = next(iter(deque(_NUMBER.finditer(text), maxlen=1)), None)
-    if match is None:
-        return None
-    value = Decimal(match[1].replace(",", ""))
-    return value.copy_negate() if match[0][0] in "-−" else value
+    if mark:
+        yield (tail.strip().splitlines() or [""])[0]
+    yield last_boxed(text) or ""
+    for said in deque(_SAID.findall(text), maxlen=1):
+        yield _SENTENCE_END.split(said, maxsplit=1)[0]
+    yield from _BOLD.findall(text)
+
+
+def _stated(statement: str) -> Decimal | None:
+    """Returns the first number after the last `=` of a statement, or of all of it; None if it has none.
+
+    Examples: "5 + 3 = 8 apples" is 8, "- 5" is -5, "1 000" is 1000, "150 (= 2.5 hours)" is 150.
+    """
+    text = _REMARK.sub("", join_digits(statement))
+    for part in (text.rpartition("=")[2], text):
+        part = _SPACED.sub(lambda spaced: spaced[0].replace(" ", ""), part.strip(" \t*$"))
+        if match := _NUMBER.search(_SIGN.sub("-", part, count=1) if _SIGN.match(part) else part):
+            return _value(match)
+    return None
+
+
+def _value(match: re.Match[str]) -> Decimal:
+    """Returns the number that _NUMBER matched."""
+    sign, digits, power = match.groups()
+    digits = digits.replace(",", "")
+    if digits.count(".") > 1:
+        digits = digits.replace(".", "")
+    value = Decimal(f"{digits}e{power or 0}")
+    return value.copy_negate() if sign else value
 
 
 def answer(response: str) -> str | None:
@@ -55,6 +103,6 @@ def answer(response: str) -> str | None:
 
 def _problem(row: Row, template: str) -> Problem:
     _, mark, answer = row.answer.rpartition("####")
-    if not mark or final_number(answer) is None:
+    if not mark or _stated(answer) is None:
         raise TaskError(f"{row.where}: the answer does not end with a line `#### number`")
     return Problem(_PROMPTS[template].format(row.question), answer.strip())

@@ -1,33 +1,67 @@
 """Multiple choice: finds the letter that a response chooses. Imports no torch."""
 
 import re
+from string import ascii_uppercase
 
 from areal_q.tasks.base import Problem, Score
 from areal_q.tasks.grading.boxed import last_boxed
 
-SAID = re.compile(
-    r"(?i:answer|choice|option)(?i:\s+is)?\s*[:：]?[\s*_`(]{0,4}([A-Z])(?![A-Za-z'’])"
+_OFFERED = re.compile(r"^[ \t(]*([A-Z])[.):][ \t]", re.MULTILINE)
+"""A line of the prompt such as `C. Berlin`"""
+_MARKUP = re.compile(
+    r"\\(?:text|math)[a-z]*|(?<![A-Za-z])['’]|['’](?![A-Za-z])|[*_`\"“”‘$\\(\[{<>]"
 )
-"""`Answer: C`, `the answer is **(C)**`, `option C`"""
-BARE = re.compile(r"[\s*_`(]{0,4}([A-Z])(?:[\s*_`).:]{0,4}|[).:]\s.*)", re.DOTALL)
-"""A whole response such as `C`, `(C)`, `**C.**`, `C. Berlin`"""
-WRAPPED = re.compile(r"\(?(?:\\(?:text|mathrm|textbf)\{)?\(?([A-Z])\)?\}?\)?")
+"""What is only around a letter: `**C**`, `\\(C\\)`, `\\text{C}`, `'C'`, `<answer>C`"""
+_LETTER = (
+    r"(?!I [a-z])(?-i:([A-Z](?![\w'’])|[a-z](?=\))))"
+    r"(?! ?\)? (?:is|was)(?:n['’]t| not| wrong| incorrect| false)\b)"
+)
+"""A letter that is neither a pronoun nor said to be wrong; a small one needs its bracket."""
+_LINK = r"(?: (?:is|must be|would be|should be)\b)?[\s:：=→-]*(?:(?:option|choice)\b[ :]*)?"
+_ANSWER = re.compile(rf"answer{_LINK}{_LETTER}", re.IGNORECASE)
+_CONCLUSION = re.compile(
+    rf"(?:answer[^.\n]{{0,80}}? (?:is|but)|\b(?:choice|option|it is|it['’]s|must be|choose|pick|select|go with"
+    rf"|therefore|thus|hence|so)\b,?){_LINK}{_LETTER}",
+    re.IGNORECASE,
+)
+"""`it must be C`, `I choose option C`, `the answer to this is C`"""
+_CONFIRMED = re.compile(rf"\b{_LETTER}\)? (?:is|was) (?:the )?(?:correct|right|best|answer)\b")
+_ALONE = re.compile(r"\s*([A-Za-z])[\s).:,}\]]*")
+_FIRST = re.compile(r"\s*([A-Z]) ?[).:]\s.*", re.DOTALL)
+"""`C. Berlin`"""
 
 
-def letter(response: str) -> str | None:
-    """Returns the last boxed letter, else the last one that is called the answer, else the letter that the
-    whole response consists of; None if there is none."""
-    boxed = last_boxed(response)
-    if boxed and (match := WRAPPED.fullmatch(boxed)):
-        return match[1]
-    said = SAID.findall(response)
-    if said:
-        return said[-1]
-    match = BARE.fullmatch(response)
-    return match[1] if match else None
+def letter(response: str, offered: str = ascii_uppercase) -> str | None:
+    """Returns the letter in the last box, else the last one that is called the answer, else the last that is
+    concluded, else the one that the whole response or its last line consists of; None if there is none.
+
+    Only the letters in `offered` count.
+    """
+    text = re.sub(r"[ \t]+", " ", _MARKUP.sub(" ", response))
+    boxed = _MARKUP.sub(" ", last_boxed(response) or "")
+    last = (text.strip().splitlines() or [""])[-1]
+    for found in (
+        (_ALONE.fullmatch(boxed), _FIRST.fullmatch(boxed)),
+        _ANSWER.finditer(text),
+        sorted([*_CONCLUSION.finditer(text), *_CONFIRMED.finditer(text)], key=re.Match.start),
+        (_ALONE.fullmatch(text), _FIRST.fullmatch(text), _ALONE.fullmatch(last)),
+    ):
+        letters = [match[1].upper() for match in found if match]
+        if chosen := [each for each in letters if each in offered]:
+            return chosen[-1]
+    return None
+
+
+def offered(problem: Problem) -> str:
+    """Returns the letters of the choices in the prompt, such as "ABCD"; all letters if it lists no two, or not
+    the right one."""
+    listed = set(_OFFERED.findall(problem.prompt))
+    missing = next((i for i, each in enumerate(ascii_uppercase) if each not in listed), 26)
+    letters = ascii_uppercase[:missing]
+    return letters if missing > 1 and problem.answer in letters else ascii_uppercase
 
 
 def score(problem: Problem, response: str) -> Score:
     """Returns a reward of 1 for the right letter, else 0."""
-    correct = letter(response) == problem.answer
+    correct = letter(response, offered(problem)) == problem.answer
     return Score(float(correct), correct)

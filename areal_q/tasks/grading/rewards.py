@@ -21,9 +21,9 @@ from areal_q.tasks.grading.boxed import last_boxed
 from areal_q.tasks.grading.graders import GRADERS, check_extra
 from areal_q.tasks.grading.reward_process import Isolated
 
-_THOUGHT = re.compile(
-    r"\s*<think>[^<]*(?:<(?!/?think>|/?answer>)[^<]*)*</think>\s*<answer>[^<]*</answer>\s*"
-)
+_INSIDE = r"[^<]*(?:<(?!/?think>|/?answer>)[^<]*)*"
+"""Text without any of the four tags"""
+_THOUGHT = re.compile(rf"\s*<think>{_INSIDE}</think>\s*<answer>{_INSIDE}</answer>\s*")
 _HASH = re.compile(r"####[ \t]*[-−]?\$?[0-9][0-9,.]*")
 
 STYLES: dict[str, Callable[[str], bool]] = {
