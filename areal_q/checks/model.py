@@ -11,10 +11,11 @@ import torch
 from msgspec import Struct
 from torch import nn
 
-from areal_q.config import LearnerConfig, PretrainedModel, Run
+from areal_q.config import LearnerConfig, PretrainedModel, RolloutConfig, Run, VllmEngine
 from areal_q.errors import CheckpointError, ConfigError, QuantizationError, TaskError
 from areal_q.models import DecoderConfig, load_config
 from areal_q.models.hf.checkpoint import check_tensors, meta_decoder
+from areal_q.models.hf.vllm_shapes import vllm_refuses
 from areal_q.models.shape import shape_of
 from areal_q.quant import FORMATS
 from areal_q.quant.state_dict import is_quantized
@@ -66,6 +67,7 @@ def check_fit(run: Run, shape: DecoderConfig, tokenizer: Tokenizer, task: Task) 
         check_tensors(run.model.path, shape)
     check_experts(shape, run.learner)
     check_format(meta_decoder(shape), run.rollout.format)
+    check_engine(shape, run.rollout)
     check_vocabulary(shape, tokenizer, tokenizer.encode_prompt(task.train[0].asked))
     return without_long(task, tokenizer, longest_prompt(run, shape))
 
@@ -127,6 +129,14 @@ def check_format(model: nn.Module, format: str) -> None:
             FORMATS[format].quantize(torch.zeros(1, inputs), name)
         except QuantizationError as error:
             raise ConfigError(f"rollout.format = {format!r}: {error}") from error
+
+
+def check_engine(shape: DecoderConfig, rollout: RolloutConfig) -> None:
+    """Raises ConfigError for a number format in which the engine does not hold a model of this shape."""
+    if not isinstance(rollout.engine, VllmEngine):
+        return
+    if problem := vllm_refuses(shape, rollout.format, rollout.engine.tensor_parallel):
+        raise ConfigError(f"rollout.format = {rollout.format!r}: {problem}")
 
 
 def check_reference(reference: DecoderConfig, policy: DecoderConfig, path: str) -> None:

@@ -192,7 +192,9 @@ def quantize(
     import torch
 
     from areal_q.cli.quantize import quantize as write
+    from areal_q.models import load_config
     from areal_q.models.hf.quantized import QUANTIZATION_CONFIGS
+    from areal_q.models.hf.vllm_shapes import vllm_refuses
     from areal_q.quant import FORMATS
 
     known = [name for name in FORMATS if name in QUANTIZATION_CONFIGS]
@@ -202,6 +204,8 @@ def quantize(
     if dtype not in dtypes:
         raise ConfigError(f"--dtype {dtype}: none of {', '.join(dtypes)}")
     before, after = write(source, target, format, dtypes[dtype])
+    if problem := vllm_refuses(load_config(source), format):
+        typer.echo(f"warning: {problem}", err=True)
     typer.echo(f"{target}: {format}, {after:,} bytes of weights; in {dtype} {before:,}")
 
 

@@ -268,7 +268,7 @@ def _progress(total: int) -> Iterator[Callable[[], None]]:
 def _shown(row: Answered) -> str:
     reply = row.greedy or row.samples[0]
     mark = "✓" if reply.correct else "✗"
-    return f"  {mark} {row.prompt}{reply.response}   (expected {row.answer})"
+    return f"  {mark} {row.prompt} → {reply.response}   (expected {row.answer})"
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from areal_q.config import VllmEngine
 from areal_q.errors import ConfigError, EngineDied, RecordError
 from areal_q.messages import Manifest
 from areal_q.models import DecoderConfig
+from areal_q.models.hf.vllm_shapes import vllm_refuses
 from areal_q.weights.version import WeightVersion
 from rollout.engines.base import Capabilities, Request, check_fits
 from rollout.engines.process import checkpoint_backend
@@ -222,6 +223,9 @@ class VllmBackend:
             if starting.exception() is None:
                 starting.result().shutdown(timeout=SHUTDOWN_S)
             raise
+        except ValueError as error:  # it would be raised again by every further start
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"vLLM refuses the settings or the model: {reason}") from error
         except RuntimeError as error:
             raise EngineDied(
                 f"vLLM did not start: {error} For what it says above of max_model_len, "
@@ -281,11 +285,14 @@ def _formats() -> frozenset[str]:
 def _settings(config: VllmEngine, manifest: Manifest) -> dict[str, Any]:
     """Returns the fields of vLLM's AsyncEngineArgs that follow from the settings and the first version. Raises
     ConfigError for settings that do not fit the version."""
+    model = DecoderConfig.from_hf(manifest.model)
+    if problem := vllm_refuses(model, manifest.format, config.tensor_parallel):
+        raise ConfigError(f"rollout.format = {manifest.format!r}: {problem}")
     dtype = "bfloat16" if config.dtype == "auto" else config.dtype
     positions, cache_bytes = config.max_positions or None, config.kv_cache_bytes or None
     if not checkpoint_backend.has_gpu():
         dtype = cpu_kernels.dtype_for(manifest.format, config.dtype)
-        cache_bytes, positions = cache_for(config, DecoderConfig.from_hf(manifest.model), dtype)
+        cache_bytes, positions = cache_for(config, model, dtype)
     return {
         "dtype": dtype,
         "enforce_eager": not config.compiled,
