@@ -79,8 +79,10 @@ class Evaluation(Struct, frozen=True, kw_only=True):
     samples: int
     sampling: Sampling
     asked: int
+    left_out: int = 0
+    """Number of those that were not answered, since their prompts are too long for the model"""
     answered: int
-    """Number of problems that were answered; fewer than `asked` if the evaluation was interrupted"""
+    """Number of problems that were answered; fewer than the others if the evaluation was interrupted"""
     elapsed_s: float
     estimates: list[Estimate]
 

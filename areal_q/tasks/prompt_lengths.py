@@ -25,7 +25,7 @@ def without_long(task: Task, tokenizer: Tokenizer, longest: int) -> Task:
 
     Generated problems are all short and are not checked. Raises TaskError if none would be left.
     """
-    train, heldout = (_short(p, tokenizer, longest) for p in (task.train, task.heldout))
+    train, heldout = (short(p, tokenizer, longest) for p in (task.train, task.heldout))
     left_out = len(task.train) - len(train) + len(task.heldout) - len(heldout)
     if not left_out:
         return task
@@ -37,7 +37,8 @@ def without_long(task: Task, tokenizer: Tokenizer, longest: int) -> Task:
     return _Kept(train, heldout)
 
 
-def _short(problems: Sequence[Problem], tokenizer: Tokenizer, longest: int) -> Sequence[Problem]:
+def short(problems: Sequence[Problem], tokenizer: Tokenizer, longest: int) -> Sequence[Problem]:
+    """Returns the problems whose prompts have at most `longest` tokens; generated ones as they are."""
     if isinstance(problems, Lazy):
         return problems
     # A token has at least one byte, so that a prompt with few bytes is known to be short without encoding it.

@@ -26,7 +26,15 @@ from areal_q.evaluation.benchmarks import BENCHMARKS, PRESETS, Preset
 from areal_q.evaluation.estimates import Answered, Estimate, Evaluation, estimates
 from areal_q.system.command import run_command
 from areal_q.system.files import replacing
-from areal_q.tasks import Problem, all_problems, build_task, check_reward, task_types
+from areal_q.tasks import (
+    Problem,
+    Tokenizer,
+    all_problems,
+    build_task,
+    build_tokenizer,
+    check_reward,
+    task_types,
+)
 
 PLAIN_EVERY = 0.1
 """Share of the problems after which a line of progress is printed if the output is no terminal"""
@@ -77,9 +85,12 @@ def main(
     check_reward(run)
     asked = all_problems(run.task) if data else build_task(run.task).heldout
     asked = asked[: problems or (len(asked) if data else 512)]
-    started = time.monotonic()
+    from rollout.evaluation.generate import fitting
+
+    started, tokenizer = time.monotonic(), build_tokenizer(run.model, run.task)
+    kept = fitting(run, path, tokenizer, asked, sampling)
     with _answers_file(out or _default_out(model, task, format, preset)) as (write, file):
-        rows = asyncio.run(_collect(run, path, asked, greedy, samples, sampling, write))
+        rows = asyncio.run(_collect(run, path, tokenizer, kept, greedy, samples, sampling, write))
     elapsed_s = time.monotonic() - started
     results = estimates(rows)
     _print_results(rows, results, show, f"{format}, {elapsed_s:.1f} s")
@@ -93,14 +104,21 @@ def main(
             samples=samples,
             sampling=sampling,
             asked=len(asked),
+            left_out=len(asked) - len(kept),
             answered=len(rows),
             elapsed_s=elapsed_s,
             estimates=results,
         )
         file.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(about)))
         typer.echo(f"answers and scores: {file}", err=True)
-    if len(rows) < len(asked):
-        typer.echo(f"stopped after {len(rows)} of {len(asked)} problems", err=True)
+    if left_out := len(asked) - len(kept):
+        typer.echo(
+            f"{left_out} of {len(asked)} problems are left out: their prompts leave no room for "
+            f"--max-tokens {sampling.max_tokens}",
+            err=True,
+        )
+    if len(rows) < len(kept):
+        typer.echo(f"stopped after {len(rows)} of {len(kept)} problems", err=True)
         raise typer.Exit(INTERRUPTED)
 
 
@@ -136,6 +154,7 @@ def _print_results(
 async def _collect(
     run: Run,
     model: Path,
+    tokenizer: Tokenizer,
     problems: Sequence[Problem],
     greedy: bool,
     samples: int,
@@ -147,7 +166,7 @@ async def _collect(
     from rollout.evaluation.generate import answered
 
     rows: list[Answered] = []
-    answers = answered(run, model, problems, greedy, samples, sampling)
+    answers = answered(run, model, tokenizer, problems, greedy, samples, sampling)
     try:
         with _progress(len(problems)) as advance:
             async for row in answers:

@@ -5,13 +5,17 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 
+import msgspec
+
 from areal_q.config import Run, Sampling, TorchEngine
+from areal_q.errors import ConfigError
 from areal_q.evaluation.estimates import Answered, Reply
 from areal_q.messages import Array, Ticket
-from areal_q.models import load_decoder
+from areal_q.models import load_config, load_decoder
 from areal_q.quant import quantize_state
 from areal_q.quant.state_dict import rest_in_bf16
-from areal_q.tasks import Problem, Reward, Tokenizer, answer_of, build_reward, build_tokenizer
+from areal_q.tasks import Problem, Reward, Tokenizer, answer_of, build_reward
+from areal_q.tasks.prompt_lengths import short
 from areal_q.weights.version import pack_version
 from rollout import engines
 from rollout.engines.base import Engine
@@ -20,9 +24,27 @@ from rollout.environments.engine_client import EngineClient
 from rollout.environments.registry import build_evaluation_environment
 
 
+def fitting(
+    run: Run, model: Path, tokenizer: Tokenizer, problems: Sequence[Problem], sampling: Sampling
+) -> Sequence[Problem]:
+    """Returns the problems whose prompts leave room for an answer in the model's positions. Raises ConfigError
+    if there are none."""
+    rollout = msgspec.structs.replace(run.rollout, sampling=sampling)
+    positions = load_config(model).max_positions
+    longest = positions - rollout.tokens_after_prompt
+    given = f"--max-tokens {sampling.max_tokens}"
+    if longest < 1:
+        raise ConfigError(f"{given}: no prompt fits before it into max_positions = {positions}")
+    kept = short(problems, tokenizer, longest)
+    if not kept:
+        raise ConfigError(f"{given}: every prompt has more than {longest} tokens")
+    return kept
+
+
 async def answered(
     run: Run,
     model: Path,
+    tokenizer: Tokenizer,
     problems: Sequence[Problem],
     greedy: bool,
     samples: int,
@@ -35,7 +57,7 @@ async def answered(
     """
     reward = build_reward(run)
     engine = engines.build_engine(_engine_config(run))
-    answering = _Answering(run, engine, build_tokenizer(run.model, run.task), reward)
+    answering = _Answering(run, engine, tokenizer, reward)
     tasks: list[asyncio.Task[Answered]] = []
     try:
         await reward.start()

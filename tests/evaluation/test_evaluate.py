@@ -128,8 +128,32 @@ def test_a_tool_of_the_run_answers_in_its_evaluation_too(
     told = capsys.readouterr()
     assert "accuracy 1.000" in told.out and "cut off" not in told.err
     monkeypatch.undo()
-    with pytest.raises(ConfigError, match=r"--max-tokens 99: .* exceed"):
+    with pytest.raises(ConfigError, match=r"--max-tokens 99: .*max_positions = 32"):
         main(run_dir, max_tokens=99, problems=2)
+
+
+def test_prompts_too_long_for_the_model_are_left_out_and_counted(
+    make_run: MakeRun,
+    run_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+):
+    run, path, out = make_run(), tmp_path / "some-long.jsonl", tmp_path / "answers.jsonl"
+    prompts = ["1+2=", "1" * 3000 + "+2=", "3+2="]
+    rows = [{"prompt": p, "answer": right(p)} for p in prompts]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    answering(monkeypatch, run, right)
+    main(run_dir, task="jsonl", data=path, max_tokens=4, out=out)
+    told = capsys.readouterr()
+    assert told.out.startswith("accuracy 1.000 [") and "(2 problems, " in told.out
+    line = "1 of 3 problems are left out: their prompts leave no room for --max-tokens 4"
+    assert line in told.err and "stopped" not in told.err
+    about = json.loads(out.with_suffix(".json").read_text())
+    assert (about["asked"], about["left_out"], about["answered"]) == (3, 1, 2)
+    path.write_text(json.dumps(rows[1]))
+    with pytest.raises(ConfigError, match=r"--max-tokens 4: every prompt has more than \d+ tokens"):
+        main(run_dir, task="jsonl", data=path, max_tokens=4, out=out)
 
 
 def test_the_model_of_a_run_is_also_found_by_itself(
