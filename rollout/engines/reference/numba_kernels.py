@@ -19,11 +19,13 @@ from areal_q.quant.kernels.cpu_math import dot, exp
 from areal_q.quant.kernels.cpu_rows import dots, weighted_sums
 from areal_q.quant.kernels.jit import FMA, MAGNITUDE, SUMS, kernel
 
-float32, int32 = np.float32, np.int32
+float32, int32, uint32 = np.float32, np.int32, np.uint32
 _BLOCK = 256
 """Tokens of the vocabulary of which the largest logit and the sum of probabilities are kept"""
+_MOSTLY_ENOUGH = 8.0
+"""Nats below the largest logit at which top-p is first looked for"""
 _BINS = 1024
-"""Classes of logits among which the least one that can be drawn is looked for"""
+"""Classes of logits in one of which the least one that can be drawn is looked for"""
 F1, F2, F3, F4 = (nt.Array(nt.float32, n, "C") for n in (1, 2, 3, 4))
 I1, D1 = nt.Array(nt.int64, 1, "C"), nt.Array(nt.float64, 1, "C")
 
@@ -161,72 +163,76 @@ def _running_sums(row, maxima, top, scale, kept, shares, sums):
 
 
 @kernel()
-def _bins(row, b, top, per_bin, bins):
-    """Writes how far below `top` the logits of block b are, in bins, of which the last one has no end."""
-    part = row[b * _BLOCK : (b + 1) * _BLOCK]
-    for i in range(len(part)):
-        bins[i] = int32(min((top - part[i]) * per_bin, float32(_BINS - 1)))
+def _candidates(row, maxima, low, kept, ids, values):
+    """Writes the ids and logits of the kept tokens whose logits are at least `low`. Returns their number."""
+    found, (bound, last) = 0, kept
+    for b in range(len(maxima)):
+        if maxima[b] >= low:
+            for i in range(b * _BLOCK, min((b + 1) * _BLOCK, len(row))):
+                x = row[i]
+                if x >= low and (x > bound or (x == bound and i <= last)):
+                    ids[found], values[found] = i, x
+                    found += 1
+    return found
 
 
 @kernel()
-def _fewest(row, maxima, top, scale, kept, low, count, share, shares):
-    """Returns `kept` for the fewest largest of the kept tokens that are at least `count` and have at least this
-    `share` of the probability of all. The smaller id is first among equals. Those above `low` suffice.
+def _bins(values, top, per_bin, bins):
+    for i in range(len(values)):
+        bins[i] = uint32(min((top - values[i]) * per_bin, float32(_BINS - 1)))
 
-    Nothing is sorted but the tokens of one of many bins, that in which the sum comes to its target.
+
+@kernel()
+def _fewest(ids, values, weights, bins, top, target):
+    """Returns (bound, last) of the fewest largest of the tokens `ids`, which have these logits, whose weights
+    add up to at least `target`, or of all. The smaller id is first among equals.
+
+    Nothing is sorted but the tokens of one of many bins of logits, that in which the sum comes to the target.
     """
-    low = max(low, kept[0], float32(-1e30))
-    per_bin = float32(_BINS) / max(top - low, float32(1e-30))
-    sums, bins, total = np.zeros(_BINS), np.empty(_BLOCK, int32), 0.0
-    for b in range(len(maxima)):
-        size = min(_BLOCK, len(row) - b * _BLOCK)
-        if not count and maxima[b] >= kept[0]:
-            _shares(row, b, top, scale, kept, shares)
-            total += _sum(shares[:size])
-        if maxima[b] >= low:
-            _bins(row, b, top, per_bin, bins)
-            for i in range(size):
-                if bins[i] < _BINS - 1:
-                    sums[bins[i]] += 1.0 if count else np.float64(shares[i])
-    target = np.float64(count) if count else share * total
-    above, crossed = 0.0, 0
-    while crossed < _BINS - 1 and above + sums[crossed] < target:
+    sums, total, above, crossed = np.zeros(_BINS), 0.0, 0.0, 0
+    spread = max(top - np.min(values), float32(1e-30))
+    _bins(values, top, float32(_BINS) / spread, bins)
+    for i in range(len(ids)):
+        sums[bins[i]] += np.float64(weights[i])
+    for b in range(_BINS):
+        total += sums[b]
+    target = min(target, total)
+    while above + sums[crossed] < target:
         above += sums[crossed]
         crossed += 1
-    ids, found = np.empty(len(row), int32), 0
-    for b in range(len(maxima)):
-        if maxima[b] >= low:
-            _bins(row, b, top, per_bin, bins)
-            for i in range(min(_BLOCK, len(row) - b * _BLOCK)):
-                if bins[i] == crossed:
-                    ids[found] = b * _BLOCK + i
-                    x = row[ids[found]]
-                    found += (x > kept[0]) | ((x == kept[0]) & (ids[found] <= kept[1]))
-    if not found:  # the sum falls short of the target by rounding
-        return kept
-    values, n = -np.sort(-row[ids[:found]]), 0
-    while n < found and above < target:
-        above += 1.0 if count else np.float64(exp((values[n] - top) * scale))
+    there = np.flatnonzero(bins == crossed)
+    order, n = np.argsort(-values[there], kind="mergesort"), 0
+    while n < len(there) and above < target:
+        above += np.float64(weights[there[order[n]]])
         n += 1
-    ties, place = np.sum(values[:n] == values[n - 1]), -1
-    while ties:
-        place += 1
-        ties -= row[ids[place]] == values[n - 1]
-    return values[n - 1], np.int64(ids[place])
+    last = there[order[n - 1]]
+    return values[last], np.int64(ids[last])
 
 
 @kernel()
-def _kept(row, maxima, top, scale, top_k, top_p, min_p, shares):
+def _kept(row, maxima, top, scale, top_k, top_p, min_p, shares, sums, scratch):
     """Returns (bound, last) of the tokens that can be drawn."""
-    vocab, kept = len(row), (float32(-np.inf), np.int64(len(row)))
+    vocab, kept, n = len(row), (float32(-np.inf), np.int64(len(row))), 0
+    ids, values, weights, bins = scratch
     if 0 < top_k < vocab:
-        # As many blocks have a token that is no smaller.
-        low = np.sort(maxima)[max(len(maxima) - top_k, 0)]
-        kept = _fewest(row, maxima, top, scale, kept, low, top_k, 1.0, shares)
+        # As many blocks have a token that is no smaller; more blocks than there are may have enough.
+        low = np.sort(maxima)[-min(top_k, len(maxima))]
+        for least in (max(low, float32(-1e30)), float32(-1e30)):
+            n = _candidates(row, maxima, least, kept, ids, values)
+            if n >= top_k:
+                break
+        weights[:n] = float32(1.0)
+        kept = _fewest(ids[:n], values[:n], weights[:n], bins[:n], top, np.float64(top_k))
     if top_p < 1:
-        # All tokens below `low` together have less than 1 - top_p of the largest one's probability.
-        low = top - float32(np.log(vocab / (1 - np.float64(top_p)))) / scale
-        kept = _fewest(row, maxima, top, scale, kept, low, 0, np.float64(top_p), shares)
+        target = top_p * _running_sums(row, maxima, top, scale, kept, shares, sums)
+        # All tokens below the second `low` together have less than 1 - top_p of the largest one's probability.
+        for nats in (_MOSTLY_ENOUGH, np.log(vocab / (1 - np.float64(top_p)))):
+            low = max(top - float32(nats) / scale, float32(-1e30))
+            n = _candidates(row, maxima, low, kept, ids, values)
+            _shares_from(low, values[:n], top, scale, weights)
+            if _sum(weights[:n]) >= target:
+                break
+        kept = _fewest(ids[:n], values[:n], weights[:n], bins[:n], top, target)
     if min_p > 0:
         bound = float32(top + np.log(np.float64(min_p)) / scale)
         if bound > kept[0]:
@@ -239,6 +245,13 @@ def draw(logits, temperature, top_k, top_p, min_p, u, tokens, logprobs):
     """Draws by inverse CDF at u [R] from the rows of logits [R, V], as sampling.draw does."""
     blocks = (logits.shape[1] + _BLOCK - 1) // _BLOCK
     maxima, sums, shares = np.empty(blocks, float32), np.empty(blocks), np.empty(_BLOCK, float32)
+    vocab = logits.shape[1]
+    ids, values, weights = (
+        np.empty(vocab, int32),
+        np.empty(vocab, float32),
+        np.empty(vocab, float32),
+    )
+    scratch = ids, values, weights, np.empty(vocab, uint32)
     for r in range(len(logits)):
         row, greedy = logits[r], temperature[r] == 0
         top = _maxima(row, maxima)
@@ -248,9 +261,13 @@ def draw(logits, temperature, top_k, top_p, min_p, u, tokens, logprobs):
         divisor = float32(1.0) if greedy else temperature[r]
         scale = min(float32(1.0) / divisor, float32(1e38))
         if greedy:
-            kept = _kept(row, maxima, top, scale, 1, float32(1.0), float32(0.0), shares)
+            kept = _kept(
+                row, maxima, top, scale, 1, float32(1.0), float32(0.0), shares, sums, scratch
+            )
         else:
-            kept = _kept(row, maxima, top, scale, top_k[r], top_p[r], min_p[r], shares)
+            kept = _kept(
+                row, maxima, top, scale, top_k[r], top_p[r], min_p[r], shares, sums, scratch
+            )
         total = _running_sums(row, maxima, top, scale, kept, shares, sums)
         target, b = u[r] * total, 0
         while b < blocks - 1 and sums[b] <= target:

@@ -40,7 +40,8 @@ def _swiglu(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-_scaled, _drawn = (torch.compile(x, dynamic=True) for x in (scaled_logits, draw_scaled))
+_scaled = torch.compile(scaled_logits, dynamic=True)
+_drawn = torch.compile(draw_scaled, dynamic=True)
 
 
 class CompiledOps(TorchOps):
