@@ -17,13 +17,14 @@ import torch
 
 from areal_q.quant import FORMATS
 from bench.common import commit, device, number, publish, use_cores, versions
-from bench.shapes import generation, learner, objectives, prefill
+from bench.shapes import drawing, generation, learner, objectives, prefill
 from bench.shapes.limits import Limits, copy_bytes_per_s
 from bench.shapes.settings import Settings
 from bench.shapes.shapes import SHAPES
 
 SECTIONS = {
     "generation": generation.section,
+    "drawing": drawing.section,
     "prefill": prefill.section,
     "learner": learner.section,
 }

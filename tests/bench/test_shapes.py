@@ -22,6 +22,7 @@ SETTINGS = Settings(
 )
 CONTESTANTS = {
     "generation": ["int8", "int4"],
+    "drawing": ["temperature 0 and 1", "all of these", "reading the logits"],
     "prefill": ["int8", "int4"],
     "learner": ["ours float32", "ours bfloat16"],
 }
