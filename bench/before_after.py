@@ -23,14 +23,14 @@ from typing import NamedTuple
 
 from bench.common import ROOT, commit, device, number, publish, say, table
 
-BFLOAT16 = ["learner.dtype=bfloat16"]
+FLOAT32, BFLOAT16 = ["learner.dtype=float32"], ["learner.dtype=bfloat16"]
 RUNS = {
-    "int8": [],
+    "int8": FLOAT32,
     "int8, learner in bfloat16": BFLOAT16,
-    "bf16": ["rollout.format=bf16"],
-    "fp8": ["rollout.format=fp8"],
-    "int4": ["rollout.format=int4"],
-    "nvfp4": ["rollout.format=nvfp4"],
+    "bf16": ["rollout.format=bf16", *FLOAT32],
+    "fp8": ["rollout.format=fp8", *FLOAT32],
+    "int4": ["rollout.format=int4", *FLOAT32],
+    "nvfp4": ["rollout.format=nvfp4", *FLOAT32],
 }
 """Settings of the quickstart"""
 AFTERWARDS = {
@@ -169,7 +169,7 @@ def main() -> None:
             (directory := Path(work) / label).mkdir()
             trees[label] = Tree(at, directory)
             say(f"{label}: the warm start, and kernels that are compiled once")
-            for settings in ([], BFLOAT16):
+            for settings in (FLOAT32, BFLOAT16):
                 list(trained(trees[label], "first", settings, SETTLED + 2))
         found = measure(trees, args.steps, args.turns)
     header = ["", *trees, "times as good"]
