@@ -1,16 +1,18 @@
-"""Whether model, tokenizer, problems and settings fit together, as far as can be seen before a weight is read.
+"""Checks whether model, tokenizer, problems and settings fit together, before a weight is read.
 
 The learner calls `check_fit` as it starts; `areal-q check` and the launcher call `check_model`, which begins
 with what the learner does before that.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import torch
 from msgspec import Struct
 from torch import nn
 
+from areal_q.checks.machine import CheckResult
+from areal_q.checks.memory import memory_of
 from areal_q.config import LearnerConfig, PretrainedModel, RolloutConfig, Run, VllmEngine
 from areal_q.errors import CheckpointError, ConfigError, QuantizationError, TaskError
 from areal_q.models import DecoderConfig, load_config
@@ -21,6 +23,10 @@ from areal_q.quant import FORMATS
 from areal_q.quant.state_dict import is_quantized
 from areal_q.tasks import Task, Tokenizer, build_task, build_tokenizer
 from areal_q.tasks.prompt_lengths import without_long
+from areal_q.tasks.stops import stops_text
+
+MOST_SHOWN = 300
+"""Characters of a prompt that are shown"""
 
 
 class FoundModel(Struct, frozen=True):
@@ -57,6 +63,30 @@ def check_model(run: Run) -> FoundModel:
         problems=len(task.train) + len(task.heldout),
         left_out=len(task.train) - len(kept.train) + len(task.heldout) - len(kept.heldout),
     )
+
+
+def findings(run: Run, found: FoundModel) -> Iterator[CheckResult]:
+    """Yields what the model of `run` is, what ends its replies, a prompt as it reads it, and its memory."""
+    shape, tokenizer = found.shape, found.tokenizer
+    weights = sum(p.numel() for p in meta_decoder(shape).parameters())
+    where = f"{run.model.path}: " if isinstance(run.model, PretrainedModel) else ""
+    told = f"{shape.family}, {weights:,} parameters, {shape.max_positions} positions"
+    yield CheckResult("model", "ok", where + told)
+    yield CheckResult(
+        "tokenizer",
+        "ok",
+        f"{tokenizer.vocab_size} tokens, embedding {shape.vocab_size}; {stops_text(tokenizer.stops)}",
+    )
+    text = tokenizer.decode(list(found.prompt))
+    shown = text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
+    yield CheckResult("prompt", "ok", f"{len(found.prompt)} tokens: {shown!r}")
+    room = f"up to {found.longest} tokens fit before {run.rollout.tokens_after_prompt} more"
+    if found.left_out:
+        says = f"{room}; {found.left_out} of {found.problems} are longer and left out"
+        yield CheckResult("prompts", "warning", says, "a smaller rollout.sampling.max_tokens")
+    else:
+        yield CheckResult("prompts", "ok", room)
+    yield from memory_of(run, shape, len(found.prompt))
 
 
 def check_fit(run: Run, shape: DecoderConfig, tokenizer: Tokenizer, task: Task) -> Task:

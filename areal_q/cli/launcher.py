@@ -14,6 +14,7 @@
 | a second one                     | everything is killed                                    | 130       |
 | kill -9 of the launcher          | the kernel kills the children; the next launch tidies   |           |
 
+A pretrained model is read before anything is started (areal_q/checks/__main__.py), without its weights.
 A worker checks at its start whether it can do what the settings ask for, while the learner may still be at its
 warm start.
 """
@@ -21,6 +22,7 @@ warm start.
 import os
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -32,7 +34,7 @@ from areal_q.checks.automatic import settled, why_dtype
 from areal_q.checks.disk_use import disk_use
 from areal_q.checks.settings import preflight, served_at, without_effect
 from areal_q.cli.child_processes import DRAIN_S, ChildProcesses, Interrupts, Program
-from areal_q.config import Run
+from areal_q.config import PretrainedModel, Run, dump_toml
 from areal_q.errors import BufferUnavailable, ChildDied, ConfigError, UserError
 from areal_q.system.credentials import check_redis_url, redis_password
 from areal_q.system.disk import DiskWatch, size
@@ -124,6 +126,7 @@ def launch(
     """
     preflight(run)
     run = settled(run)
+    _read_model(run, view)
     with (
         Interrupts() as interrupts,
         claimed(run, resume) as (run_dir, moved),
@@ -157,6 +160,21 @@ def launch(
             view.stop()
     view.finish()
     return code
+
+
+def _read_model(run: Run, view: View) -> None:
+    """Says what a pretrained model is, as the learner will read it. Raises UserError for one that it would
+    refuse."""
+    if not isinstance(run.model, PretrainedModel):
+        return
+    command = module_command("areal_q.checks")
+    done = subprocess.run(command, input=dump_toml(run), capture_output=True, encoding="utf-8")
+    if done.returncode == 2:
+        raise UserError(done.stderr.strip().rpartition("\n")[2].partition(": ")[2])
+    if done.returncode:
+        raise ChildDied(f"reading the model ended with {done.returncode}:\n{done.stderr.strip()}")
+    for line in done.stdout.splitlines():
+        view.note(line)
 
 
 def _disk_full(run_dir: Path) -> str:

@@ -11,6 +11,9 @@ from areal_q.tasks.base import Message, Stop
 from areal_q.tasks.chat_template import ChatTemplate
 from areal_q.tasks.stops import collect_stops
 
+_FILES = ("*tokenizer*", "vocab*", "*.model", "*.tiktoken")
+"""Names of files that hold a tokenizer"""
+
 
 class HFTokenizer:
     """A Tokenizer (areal_q/tasks/base.py) with a chat template, by the settings `chat`, or with None, for bare
@@ -77,12 +80,11 @@ def _load(path: str | Path) -> Any:
         raise ConfigError(
             f"{path}: this tokenizer needs transformers: pip install 'areal-q[hf]'"
         ) from error
+    if not any(file for pattern in _FILES for file in Path(path).glob(pattern)):
+        # Of config.json alone transformers may make a tokenizer without a token.
+        raise CheckpointError(f"{path}: no tokenizer can be read: the directory has no file of one")
     try:
-        hf = transformers.AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        return transformers.AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except Exception as error:  # `tokenizers` raises bare ones for files of other versions
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"{path}: no tokenizer can be read: {line}") from error
-    if not hf.encode(".", add_special_tokens=False):
-        # transformers makes one of config.json alone, with no token but special ones.
-        raise CheckpointError(f"{path}: no tokenizer can be read: it has no tokens for text")
-    return hf

@@ -37,7 +37,7 @@ def main(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON list")] = False,
 ) -> None:
-    """Looks at Python, torch, GPUs, engines, Redis, ports and disk, and at CONFIG beside them."""
+    """Looks at Python, torch, GPUs, engines, Redis, ports and disk, and at CONFIG and its model beside them."""
     if config is not None and "=" in str(config):
         config, overrides = None, [str(config), *(overrides or [])]
     run = load(config, overrides)
@@ -54,7 +54,10 @@ def findings(run: Run, redis: str | None) -> Iterator[CheckResult]:
 
     yield from environment(run)
     yield from check_redis(redis)
-    yield from settings_of(run)
+    refused = list(settings_of(run))
+    yield from refused
+    if not any(one.level == "error" for one in refused):
+        yield from model_of(run)
     yield from learner_of(run)
     yield from engine_of(run)
 
@@ -66,6 +69,16 @@ def settings_of(run: Run) -> Iterator[CheckResult]:
         yield CheckResult("settings", "ok", "directories and ports that they name")
     except UserError as error:
         yield CheckResult("settings", "error", str(error), "another value of that setting")
+
+
+def model_of(run: Run) -> Iterator[CheckResult]:
+    """Yields what the model is, or why `areal-q run` would refuse it."""
+    from areal_q.checks.model import check_model, findings
+
+    try:
+        yield from findings(run, check_model(run))
+    except UserError as error:
+        yield CheckResult("model", "error", str(error), "another model, or value of that setting")
 
 
 def learner_of(run: Run) -> Iterator[CheckResult]:

@@ -2,22 +2,34 @@
 and by the learner in the same words."""
 
 import json
+import os
+import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.paths import ROOT
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from areal_q.checks.model import check_model, longest_prompt
-from areal_q.config import Run, load
+from areal_q.checks.memory import (
+    PROCESS_BYTES,
+    TRAINED_BYTES,
+    VERSIONS,
+    learner_bytes,
+    worker_bytes,
+)
+from areal_q.checks.model import check_model, findings, longest_prompt
+from areal_q.config import Run, dump_toml, load
 from areal_q.errors import UserError
 from areal_q.models import Decoder, DecoderConfig, init_weights, save_decoder
 from areal_q.models.shape import shape_of
+from areal_q.system.processes import module_command
 from areal_q.tasks import CharTokenizer, load_tokenizer
 from learner.build import build_learner
+from rollout.commands.check import model_of
 
 SHAPE: dict[str, Any] = {
     "family": "qwen3", "vocab_size": 260, "width": 32, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 16,
@@ -102,7 +114,7 @@ REFUSED: list[tuple[Callable[[Path], None], list[str], str]] = [
     (a_raising_template, [], r"only poems, please"),
     (no_template, [], r"the tokenizer has no chat template; use task\.template=plain, or"),
     (another_tokenizer_version, [], r"model: no tokenizer can be read: data did not match"),
-    (no_tokenizer, [], r"model: no tokenizer can be read: .* no tokens for text"),
+    (no_tokenizer, [], r"model: no tokenizer can be read: the directory has no file of one"),
     (no_tokenizer, ["task.template=plain"], r"model: no tokenizer can be read"),
     (another_family, [], r"config\.json: model_type 'gemma2' is none of"),
     (an_odd_width, ["rollout.format=mxfp4"], r"rollout\.format = 'mxfp4': .*down_proj.*33 inputs"),
@@ -140,6 +152,68 @@ def test_what_is_found_is_what_the_run_will_use(model: Path):
     assert found.shape == shape_of(run_of(model).model, found.tokenizer)
     narrow = check_model(run_of(model, "rollout.sampling.max_tokens=57"))
     assert (narrow.longest, narrow.left_out) == (7, 10)
+
+
+def test_findings_name_what_stops_a_reply_and_what_is_left_out(model: Path):
+    run = run_of(model, "rollout.sampling.max_tokens=57")
+    said = {one.name: (one.level, one.says) for one in findings(run, check_model(run))}
+    assert said["model"] == ("ok", f"{model}: qwen3, 16,128 parameters, 64 positions")
+    assert said["tokenizer"] == ("ok", "257 tokens, embedding 260; stops at <eos> (tokenizer)")
+    assert said["prompt"] == ("ok", "8 tokens: '<say 19>'")
+    level, says = said["prompts"]
+    assert level == "warning" and "7 tokens fit before 57 more; 10 of 20 are longer" in says
+
+
+def test_areal_q_check_refuses_a_model_in_the_words_of_the_run(model: Path):
+    assert {one.level for one in model_of(run_of(model))} == {"ok"}
+    another_family(model)
+    with pytest.raises(UserError) as refused:
+        check_model(run_of(model))
+    (found,) = model_of(run_of(model))
+    assert (found.level, found.says) == ("error", str(refused.value))
+
+
+def test_memory_is_counted_as_by_hand(model: Path):
+    """Embedding [260, 32], q and o [32, 32], k and v [16, 32], MLP [48, 32]; three norms of 32, two of 16."""
+    linears = 2 * 32**2 + 2 * 16 * 32 + 3 * 32 * 48
+    others = 260 * 32 + 3 * 32 + 2 * 16
+    small = ["learner.groups=2", "learner.group_size=3", "learner.max_lag=0"]
+    run = run_of(model, "rollout.format=bf16", *small)
+    shape = shape_of(run.model, load_tokenizer(model))
+    assert learner_bytes(run, shape) == PROCESS_BYTES + TRAINED_BYTES * (linears + others)
+    positions = 2 * 3 * (10 + 8) * 2 * 16 * 4
+    payload = 2 * linears + 4 * others
+    assert worker_bytes(run, shape, 10) == PROCESS_BYTES + VERSIONS * payload + positions
+
+
+@pytest.mark.parametrize(("free", "level"), [(1 << 40, "ok"), (1 << 30, "warning")])
+def test_a_machine_with_too_little_memory_is_a_warning(
+    model: Path, monkeypatch: pytest.MonkeyPatch, free: int, level: str
+):
+    monkeypatch.setattr("areal_q.checks.memory.available_bytes", lambda: free)
+    run = run_of(model)
+    (found,) = (one for one in model_of(run) if one.name == "memory")
+    assert found.level == level and "available" in found.says
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_refused_model_leaves_an_earlier_run_where_it_is(model: Path):
+    without_a_tensor(model)
+    (model.parent / "runs" / "run").mkdir(parents=True)
+    (model.parent / "run.toml").write_text(dump_toml(run_of(model)))
+    done = subprocess.run(
+        module_command("areal_q", "run", "run.toml"),
+        cwd=model.parent,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    missing = f"{model}: tensor model.norm.weight is missing (1 in all)"
+    assert done.stderr == f"areal-q: error: {missing}\n"
+    assert [path.name for path in (model.parent / "runs").iterdir()] == ["run"]
 
 
 def test_a_padding_token_beyond_the_embedding_may_remain(model: Path):

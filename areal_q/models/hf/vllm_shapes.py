@@ -1,4 +1,4 @@
-"""Which models vLLM cannot hold in a number format: its kernels take whole groups and blocks only."""
+"""Tells which models vLLM cannot hold in a number format: its kernels take whole groups and blocks only."""
 
 from areal_q.models.config import DecoderConfig
 
