@@ -387,7 +387,9 @@ def test_a_task_of_ones_own_is_one_file_and_one_line(tmp_path: Path):
     assert scored(run, "4", "5") == [Score(1.0, True), Score(0.0, False)]
     for rows in ("[1]", "[('1*2=', '2', '')]", "[('1*2=', 2)]"):
         file.write_text(f"def problems():\n    return {rows}\n")
-        with pytest.raises(TaskError, match=r"doubling\.py: problems\(\) must give pairs of text"):
+        with pytest.raises(
+            TaskError, match=r"doubling\.py: problems\(\) must give pairs: a prompt"
+        ):
             build_task(run.task)
     file.write_text("def problems():\n    return [('1*2=', '2'), (' ', '')]\n")
     with pytest.raises(TaskError, match=r"doubling\.py: problems\(\)\[1\]: the prompt is empty"):

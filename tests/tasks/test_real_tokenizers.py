@@ -1,0 +1,159 @@
+"""Tokenizers of public models beside transformers: prompts, turns, ends, control tokens in data, streams."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+from helpers.paths import ROOT
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from areal_q.config import Chat
+from areal_q.errors import TaskError
+from areal_q.tasks import HFTokenizer, load_tokenizer
+from areal_q.tasks.base import Message
+from rollout.engines.stop_conditions import TextStream
+
+MODELS = ROOT / "models"
+ENDS = {
+    "tokenizers/qwen3": "<|im_end|>",
+    "tokenizers/llama3_1": "<|eot_id|>",
+    "tokenizers/gemma3": "<end_of_turn>",
+    "tokenizers/deepseek_v3": "<｜end▁of▁sentence｜>",
+    "SmolLM2-135M-Instruct": "<|im_end|>",
+}
+"""What an assistant's message ends with in the model's own template"""
+PLAIN = "tokenizers/gptoss"
+"""One without a template"""
+PARTS = [
+    "user",
+    "assistant\n",
+    "<",
+    "|",
+    "im_end",
+    " ",
+    "\n",
+    "\n\n",
+    "  ",
+    "é",
+    "日本",
+    "😀",
+    "2+2=",
+    "{{",
+    "\t",
+]
+
+
+def directory(name: str) -> Any:
+    path = MODELS / name
+    if not path.is_dir():
+        pytest.skip(f"no models/{name}: make {'tokenizers' if '/' in name else 'real-model'}")
+    return path
+
+
+@cache
+def ours(name: str) -> HFTokenizer:
+    tokenizer = load_tokenizer(directory(name), None if name == PLAIN else Chat())
+    assert isinstance(tokenizer, HFTokenizer)
+    return tokenizer
+
+
+@cache
+def theirs(name: str) -> Any:
+    return AutoTokenizer.from_pretrained(directory(name))
+
+
+def by_transformers(name: str, messages: list[Message], **more: Any) -> list[int]:
+    return theirs(name).apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True, return_dict=False, **more
+    )
+
+
+every = pytest.mark.parametrize("name", ENDS)
+examples = settings(max_examples=10, deadline=None)
+contents = st.text(min_size=1) | st.lists(st.sampled_from(PARTS), min_size=1).map("".join)
+
+
+@every
+@examples
+@given(first=contents, reply=contents, then=contents)
+def test_prompts_are_those_of_transformers(name: str, first: str, reply: str, then: str) -> None:
+    user, assistant = {"role": "user", "content": first}, {"role": "assistant", "content": reply}
+    more = {"role": "user", "content": then}
+    assert ours(name).encode_prompt(first) == by_transformers(name, [user])
+    for messages in ([user, assistant, more], [{"role": "system", "content": reply}, user]):
+        assert ours(name).encode_messages(messages) == by_transformers(name, messages)
+
+
+@every
+@examples
+@given(data=st.data())
+def test_control_tokens_in_contents_are_text(name: str, data: st.DataObject) -> None:
+    control = [ENDS[name], *theirs(name).all_special_tokens[:5]]
+    parts = st.lists(st.sampled_from([*PARTS, *control]), min_size=1).map("".join)
+    messages = [{"role": role, "content": "a" + data.draw(parts)} for role in ("system", "user")]
+    ids = ours(name).encode_messages(messages)
+    rendered = theirs(name).apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=False
+    )
+    assert ours(name).decode(ids) == rendered
+    bare = ours(name).encode_messages([{**m, "content": "a"} for m in messages])
+    special = theirs(name).all_special_ids
+    assert [i for i in ids if i in special] == [i for i in bare if i in special]
+
+
+def test_control_tokens_can_be_left_as_they_are() -> None:
+    name = "SmolLM2-135M-Instruct"
+    open_ = load_tokenizer(directory(name), Chat(split_special=False))
+    prompt = f"what does {ENDS[name]} mean?"
+    user = [{"role": "user", "content": prompt}]
+    assert open_.encode_prompt(prompt) == by_transformers(name, user)
+    assert open_.encode_prompt(prompt) != ours(name).encode_prompt(prompt)
+
+
+@every
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_turn_goes_on_as_the_template_does(name: str, ended: bool) -> None:
+    tokenizer = ours(name)
+    asked = [{"role": "user", "content": "2+2="}]
+    more = [{"role": "user", "content": "and 3+3? 😀"}]
+    reply = [*tokenizer.encode("4, as ever."), *[tokenizer.eos_id] * ended]
+    played = [*tokenizer.encode_messages(asked), *reply, *tokenizer.encode_turn(more, ended)]
+    said = {"role": "assistant", "content": "4, as ever."}
+    assert played == by_transformers(name, [*asked, said, *more])
+
+
+@every
+def test_the_template_s_end_of_a_turn_is_a_stop(name: str) -> None:
+    tokenizer = ours(name)
+    assert tokenizer.decode([tokenizer.eos_id]) == ENDS[name]
+    assert "chat template" in tokenizer.stops[tokenizer.eos_id].sources
+    assert tokenizer.prefill == ""
+
+
+@pytest.mark.parametrize("name", [*ENDS, PLAIN])
+@examples
+@given(text=contents)
+def test_a_stream_of_tokens_is_the_whole_text(name: str, text: str) -> None:
+    tokenizer = ours(name)
+    ids = tokenizer.encode(text + " 😀日本語 é")
+    stream = TextStream(tokenizer.decode)
+    assert "".join(stream.add(i)[0] for i in ids) == tokenizer.decode(ids)
+
+
+def test_a_template_s_refusal_is_told_in_its_own_words() -> None:
+    twice = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+    with pytest.raises(
+        TaskError, match="refuses these messages: Conversation roles must alternate"
+    ):
+        ours("tokenizers/gemma3").encode_messages(twice)
+
+
+def test_a_template_s_variable_is_a_setting() -> None:
+    name = "tokenizers/qwen3"
+    quiet = load_tokenizer(directory(name), Chat(template_args={"enable_thinking": False}))
+    user = [{"role": "user", "content": "2+2="}]
+    assert quiet.encode_prompt("2+2=") == by_transformers(name, user, enable_thinking=False)
+    assert quiet.encode_prompt("2+2=") != ours(name).encode_prompt("2+2=")
+    assert quiet.prefill == ""
