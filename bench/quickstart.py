@@ -195,7 +195,8 @@ def accuracies(run: Run, directory: Path) -> dict[int, float]:
 
 
 async def _right(run: Run, model: Path, problems: Sequence[Problem]) -> int:
-    answers = answered(run, model, problems, True, 0, run.rollout.sampling)
+    tokenizer = build_tokenizer(run.model, run.task)
+    answers = answered(run, model, tokenizer, problems, True, 0, run.rollout.sampling)
     return sum([row.greedy is not None and row.greedy.correct async for row in answers])
 
 

@@ -57,20 +57,20 @@ def python() -> Iterator[CheckResult]:
 def torch() -> Iterator[CheckResult]:
     import torch
 
-    from areal_q.quant.linear.quantized_linear import int_mm_is_exact
+    from areal_q.quant.linear.quantized_linear import has_int_mm
 
     yield CheckResult(
         "torch",
         "ok",
         f"{torch.__version__}, CPU {torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} cores",
     )
-    if int_mm_is_exact("cpu"):
+    if has_int_mm("cpu"):
         yield CheckResult("int8 on the CPU", "ok", "whole-number GEMM, exact")
     else:
         yield CheckResult(
             "int8 on the CPU",
             "warning",
-            "this processor saturates int8 products, so they are computed in floats: correct, and slow",
+            "this processor lacks VNNI, so int8 products are computed in floats: exact, no faster than bf16",
             "a processor with VNNI (Intel since 2019, AMD since Zen 4), or rollout.format=bf16",
         )
     if not torch.cuda.is_available():

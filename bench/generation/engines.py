@@ -24,6 +24,7 @@ from bench.common import commit, device, number, publish, table, use_cores, vers
 from bench.shapes.contestants import PROMPT, engine_seconds, generate_seconds
 from bench.shapes.shapes import SHAPES, published
 from rollout.engines.reference.build_ops import build_ops
+from rollout.engines.reference.sampling import Knobs
 
 SEQUENCES = (1, 16, 64, 512)
 SHAPE = SHAPES["0.6M"]
@@ -55,14 +56,14 @@ def measure(sequences: int) -> dict[str, float]:
 @torch.inference_mode()
 def sampling_seconds(sequences: int) -> float:
     """What drawing one token for each row and keeping its log-prob takes in a step."""
-    ops, sampling = build_ops(TorchEngine()), Sampling()
+    ops, knobs = build_ops(TorchEngine()), Knobs.of([Sampling()] * sequences)
     logits = torch.randn(sequences, SHAPE.config.vocab_size)
     keys, at = torch.arange(sequences), torch.full((sequences,), len(PROMPT))
     kept = torch.zeros(sequences, len(PROMPT) + SHAPE.tokens)
     best = float("inf")
     for _ in range(200):
         began = time.process_time()
-        _, logprobs = ops.draw(logits, sampling, ops.uniform(keys, at))
+        _, logprobs = ops.draw(logits, knobs, ops.uniform(keys, at))
         kept.scatter_(1, at.unsqueeze(1), logprobs.unsqueeze(1))
         best = min(best, time.process_time() - began)
     return best

@@ -15,8 +15,8 @@ from areal_q.quant.activations import quantize_rows
 from areal_q.quant.linear.quantized_linear import (
     FloatLinear,
     Int8Linear,
+    has_int_mm,
     int8_matmul,
-    int_mm_is_exact,
 )
 from areal_q.weights import delta
 
@@ -232,13 +232,11 @@ def test_the_integer_product_is_exact(shape):
 
 
 def test_a_device_without_the_fast_kernel_does_not_take_it():
-    assert not int_mm_is_exact("mps")
+    assert not has_int_mm("mps")
 
 
 def test_the_integer_product_is_exact_without_the_fast_kernel(monkeypatch):
-    monkeypatch.setattr(
-        "areal_q.quant.linear.quantized_linear.int_mm_is_exact", lambda device: False
-    )
+    monkeypatch.setattr("areal_q.quant.linear.quantized_linear.has_int_mm", lambda device: False)
     for k in (128, 1041, 4099):
         a = torch.randint(-127, 128, (5, k), dtype=torch.int8)
         a[0], b = 127, torch.full((3, k), 127, dtype=torch.int8)

@@ -7,9 +7,8 @@ weights, and
 
 where the sum is over whole numbers, hence exact in any order and on any device. So a row's result
 does not depend on what else is in the batch. `torch._int_mm` (oneDNN on a CPU, cuBLASLt on a GPU)
-is 7 to 9 times as fast as a float32 linear on a CPU with VNNI; where it is missing, refuses the
-shape or saturates (CPUs without VNNI), the product is computed in floats wide enough to hold it
-exactly.
+is 7 to 9 times as fast as a float32 linear on a CPU with VNNI; without (where it saturates or takes 25
+times as long), and for a shape that it refuses, pieces are multiplied in float32 that holds them exactly.
 
 FP8 W8A8 (`Fp8RowLinear`, `Fp8GroupLinear`) has no GEMM on a CPU: the numbers that E4M3 codes stand for
 are multiplied in float32, which is also what the tensor cores accumulate in. Results agree with theirs
@@ -31,6 +30,10 @@ from areal_q.quant.activations import (
     quantize_rows,
     quantize_rows_e4m3,
 )
+from areal_q.quant.kernels.cpu_tile import has
+
+_EXACT = (1 << 24) // INT8_MAX**2
+"""Products of int8 numbers whose sum float32 holds exactly: whole numbers up to 2²⁴"""
 
 
 class Linear(Protocol):
@@ -109,29 +112,32 @@ class Fp8GroupLinear:
 
 
 def int8_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """int8 [M, K] · int8 [K, N] → [M, N] without any rounding, as int32 or float."""
+    """int8 [M, K] · int8 [K, N] → int32 [M, N] without any rounding."""
     if _int_mm_takes(a, b):
         # cuBLASLt wants more than 16 rows; oneDNN takes any number.
         rows = a.shape[0] if a.device.type == "cpu" else max(a.shape[0], 32)
         enough = F.pad(a, (0, 0, 0, rows - a.shape[0])) if rows > a.shape[0] else a
         product = torch._int_mm(enough, b)  # pyright: ignore[reportPrivateImportUsage]
         return product[: a.shape[0]]
-    # Every partial sum is a whole number below K · 127², which float32 holds exactly up to 2²⁴.
-    wide = torch.float32 if a.shape[1] * INT8_MAX**2 < 2**24 else torch.float64
-    return a.to(wide) @ b.to(wide)
+    pieces = zip(a.split(_EXACT, 1), b.split(_EXACT, 0), strict=True)
+    first, *rest = ((x.float() @ y.float()).to(torch.int32) for x, y in pieces)
+    return sum(rest, first)
 
 
 def _int_mm_takes(a: Tensor, b: Tensor) -> bool:
-    if not int_mm_is_exact(a.device.type):
+    if not has_int_mm(a.device.type):
         return False
     # cuBLASLt wants multiples of 8.
     return a.device.type == "cpu" or (a.shape[1] % 8 == 0 and b.shape[1] % 8 == 0)
 
 
 @cache
-def int_mm_is_exact(device: str) -> bool:
-    """Returns True if `_int_mm` exists and does not saturate (x86 without VNNI adds products in int16)."""
+def has_int_mm(device: str) -> bool:
+    """Returns True if `_int_mm` exists, is fast, and does not saturate (x86 without VNNI adds products in
+    int16, or one after the other)."""
     if not hasattr(torch, "_int_mm") or device not in ("cpu", "cuda"):
+        return False
+    if device == "cpu" and not (has("avx512vnni") or has("avxvnni")):
         return False
     a = torch.full((32, 64), INT8_MAX, dtype=torch.int8, device=device)
     a[1::2] = -INT8_MAX
