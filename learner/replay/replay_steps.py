@@ -14,8 +14,7 @@ from pathlib import Path
 
 import torch
 
-from areal_q.checks.automatic import settled
-from areal_q.config import Run, load, override
+from areal_q.config import Run, as_before, load, override
 from areal_q.errors import CheckpointError, ConfigError, LogError
 from areal_q.messages import Group
 from areal_q.models import Decoder, DecoderConfig
@@ -80,7 +79,7 @@ class Replay:
         self.directory = directory
         self.settings = settings or []
         self.recorded = recorded_settings(directory)
-        self.run = settled(override(self.recorded, *(settings or [])))
+        self.run = as_before(override(self.recorded, *(settings or [])), self.recorded)
         self.changes = _changes(self.recorded, self.run)
         self.checkpoint = _nearest(directory, first)
         self.state = checkpoint.read_state(self.checkpoint)
