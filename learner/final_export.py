@@ -3,27 +3,34 @@ expect."""
 
 from contextlib import suppress
 
+import torch
+
 from areal_q.errors import BufferGone
 from areal_q.models import save_decoder
 from areal_q.models.hf.adapters import save_adapted
 from areal_q.quant.uaq import fold_back
 from areal_q.tasks import build_tokenizer
 from learner.loop import Learner
+from learner.replay.export import declared, source_of
 
 
 def finish(learner: Learner, step: int) -> bool:
-    """Exports the model to `hf/` and writes the `end` record with reason "done", or "drained" if `step` is not
-    the last. Returns True if the run is done and Redis tells the workers so, which end then.
+    """Exports the model to `hf/`, in the dtype of the one that the run began with, and writes the `end` record
+    with reason "done", or "drained" if `step` is not the last. Returns True if the run is done and Redis tells
+    the workers so, which end then.
 
     UAQ's scaling is taken out of the learner's own weights, as nothing reads them any more."""
     run = learner.run
     model, tokenizer = learner.policy.model, build_tokenizer(run.model, run.task)
+    dtype, source = getattr(torch, declared(run.model)), source_of(run.model)
     if run.learner.lora:
-        save_adapted(model, learner.dir, run.learner.lora, run.learner.uaq, tokenizer)
+        save_adapted(
+            model, learner.dir, run.learner.lora, run.learner.uaq, tokenizer, dtype, source
+        )
     else:
         if run.learner.uaq > 1:
             fold_back(model, run.learner.uaq)
-        save_decoder(model, learner.dir / "hf", tokenizer)
+        save_decoder(model, learner.dir / "hf", tokenizer, dtype, source)
     accuracy, done = learner.heldout.accuracy, step == run.steps
     learner.metrics.write(
         "end",

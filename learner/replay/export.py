@@ -75,15 +75,21 @@ def export(
         with torch.no_grad():
             fold_back(model, run.learner.uaq)
     dtype = dtype or declared(run.model)
-    save_decoder(model, target, build_tokenizer(run.model, run.task), getattr(torch, dtype))
+    tokenizer = build_tokenizer(run.model, run.task)
+    save_decoder(model, target, tokenizer, getattr(torch, dtype), source_of(run.model))
     return found[chosen], dtype
+
+
+def source_of(model: ModelConfig) -> str | None:
+    """Returns the directory of the model that the run began with; None for one that was made from nothing."""
+    return model.path if isinstance(model, PretrainedModel) else None
 
 
 def declared(model: ModelConfig) -> ExportDtype:
     """Returns the dtype of the model that the run began with, or float32 if that cannot be read."""
     from areal_q.models import declared_dtype
 
-    path = model.path if isinstance(model, PretrainedModel) else None
+    path = source_of(model)
     found = declared_dtype(path) if path else None
     return next((dtype for dtype in get_args(ExportDtype) if dtype == found), "float32")
 

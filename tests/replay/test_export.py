@@ -4,22 +4,25 @@ import json
 import os
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 import torch
+from helpers.chain_models import write_chain
 from helpers.policies import initial_model
 from safetensors.torch import load_file
 
 from areal_q.cli.quantize import quantize
-from areal_q.config import PretrainedModel, dump_toml
+from areal_q.config import Chat, PretrainedModel, dump_toml
 from areal_q.errors import CheckpointError, LogError
 from areal_q.models import load_decoder, save_decoder
 from areal_q.models.packed_layout import PackedLayout
 from areal_q.quant.uaq import apply_uaq, fold_back
-from areal_q.tasks import build_tokenizer
+from areal_q.tasks import build_tokenizer, load_tokenizer
 from learner import checkpoint
 from learner.backends.single_device import TorchPolicy
+from learner.final_export import finish
 from learner.policy_update import update_policy
 from learner.replay.export import ExportDtype, export
 from learner.replay.export import declared as declared_for
@@ -105,6 +108,32 @@ def test_without_a_dtype_it_is_the_one_that_the_source_declares(tmp_path: Path):
         assert declared_for(PretrainedModel(path=str(source))) == expected
     shutil.rmtree(source)
     assert declared_for(PretrainedModel(path=str(source))) == "float32"
+
+
+def test_an_export_keeps_the_source_s_ends_and_dtype(tmp_path: Path, make_run):
+    ends = {"eos_token_id": [258, 256], "temperature": 0.7}
+    source = write_chain(tmp_path / "m", "42<|im_end|>", eos=[258, 256], generation_config=ends)
+    model = f'model={{type="pretrained",path="{source}"}}'
+    run = make_run(model, "task.template=chat", "learner.uaq=1")
+    policy = TorchPolicy(load_decoder(source), run.learner, 1.0)
+    state = checkpoint.State(
+        step=1, position="0-1", cursor=1, outstanding=[], digests={}, updates=0, skipped=0,
+        model=policy.model.config.to_hf(),
+    )  # fmt: skip
+    checkpoint.save(tmp_path / "run" / "checkpoints", state, policy, keep=1)
+    (tmp_path / "run" / "config.toml").write_text(dump_toml(run))
+    export(tmp_path / "run", tmp_path / "out")
+    learner = Mock(run=run, dir=tmp_path / "run", policy=policy)
+    learner.heldout.accuracy = None
+    finish(learner, run.steps - 1)
+    for made in (tmp_path / "out", tmp_path / "run" / "hf"):
+        assert json.loads((made / "generation_config.json").read_text()) == ends
+        config = json.loads((made / "config.json").read_text())
+        assert (config["eos_token_id"], config["torch_dtype"]) == ([258, 256], "bfloat16")
+        stops = [load_tokenizer(d, Chat()).stops for d in (source, made)]
+        assert stops[0] == stops[1]
+        before, after = (load_file(d / "model.safetensors") for d in (source, made))
+        assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_weight_beyond_the_dtype_is_named_and_nothing_written(tmp_path: Path, make_run):

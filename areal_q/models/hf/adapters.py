@@ -25,12 +25,20 @@ _BEHIND_A_NORM = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 
 
 def save_adapted(
-    model: Decoder, directory: Path, cfg: Lora, uaq_scale: float, tokenizer: Tokenizer | None
+    model: Decoder,
+    directory: Path,
+    cfg: Lora,
+    uaq_scale: float,
+    tokenizer: Tokenizer | None,
+    dtype: torch.dtype = torch.float32,
+    source: str | Path | None = None,
 ) -> None:
-    """Writes `hf/`, `base/` and `adapter/` into `directory`."""
-    save_decoder(_plain(model, uaq_scale), directory / "hf", tokenizer)
+    """Writes `hf/`, `base/` and `adapter/` into `directory`. `source` and the `dtype` of hf/ are as for
+    `save_decoder`. The base is float32, since the adapters were trained on these very numbers."""
+    save_decoder(_plain(model, uaq_scale), directory / "hf", tokenizer, dtype, source)
     with adapters_off(model):
-        save_decoder(_plain(model, uaq_scale), directory / "base", tokenizer)
+        base = _plain(model, uaq_scale)
+        save_decoder(base, directory / "base", tokenizer, source=source)
     tensors: dict[str, torch.Tensor] = {}
     for name, linear in adapted(model).items():
         if not linear.has_adapter:

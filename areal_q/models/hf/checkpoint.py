@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from areal_q.tasks.base import Tokenizer
 
 _WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+GENERATION = "generation_config.json"
 
 
 def load_config(path: str | Path) -> DecoderConfig:
@@ -117,11 +119,13 @@ def save_decoder(
     path: str | Path,
     tokenizer: Tokenizer | None = None,
     dtype: torch.dtype = torch.float32,
+    source: str | Path | None = None,
 ) -> None:
     """Writes directory `path` for `transformers.AutoModelForCausalLM`, and replaces one that exists.
 
-    Tensors are rounded to `dtype`, which config.json names. Raises CheckpointError, and leaves `path`
-    unchanged, if a value does not fit into `dtype`.
+    Tensors are rounded to `dtype`, which config.json names. `source` is the directory that the model was loaded
+    from, whose generation_config.json is copied, since it names tokens that end a reply. Raises
+    CheckpointError, and leaves `path` unchanged, if a value does not fit into `dtype`.
 
     The directory is written under a hidden name and then renamed, so that `path` never has an incomplete model.
     A crash between the two renames of a replacement leaves both models hidden until the next save. Only one
@@ -141,6 +145,8 @@ def save_decoder(
         (part / "config.json").write_text(json.dumps(table, indent=2) + "\n")
         if tokenizer is not None:
             tokenizer.save(str(part))
+        if source is not None and (beside := Path(source) / GENERATION).is_file():
+            shutil.copyfile(beside, part / GENERATION)
 
 
 def _weight_files(directory: Path) -> list[Path]:
