@@ -1,0 +1,126 @@
+"""task.chat: the day in a template, a system message, a template of one's own, conversations as prompts."""
+
+import json
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+from helpers.chain_models import CHATML, byte_tokenizer, write_chain
+
+from areal_q.config import Chat, Jsonl, PretrainedModel, Run, load
+from areal_q.errors import ConfigError, SettingsError, TaskError
+from areal_q.system import run_dir
+from areal_q.tasks import all_problems, load_tokenizer
+from learner.build import longest_prompt
+
+FORMAT = "%A %d %B %Y, %-d.%m., day %j, %H:%M:%S"
+DATED = f"{{{{ strftime_now('{FORMAT}') }}}}" + CHATML
+
+
+def directory(path: Path, template: str = CHATML) -> Path:
+    byte_tokenizer(template=template).save_pretrained(path)
+    return path
+
+
+def prompt(path: Path, chat: Chat, text: str = "hi") -> str:
+    tokenizer = load_tokenizer(path, chat)
+    return tokenizer.decode(tokenizer.encode_prompt(text))
+
+
+def test_a_template_s_day_is_that_of_the_settings(tmp_path: Path) -> None:
+    said = prompt(directory(tmp_path, DATED), Chat(date="2024-02-29"))
+    assert said.partition("<|im_start|>")[0] == datetime(2024, 2, 29).strftime(FORMAT)
+    load_tokenizer(tmp_path, Chat()).save(str(tmp_path / "again"))
+    assert (tmp_path / "again" / "chat_template.jinja").read_text() == DATED
+
+
+def chatting(root: Path, **chat: str) -> Run:
+    settings = [f"task.chat.{name}={json.dumps(value)}" for name, value in chat.items()]
+    table = f'task={{type="jsonl",path="{root / "rows.jsonl"}",template="chat"}}'
+    model = f'model={{type="pretrained",path="{root}"}}'
+    return load(None, [f'root="{root}"', model, table, *settings])
+
+
+def test_a_run_keeps_the_day_on_which_it_was_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = chatting(tmp_path)
+    for day, resume in (("2026-03-01", False), ("2026-03-02", True), ("2026-03-03", False)):
+        monkeypatch.setattr(run_dir, "date", type("", (), {"today": staticmethod(lambda d=day: d)}))
+        with run_dir.claimed(run, resume) as (found, _):
+            kept = load(found / "config.toml").task
+            assert isinstance(kept, Jsonl)
+            assert kept.chat.date == ("2026-03-01" if resume else day)
+        if not resume:
+            (found / "checkpoints" / "step-000001").mkdir(parents=True)
+        assert run_dir.resumes(run), "settings that name no day do not differ in it"
+    with pytest.raises(ConfigError, match=r"task\.chat\.date: cannot change"):
+        run_dir.resumes(chatting(tmp_path, date="2026-01-01"))
+
+
+def test_a_system_message_stands_before_prompts_without_one(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(directory(tmp_path), Chat(system="be brief"))
+    user, own = {"role": "user", "content": "hi"}, {"role": "system", "content": "be long"}
+    both = [{"role": "system", "content": "be brief"}, user]
+    assert tokenizer.encode_prompt("hi") == tokenizer.encode_messages(both)
+    assert tokenizer.encode_prompt([own, user]) == tokenizer.encode_messages([own, user])
+
+
+def test_a_template_of_one_s_own_is_used_and_exported(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jinja"
+    file.write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    path = directory(tmp_path / "m")
+    assert prompt(path, Chat(template_file=str(file))) == "[hi]"
+    (tmp_path / "out").mkdir()
+    load_tokenizer(path, Chat(template_file=str(file))).save(str(tmp_path / "out"))
+    assert prompt(tmp_path / "out", Chat()) == "[hi]"
+    with pytest.raises(
+        ConfigError, match=r"task\.chat\.template_file: .*none\.jinja: No such file"
+    ):
+        prompt(path, Chat(template_file=str(tmp_path / "none.jinja")))
+
+
+def test_chat_settings_without_their_template_are_refused() -> None:
+    with pytest.raises(SettingsError, match=r"task\.chat has no effect without task\.template"):
+        load(None, ["task.chat.system=x"])
+
+
+def test_rows_may_be_conversations(tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    talk = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "2+2="}]
+    rows = [{"prompt": "1+1=", "answer": 2}, {"prompt": talk, "answer": 4}]
+    data.write_text("".join(json.dumps(r) + "\n" for r in [*rows, {"messages": talk, "answer": 4}]))
+    text, listed, named = all_problems(Jsonl(path=str(data), template="chat"))
+    assert (text.asked, listed.asked, named) == ("1+1=", tuple(talk), listed)
+    assert listed.prompt == "be brief\n\n2+2="
+    tokenizer = load_tokenizer(directory(tmp_path / "m"), Chat())
+    assert tokenizer.encode_prompt(listed.asked) == tokenizer.encode_messages(talk)
+    with pytest.raises(TaskError, match=r"rows\.jsonl:2: a list of messages needs task\.template"):
+        all_problems(Jsonl(path=str(data)))
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([{"role": "user"}], "is no message"),
+        ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "must end"),
+        ([{"role": "user", "content": " "}], "is empty"),
+    ],
+)
+def test_a_conversation_that_asks_nothing_is_refused(
+    tmp_path: Path, messages: list[dict[str, str]], reason: str
+) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps({"messages": messages, "answer": "2"}) + "\n")
+    with pytest.raises(TaskError, match=rf"rows\.jsonl:1: .*{reason}"):
+        all_problems(Jsonl(path=str(data), template="chat"))
+
+
+def test_a_model_without_room_for_a_response_is_named(tmp_path: Path) -> None:
+    write_chain(tmp_path / "m", "42<|im_end|>")
+    run = load(None, ["rollout.sampling.max_tokens=600", "model.max_positions=2048"])
+    run = Run(model=PretrainedModel(path=str(tmp_path / "m")), rollout=run.rollout)
+    with pytest.raises(
+        ConfigError, match="max_tokens = 600 does not fit into the model's 512 posit"
+    ):
+        longest_prompt(run)
