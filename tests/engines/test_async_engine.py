@@ -1,6 +1,9 @@
 """The thread that takes the steps of an engine in this process, and what the event loop does meanwhile."""
 
 import asyncio
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -10,6 +13,7 @@ import pytest
 import torch
 from helpers.engines import HeldStepper, ask, initial_version
 from helpers.fixture_types import MakeRun
+from helpers.paths import ROOT
 
 from areal_q.config import Run
 from areal_q.errors import EngineDied
@@ -128,6 +132,49 @@ async def test_ends_do_not_wait_for_a_step_that_lasts(run: Run, monkeypatch: pyt
         (thread,) = [t for t in set(threading.enumerate()) - before if t.name == "engine-scripted"]
         stepper.let_go()
         await asyncio.to_thread(thread.join)
+
+
+LEAVING = """
+import asyncio, sys, torch
+from helpers.engines import HeldStepper, ask
+from rollout.engines.reference import async_engine
+
+class Computing(HeldStepper):
+    version = 0
+    def step(self):
+        self.begun.release()
+        some = torch.randn(300, 300)
+        for _ in range(600):
+            some = (some @ some).clamp(-1, 1)
+        print("the step is over", flush=True)
+        return 0
+
+async def main():
+    async_engine.PATIENCE_S = 0.0
+    stepper = Computing()
+    stepper.version = 0
+    engine = async_engine.AsyncEngine(stepper)
+    await engine.start()
+    asked = asyncio.ensure_future(engine.generate(ask([3, 4], max_tokens=2)))
+    await stepper.in_step()
+    await engine.close()
+    await asyncio.wait([asked])
+
+asyncio.run(main())
+print("closed", flush=True)
+sys.exit(7)
+"""
+
+
+@pytest.mark.timeout(120)
+def test_a_process_ends_as_it_should_beside_a_step():
+    """Its thread came out of torch while the interpreter ended: "terminate called", exit code 134."""
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
+    environment = os.environ | {"PYTHONPATH": path}
+    command = [sys.executable, "-c", LEAVING]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (7, "")
+    assert done.stdout.splitlines() == ["closed", "the step is over"]
 
 
 class Broken(HeldStepper):

@@ -21,6 +21,7 @@ runs there. Nothing changes in the middle of a step, since commands are applied 
 """
 
 import asyncio
+import atexit
 import math
 import queue
 import threading
@@ -204,6 +205,7 @@ class AsyncEngine(EngineBase):
         """Version of the tokens that callbacks get now; -1 before the first"""
         self._stepper = stepper
         self._loop: asyncio.AbstractEventLoop
+        self._thread: threading.Thread
         self._open: set[asyncio.Future[Any]] = set()
         """What is to come from the thread: results of jobs, answers to commands"""
         self._loading = asyncio.Lock()
@@ -232,10 +234,9 @@ class AsyncEngine(EngineBase):
         self._loop = asyncio.get_running_loop()
         self._task = self._loop.create_future()
         self._task.add_done_callback(self._stopped)
-        name = f"engine-{self.name}"
-        # A step that never ends must not keep the process from ending: the thread is a daemon.
-        args = (torch.get_num_threads(),)
-        threading.Thread(target=self._run, args=args, name=name, daemon=True).start()
+        args, name = (torch.get_num_threads(),), f"engine-{self.name}"
+        self._thread = threading.Thread(target=self._run, args=args, name=name, daemon=True)
+        self._thread.start()
 
     async def generate(
         self,
@@ -271,10 +272,15 @@ class AsyncEngine(EngineBase):
             return await self._ask(self._swap, prepared)
 
     async def close(self) -> None:
-        """Ends the engine and cancels the requests in flight. It waits for a step at most PATIENCE_S."""
-        if self._task is not None:
-            self._commands.put([])
-            await asyncio.wait([self._task], timeout=PATIENCE_S)
+        """Ends the engine and cancels the requests in flight. It waits for a step at most PATIENCE_S; the
+        process then ends when the step does."""
+        if self._task is None:
+            return
+        self._commands.put([])
+        await asyncio.wait([self._task], timeout=PATIENCE_S)
+        if not self._task.done():
+            # A thread that comes out of torch while the interpreter ends aborts the process.
+            atexit.register(self._thread.join)
             self._task.cancel()
 
     async def _withdraw(self, job: Job) -> dict[int, Completion]:
