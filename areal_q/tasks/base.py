@@ -7,6 +7,9 @@ from msgspec import Struct
 
 from areal_q.messages.trajectories import FailureCause
 
+Variables = Mapping[str, bool | int | float | str]
+"""Variables of a chat template, such as {"enable_thinking": False}"""
+NO_VARIABLES: Variables = {}
 Message = dict[str, str]
 """`role` and `content`"""
 
@@ -85,11 +88,16 @@ class Tokenizer(Protocol):
         own, and of the beginning of the reply."""
         ...
 
-    def encode_messages(self, messages: Sequence[Message]) -> list[int]:
-        """Returns the ids of a whole conversation and of the beginning of the reply to it."""
+    def encode_messages(
+        self, messages: Sequence[Message], variables: Variables = NO_VARIABLES
+    ) -> list[int]:
+        """Returns the ids of a whole conversation and of the beginning of the reply to it. `variables` are of
+        the chat template, before those of the settings. Raises TaskError for any where there is no template."""
         ...
 
-    def encode_turn(self, messages: Sequence[Message], ended: bool) -> list[int]:
+    def encode_turn(
+        self, messages: Sequence[Message], ended: bool, variables: Variables = NO_VARIABLES
+    ) -> list[int]:
         """Returns the ids between the content of an assistant's message and that of its next one, with
         `messages` in between. `ended` is True if one of `stops` is there already, after the first one."""
         ...

@@ -9,10 +9,12 @@ from typing import Any
 
 from areal_q.config.tasks import Chat
 from areal_q.errors import ConfigError, TaskError
-from areal_q.tasks.base import Message
+from areal_q.tasks.base import NO_VARIABLES, Message, Variables
 
 MARK = "\x02the assistant\x03"
 """A text that no chat template changes and no conversation contains"""
+_PROBE = "what this role says"
+"""A text that every filter of a template leaves as it is"""
 _HIDDEN = re.compile("\x02([0-9]+)\x03")
 """A control token inside a content, by its index"""
 _ASKED: Message = {"role": "user", "content": "."}
@@ -44,6 +46,8 @@ class ChatTemplate:
                 ) from error
         self._text = hf.get_chat_template()
         self._variables: dict[str, Any] = dict(chat.template_args)
+        self._roles: dict[str, str] = {}
+        """The role under which the template renders messages, by role, of those that were met"""
         if "strftime_now" in self._text:
             day = datetime.fromisoformat(chat.date) if chat.date else datetime.now()
             self._variables["fixed_date"] = {name: day.strftime(name) for name in _DIRECTIVES}
@@ -70,30 +74,57 @@ class ChatTemplate:
             messages.insert(0, {"role": "system", "content": self._chat.system})
         return messages
 
-    def encode(self, messages: Sequence[Message]) -> list[int]:
+    def encode(self, messages: Sequence[Message], variables: Variables = NO_VARIABLES) -> list[int]:
         """Returns the ids of the conversation and of the beginning of the reply. Raises TaskError with the
-        template's words if it refuses the messages."""
-        return self._ids(self._render(self._hide(messages)))
+        template's words if it refuses the messages, and for a role whose messages it leaves out."""
+        return self._ids(self._render(self._hide(self._in_roles(messages)), variables=variables))
 
-    def encode_turn(self, messages: Sequence[Message], ended: bool) -> list[int]:
+    def encode_turn(
+        self, messages: Sequence[Message], ended: bool, variables: Variables
+    ) -> list[int]:
         """Returns what stands between the contents of two assistant's messages; see Tokenizer."""
-        tail = self._render([_ASKED, _REPLY, *self._hide(messages)]).rpartition(MARK)[2]
+        talk = [_ASKED, _REPLY, *self._hide(self._in_roles(messages))]
+        tail = self._render(talk, variables=variables).rpartition(MARK)[2]
         if ended and (end := self._added.match(tail.lstrip())):
             tail = tail.lstrip()[end.end() :]
         return self._ids(tail)
 
-    def _render(self, messages: Sequence[Message], reply: bool = True) -> str:
+    def _render(
+        self, messages: Sequence[Message], reply: bool = True, variables: Variables = NO_VARIABLES
+    ) -> str:
         try:
             return self._hf.apply_chat_template(
                 list(messages),
                 chat_template=self._text,
                 tokenize=False,
                 add_generation_prompt=reply,
-                **self._variables,
+                **{**self._variables, **variables},
             )
         except Exception as error:  # a template may raise anything
             why = f"{error}" or type(error).__name__
             raise TaskError(f"the chat template refuses these messages: {why}") from error
+
+    def _in_roles(self, messages: Sequence[Message]) -> list[Message]:
+        """Returns the messages in roles that the template renders: a developer's as the system's, where it
+        leaves out the former. Raises TaskError if it leaves out a role altogether."""
+        for role in dict.fromkeys(m["role"] for m in messages if m["role"] not in self._roles):
+            names = (role, "system") if role == "developer" else (role,)
+            shown = next((name for name in names if self._shows(name)), None)
+            if shown is None:
+                raise TaskError(f"the chat template leaves out messages of the role {role!r}")
+            self._roles[role] = shown
+        return [{**m, "role": self._roles[m["role"]]} for m in messages]
+
+    def _shows(self, role: str) -> bool:
+        """Returns True unless the template leaves out what `role` says. A template that refuses the role counts
+        for a developer alone, since it says so itself where the role is used."""
+        said = {"role": role, "content": _PROBE}
+        before = [] if role in ("system", "developer", "user") else [_ASKED]
+        before += [{**_REPLY, "content": "."}] if role == "tool" else []
+        try:
+            return _PROBE in self._render([*before, said, *[_ASKED] * (role != "user")])
+        except TaskError:
+            return role != "developer"
 
     def _around_reply(self, goes_on: bool) -> tuple[str, str] | None:
         """Returns the text before and after the content of an assistant's message, which is the last one or, if
@@ -160,3 +191,11 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
     """Returns a pattern that matches any of `texts`, the longest first; nothing if there are none."""
     longest_first = sorted(texts, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+
+def joined(messages: Sequence[Message], variables: Variables = NO_VARIABLES) -> str:
+    """Returns the contents one after the other, where there is no template. Raises TaskError for variables,
+    which only a template has."""
+    if variables:
+        raise TaskError(f"there is no chat template here to take {', '.join(variables)}")
+    return "".join(m["content"] for m in messages)

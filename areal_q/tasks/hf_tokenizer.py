@@ -7,8 +7,8 @@ from typing import Any
 
 from areal_q.config.tasks import Chat
 from areal_q.errors import CheckpointError, ConfigError
-from areal_q.tasks.base import Message, Stop
-from areal_q.tasks.chat_template import ChatTemplate
+from areal_q.tasks.base import NO_VARIABLES, Message, Stop, Variables
+from areal_q.tasks.chat_template import ChatTemplate, joined
 from areal_q.tasks.stops import collect_stops
 
 _FILES = ("*tokenizer*", "vocab*", "*.model", "*.tiktoken")
@@ -50,19 +50,25 @@ class HFTokenizer:
         the text after the tokenizer's own <bos>. An <eos> that the tokenizer would append is left out."""
         if self._chat:
             return self._chat.encode(self._chat.prompt(prompt))
-        text = prompt if isinstance(prompt, str) else "".join(m["content"] for m in prompt)
+        text = prompt if isinstance(prompt, str) else joined(prompt)
         bare, whole = self.encode(text), self._hf.encode(text)
         starts = (i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
         return [*whole[: next(starts, 0)], *bare]
 
-    def encode_messages(self, messages: Sequence[Message]) -> list[int]:
+    def encode_messages(
+        self, messages: Sequence[Message], variables: Variables = NO_VARIABLES
+    ) -> list[int]:
         """Encodes by the chat template; without one, the contents one after the other."""
-        return self._chat.encode(messages) if self._chat else self.encode_prompt(messages)
-
-    def encode_turn(self, messages: Sequence[Message], ended: bool) -> list[int]:
         if self._chat:
-            return self._chat.encode_turn(messages, ended)
-        return self.encode("".join(m["content"] for m in messages))
+            return self._chat.encode(messages, variables)
+        return self.encode_prompt(joined(messages, variables))
+
+    def encode_turn(
+        self, messages: Sequence[Message], ended: bool, variables: Variables = NO_VARIABLES
+    ) -> list[int]:
+        if self._chat:
+            return self._chat.encode_turn(messages, ended, variables)
+        return self.encode(joined(messages, variables))
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._hf.decode(

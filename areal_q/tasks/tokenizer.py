@@ -7,7 +7,8 @@ from typing import Any
 
 from areal_q.config.tasks import Chat
 from areal_q.errors import CheckpointError, TaskError
-from areal_q.tasks.base import Message, Stop, Tokenizer
+from areal_q.tasks.base import NO_VARIABLES, Message, Stop, Tokenizer, Variables
+from areal_q.tasks.chat_template import joined
 from areal_q.tasks.hf_tokenizer import HFTokenizer
 
 CHARACTERS = "0123456789+-*/()=.,% "
@@ -42,12 +43,16 @@ class CharTokenizer:
     def encode_prompt(self, prompt: str | Sequence[Message]) -> list[int]:
         return self.encode(prompt) if isinstance(prompt, str) else self.encode_messages(prompt)
 
-    def encode_messages(self, messages: Sequence[Message]) -> list[int]:
+    def encode_messages(
+        self, messages: Sequence[Message], variables: Variables = NO_VARIABLES
+    ) -> list[int]:
         """Returns the ids of the contents, one after the other, since this tokenizer has no roles."""
-        return self.encode("".join(m["content"] for m in messages))
+        return self.encode(joined(messages, variables))
 
-    def encode_turn(self, messages: Sequence[Message], ended: bool) -> list[int]:
-        return self.encode_messages(messages)
+    def encode_turn(
+        self, messages: Sequence[Message], ended: bool, variables: Variables = NO_VARIABLES
+    ) -> list[int]:
+        return self.encode_messages(messages, variables)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the characters; <pad> and <eos>, which stand for none, are left out."""

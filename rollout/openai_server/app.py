@@ -145,11 +145,12 @@ class Endpoint:
         episode = self._episode(request)
         given: list[int] = []
         messages = [m.plain() for m in body.messages]
+        variables = body.chat_template_kwargs or {}
         if episode is not None:
-            given = new_of_messages(self._tokenizer, episode, messages)
+            given = new_of_messages(self._tokenizer, episode, messages, variables)
             prompt = [*episode.ids, *given]
         else:
-            prompt = self._tokenizer.encode_messages(messages)
+            prompt = self._tokenizer.encode_messages(messages, variables)
 
         def record(told: Told) -> None:
             if episode is not None:

@@ -4,6 +4,7 @@ is new is tokenised, and it draws with the ticket's settings."""
 from areal_q.config import Sampling
 from areal_q.errors import RecordError
 from areal_q.tasks import Tokenizer
+from areal_q.tasks.base import Variables
 from rollout.environments.external import Episode
 from rollout.openai_server.schema import ChatBody, CompletionBody
 
@@ -21,7 +22,7 @@ def new_of_prompt(tokenizer: Tokenizer, episode: Episode, prompt: str | list[int
 
 
 def new_of_messages(
-    tokenizer: Tokenizer, episode: Episode, messages: list[dict[str, str]]
+    tokenizer: Tokenizer, episode: Episode, messages: list[dict[str, str]], variables: Variables
 ) -> list[int]:
     """Returns the tokens of the messages after those that are recorded. Raises RecordError if the messages do
     not begin with those."""
@@ -32,7 +33,7 @@ def new_of_messages(
     if not episode.messages and not new:
         return []
     ended = bool(episode.response.ids) and episode.response.ids[-1] in tokenizer.stops
-    return tokenizer.encode_turn(new, ended)
+    return tokenizer.encode_turn(new, ended, variables)
 
 
 def fixed_sampling(body: CompletionBody | ChatBody, episode: Episode) -> Sampling:

@@ -99,6 +99,7 @@ def _joined(parts: list[TextPart]) -> str:
 class ChatBody(_Body, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1, max_length=_MAX_PROMPT)]
     logprobs: bool | None = None
+    chat_template_kwargs: dict[str, bool | int | float | str] | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
 
     @property

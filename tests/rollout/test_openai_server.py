@@ -15,13 +15,14 @@ import numpy as np
 import openai
 import pytest
 from helpers import engines
+from helpers.chain_models import byte_tokenizer
 from helpers.engines import initial_version
 from helpers.fixture_types import MakeRun
 from helpers.paths import ROOT
 
 from areal_q.config import Chat, External, Run, TorchEngine, dump_toml
 from areal_q.errors import ConfigError
-from areal_q.messages import Group, Ticket
+from areal_q.messages import Group, Ticket, VersionSpan
 from areal_q.tasks import (
     CharTokenizer,
     build_reward,
@@ -36,7 +37,7 @@ from learner.data.admission import Admission, AdmissionSettings
 from learner.measure.fidelity import FidelityMeter
 from rollout.build import worker_capacity
 from rollout.engines import build_engine
-from rollout.engines.base import Engine
+from rollout.engines.base import Completion, Engine, Request
 from rollout.environments.base import Response
 from rollout.environments.engine_client import EngineClient
 from rollout.environments.external import Episodes
@@ -277,6 +278,107 @@ async def test_fields_of_a_message_do_not_vanish(make_run: MakeRun):
         again = await create(**asked, messages=[user, back, user])
         plain = {"role": "assistant", "content": back["content"]}
         assert again.choices[0] == (await create(**asked, messages=[user, plain, user])).choices[0]
+
+
+@asynccontextmanager
+async def asking_chat(
+    make_run: MakeRun, path: Path, template: str
+) -> AsyncIterator[Callable[..., Any]]:
+    """A function that asks an endpoint whose tokenizer has `template`, and returns the prompt that was read."""
+    hf = byte_tokenizer(template=template)
+    run = make_run()
+    hf.save_pretrained(path)
+    tokenizer = load_tokenizer(path, Chat())
+
+    class Echo:
+        """An engine that draws the end at once."""
+
+        version = 0
+
+        async def generate(self, request: Request, on_token: object = None) -> list[Completion]:
+            ids, logprobs = np.array([tokenizer.eos_id], np.int32), np.zeros(1, np.float32)
+            spans = [VersionSpan(0, 1, "")]
+            done = Completion(
+                response_ids=ids, logprobs=logprobs, spans=spans, finish_reason="stop"
+            )
+            return [done]
+
+    endpoint = Endpoint(Echo(), tokenizer, "run", None, run.rollout.sampling, "0", None)  # type: ignore[arg-type]
+    url = f"http://127.0.0.1:{await endpoint.start()}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+
+        async def ask(*messages: tuple[str, str], **extra: Any) -> str:
+            create: Any = client.chat.completions.create
+            said = [{"role": role, "content": content} for role, content in messages]
+            reply = await create(model="run", messages=said, extra_body=extra)
+            return tokenizer.decode(reply.prompt_token_ids)
+
+        yield ask
+    await endpoint.close()
+
+
+ROLE = "{% for m in messages if m.role in ROLES %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
+TALK = (("developer", "be brief"), ("user", "hi"))
+
+
+@pytest.mark.parametrize(
+    ("roles", "prompt"),
+    [
+        (["system", "user", "developer"], "[developer:be brief][user:hi]"),
+        (["system", "user"], "[system:be brief][user:hi]"),
+        (["user"], None),
+    ],
+)
+async def test_a_developer_is_heard_as_the_template_lets_him(
+    make_run: MakeRun, tmp_path: Path, roles: list[str], prompt: str | None
+):
+    async with asking_chat(
+        make_run, tmp_path, ROLE.replace("ROLES", f"{[*roles, 'assistant']}")
+    ) as ask:
+        if prompt:
+            assert await ask(*TALK) == prompt
+        else:
+            with pytest.raises(openai.BadRequestError, match=r"leaves out .* role 'developer'"):
+                await ask(*TALK)
+        with pytest.raises(openai.BadRequestError, match=r"leaves out .* role 'tool'"):
+            await ask(("user", "hi"), ("assistant", "f()"), ("tool", "4"))
+
+
+async def test_what_a_template_refuses_is_told_in_its_words(make_run: MakeRun, tmp_path: Path):
+    template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system, please') }}{% endif %}"
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    async with asking_chat(make_run, tmp_path, template) as ask:
+        for role in ("system", "developer"):
+            if role == "developer":
+                assert await ask(("developer", "be brief"), ("user", "hi")) == "be briefhi"
+                continue
+            with pytest.raises(openai.BadRequestError, match="no system, please"):
+                await ask((role, "be brief"), ("user", "hi"))
+
+
+async def test_template_variables_of_a_request_reach_it(make_run: MakeRun, tmp_path: Path):
+    template = "{{ messages[0].content }}{% if enable_thinking %}<think>{% endif %}"
+    async with asking_chat(make_run, tmp_path, template) as ask:
+        assert await ask(("user", "hi")) == "hi"
+        on = {"enable_thinking": True}
+        assert await ask(("user", "hi"), chat_template_kwargs=on) == "hi<think>"
+        for name in (
+            "messages",
+            "chat_template",
+            "add_generation_prompt",
+            "continue_final_message",
+        ):
+            with pytest.raises(openai.BadRequestError, match="refuses"):
+                await ask(("user", "hi"), chat_template_kwargs={name: "x"})
+    async with asking(make_run()) as client:
+        with pytest.raises(openai.BadRequestError, match="no chat template here to take x"):
+            await client.chat.completions.create(
+                model="run",
+                messages=[{"role": "user", "content": "1+2="}],
+                extra_body={"chat_template_kwargs": {"x": 1}},
+            )
 
 
 @pytest.mark.parametrize(
@@ -603,15 +705,13 @@ async def test_an_episode_left_too_often_has_no_reward(
     await engine.close()
 
 
-def test_chat_turns_render_as_the_whole_conversation_does(
-    byte_tokenizer: Path,
-):
+def test_chat_turns_render_as_the_whole_conversation_does(byte_tokenizer: Path, tmp_path: Path):
     """The oracle is the template itself, on the whole conversation."""
-    tokenizer = HFTokenizer(byte_tokenizer, Chat())
-    tokenizer._hf.chat_template = (
+    (tmp_path / "template").write_text(
         "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% if m['role'] == 'assistant' %}<eos>"
         "{% endif %};{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
     )
+    tokenizer = HFTokenizer(byte_tokenizer, Chat(template_file=str(tmp_path / "template")))
     talk = [{"role": "user", "content": "hello"}]
     said = [{"role": "assistant", "content": "hi"}]
     more = [{"role": "tool", "content": "4"}, {"role": "user", "content": "so?"}]

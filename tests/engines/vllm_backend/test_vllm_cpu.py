@@ -1,14 +1,20 @@
-"""What vLLM is asked to compute with on a CPU, as far as it shows without vLLM."""
+"""What vLLM is asked to compute with on a CPU, and what is refused, as far as it shows without vLLM."""
+
+from typing import Any
 
 import pytest
+from helpers.engines import initial_version
+from helpers.fixture_types import MakeRun
 
 from areal_q.config import RolloutConfig, VllmEngine, load
 from areal_q.errors import ConfigError
 from areal_q.models import DecoderConfig
 from areal_q.quant import FORMATS
 from rollout.commands.check import vllm_on_cpu
-from rollout.engines.vllm_backend import cpu_kernels
+from rollout.engines.process.streaming_engine import StreamingEngine
+from rollout.engines.vllm_backend import cpu_kernels, vllm_engine
 from rollout.engines.vllm_backend.cache_size import cache_for
+from rollout.engines.vllm_backend.vllm_engine import VllmBackend
 
 QWEN = DecoderConfig(
     family="qwen2",
@@ -88,3 +94,32 @@ def test_a_cache_holds_a_sequence_of_all_positions(settings, dtype, size, positi
 def test_a_cache_too_small_is_refused_with_our_settings(settings):
     with pytest.raises(ConfigError, match=r"kv_cache_bytes = \d+ holds .*max_positions.* take \d+"):
         cache_for(VllmEngine(**settings), QWEN, "float32")
+
+
+@pytest.fixture
+def starts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Directories from which vLLM was started, each without success."""
+    seen: list[str] = []
+
+    def start(path: str, settings: dict[str, Any]) -> None:
+        seen.append(path)
+        raise ValueError("1 validation error\n  max_model_len: Value error, too long")
+
+    monkeypatch.setattr(vllm_engine, "_start_vllm", start)
+    return seen
+
+
+async def test_widths_that_vllm_cannot_hold_start_nothing(make_run: MakeRun, starts: list[str]):
+    engine = StreamingEngine(VllmBackend(VllmEngine()))
+    with pytest.raises(ConfigError, match=r"rollout\.format = 'int4': vLLM takes int4 only where"):
+        await engine.load_weights(initial_version(make_run("rollout.format=int4")))
+    assert (starts, engine.deaths) == ([], 0)
+    await engine.close()
+
+
+async def test_a_value_that_vllm_refuses_is_tried_once(make_run: MakeRun, starts: list[str]):
+    engine = StreamingEngine(VllmBackend(VllmEngine()))
+    with pytest.raises(ConfigError, match="or the model: 1 validation error max_model_len: Value"):
+        await engine.load_weights(initial_version(make_run("rollout.format=int8")))
+    assert (len(starts), engine.deaths) == (1, 0)
+    await engine.close()
