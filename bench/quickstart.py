@@ -139,12 +139,10 @@ def export(run: Run, directory: Path) -> None:
     heldout = task.heldout[: run.eval.problems]
     for name, problems in (("train", task.train), ("heldout", heldout)):
         rows = (
-            {
-                "prompt": p.prompt,
-                "answer": p.answer,
-                "prompt_ids": tokenizer.encode_prompt(p.prompt),
-            }
+            # TRL gets a conversation as the text that the chat template made of it.
+            {"prompt": tokenizer.decode(ids), "answer": p.answer, "prompt_ids": ids}
             for p in (problems[i] for i in range(len(problems)))
+            for ids in [tokenizer.encode_prompt(p.asked)]
         )
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 

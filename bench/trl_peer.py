@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from areal_q.config import Run
+from areal_q.config import Run, TaskConfig
 from areal_q.config.objectives import Clip
 from areal_q.config.tasks import Python
 from areal_q.observability.metrics_log import read_metrics
@@ -74,7 +74,7 @@ def spec_of(run: Run, directory: Path, limit_s: float, goal: float) -> dict[str,
     return {
         **{name: str(directory / f"{name}.jsonl") for name in ("train", "heldout")},
         "model": str(directory / "model"),
-        "reward": str(Path(run.task.path).resolve()) if isinstance(run.task, Python) else None,
+        "reward": _reward_file(run.task),
         "out": str(directory / "trl.jsonl"),
         "seed": run.seed,
         "groups": learner.groups,
@@ -93,6 +93,13 @@ def spec_of(run: Run, directory: Path, limit_s: float, goal: float) -> dict[str,
         "goal": goal,
         "time_limit_s": limit_s,
     }
+
+
+def _reward_file(task: TaskConfig) -> str | None:
+    """A file with the task's reward; None for one that wants the answer and nothing else."""
+    if isinstance(task, Python):
+        return str(Path(task.path).resolve())
+    return str(ROOT / "bench/tasks/last_number.py") if task.grader == "final_number" else None
 
 
 def best_layout(
