@@ -18,7 +18,9 @@ much as two more while a version is published and a checkpoint is written"""
 FROZEN_BYTES = 12
 """Bytes for a weight under adapters, or of a reference: float32, and twice more while it is read and written"""
 VERSIONS = 3
-"""Versions of the weights in a worker: the one in use, laid out for its kernels, the one received, the next"""
+"""Versions of the weights that a worker holds as they were published: in use, received, and the next"""
+LAID_OUT_BYTES = 8
+"""Bytes of a worker for a weight as its kernels take it: float32 at most, in the version in use and the next"""
 KV_ITEM_BYTES = {"auto": 4, "fp8": 1}
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -57,15 +59,17 @@ def worker_bytes(run: Run, shape: DecoderConfig, prompt: int) -> int:
         return PROCESS_BYTES
     rest = 2 if rollout.unquantized == "bf16" else 4
     bits = FORMATS[rollout.format].bits_per_weight
+    state = meta_decoder(shape).state_dict()
     payload = sum(
         p.numel() * (bits(p.shape[-2], p.shape[-1]) / 8 if is_quantized(name) else rest)
-        for name, p in meta_decoder(shape).state_dict().items()
+        for name, p in state.items()
     )
+    held = VERSIONS * payload + LAID_OUT_BYTES * sum(p.numel() for p in state.values())
     kv_item = KV_ITEM_BYTES[getattr(engine, "kv_cache", "auto")]
     position = 2 * shape.layers * shape.kv_heads * shape.head_dim * kv_item
     outstanding = (run.learner.max_lag + 1) * run.learner.groups * run.learner.group_size
     cached = min(engine.slots, outstanding) * (prompt + rollout.tokens_after_prompt)
-    return PROCESS_BYTES + int(VERSIONS * payload) + position * cached
+    return PROCESS_BYTES + int(held) + position * cached
 
 
 def memory_of(run: Run, shape: DecoderConfig, prompt: int) -> Iterator[CheckResult]:
