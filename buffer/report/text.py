@@ -12,10 +12,10 @@ BROKEN = "\ufffd"
 class Pieces:
     """Maps token ids to texts; every id is decoded only once.
 
-    A character of several tokens is the text of the first of them, and the others have none. A special token,
-    which decodes to nothing, is shown as ‹id›, and the end of text as ‹end›. If there is no tokenizer (the
-    model's directory is gone, or transformers is not installed) every token is shown by its id, and `note` says
-    why.
+    A character of several tokens is the text of the first of them, and the others have none. A token that
+    decodes to nothing is shown as ‹id›, and the small model's end of text as ‹end›. If there is no tokenizer
+    (the model's directory is gone, or transformers is not installed) every token is shown by its id, and `note`
+    says why.
     """
 
     def __init__(self, model: ModelConfig, task: TaskConfig) -> None:

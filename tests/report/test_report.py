@@ -423,7 +423,7 @@ def test_a_character_of_several_tokens_stands_with_the_first(tmp_path):
     pieces = Pieces(PretrainedModel(path=str(tmp_path)), Arithmetic())
     text = "a é\n漢!"
     texts = pieces([*fast(text)["input_ids"], len(alphabet)])
-    assert texts == ["a", " ", "é", "", "\n", "漢", "", "", "!", "‹end›"]
+    assert texts == ["a", " ", "é", "", "\n", "漢", "", "", "!", "<e>"]
 
 
 def test_without_its_tokenizer_a_run_is_shown_by_ids():

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 from helpers.chain_models import CHATML, byte_tokenizer, write_chain
 
-from areal_q.config import Chat, Jsonl, PretrainedModel, Run, load
+from areal_q.checks.model import longest_prompt
+from areal_q.config import Chat, Jsonl, Run, load
 from areal_q.errors import ConfigError, SettingsError, TaskError
+from areal_q.models import load_config
 from areal_q.system import run_dir
 from areal_q.tasks import all_problems, load_tokenizer
-from learner.build import longest_prompt
 
 FORMAT = "%A %d %B %Y, %-d.%m., day %j, %H:%M:%S"
 DATED = f"{{{{ strftime_now('{FORMAT}') }}}}" + CHATML
@@ -117,10 +118,9 @@ def test_a_conversation_that_asks_nothing_is_refused(
 
 
 def test_a_model_without_room_for_a_response_is_named(tmp_path: Path) -> None:
-    write_chain(tmp_path / "m", "42<|im_end|>")
+    shape = load_config(write_chain(tmp_path / "m", "42<|im_end|>"))
     run = load(None, ["rollout.sampling.max_tokens=600", "model.max_positions=2048"])
-    run = Run(model=PretrainedModel(path=str(tmp_path / "m")), rollout=run.rollout)
     with pytest.raises(
-        ConfigError, match="max_tokens = 600 does not fit into the model's 512 posit"
+        ConfigError, match=r"max_tokens = 600 and a prompt .* the model's 512 positions"
     ):
-        longest_prompt(run)
+        longest_prompt(run, shape)
