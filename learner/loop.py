@@ -136,6 +136,9 @@ class Learner:
     def take_steps(self, stop: threading.Event) -> None:
         """Runs the remaining steps, or until `stop`; `step` is then the next one."""
         self.begin_version(self.step)
+        self.rates.metrics(
+            self.buffer.workers()
+        )  # what they drew for a learner before does not count
         if self.step == 0:
             doing = (
                 f"publishing the first weights, then evaluating {self.run.eval.problems} problems"

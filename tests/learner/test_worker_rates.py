@@ -33,10 +33,11 @@ def test_a_long_step_counts_what_was_drawn_in_it():
 def test_rates_do_not_depend_on_the_steps_length(step_s: float):
     """A worker draws 40 tokens/s, half of the time, and sends a heartbeat a second."""
     rates, found = WorkerRates(), []
+    told(rates, beat("w", 0.0, 0, 0.0))
+    told(rates, beat("w", 1.0, 40, 0.5))
     for step in range(round(60 / step_s)):
-        second = int(step * step_s)
-        own = {"tokens_per_s": 40.0, "idle_share": 0.5}
-        found.append(told(rates, beat("w", second, 40 * second, second / 2, **own)))
+        second = 2 + int(step * step_s)
+        found.append(told(rates, beat("w", second, 40 * second, second / 2)))
     assert len(found) > 1
     assert all(one == (pytest.approx(40.0), pytest.approx(0.5)) for one in found)
 
@@ -48,21 +49,25 @@ def test_workers_add_up_and_their_idle_shares_are_averaged():
     assert told(rates, *later) == (20.0, 0.5)
 
 
-def test_a_worker_that_comes_tells_its_own_rates():
+def test_a_worker_that_comes_has_counted_from_zero(monkeypatch: pytest.MonkeyPatch):
+    """So it is at the first step, when the learner has seen no worker before."""
+    clock = iter((1000.0, 1040.0, 1050.0))
+    monkeypatch.setattr("learner.measure.worker_rates.time.time", lambda: next(clock))
     rates = WorkerRates()
-    told(rates, beat("a", 0.0, 0, 0.0))
-    new = beat("b", 10.0, 5000, 9.0, tokens_per_s=30.0, idle_share=0.25)
-    assert told(rates, beat("a", 10.0, 100, 10.0), new) == (40.0, 0.125)
+    assert told(rates, beat("a", 1039.0, 390, 13.0)) == (10.0, pytest.approx(2 / 3))
+    new = beat("b", 1050.0, 300, 5.0)
+    assert told(rates, beat("a", 1049.0, 490, 23.0), new) == (40.0, 0.25)
 
 
 @pytest.mark.parametrize("fields", [{"pid": 2}, {"busy_s": 1.0}, {"tokens": 3}])
-def test_a_worker_that_began_anew_tells_its_own_rates(fields: dict[str, Any]):
+def test_a_worker_that_began_anew_has_counted_from_zero(fields: dict[str, Any]):
     """In a container every process has the same number; only its counts are smaller than before."""
     rates = WorkerRates()
     told(rates, beat("w", 0.0, 900, 90.0))
-    own: dict[str, Any] = {"tokens_per_s": 30.0, "idle_share": 0.25}
-    again = {"tokens": 1000, "busy_s": 95.0} | fields
-    assert told(rates, beat("w", 10.0, **again, **own)) == (30.0, 0.25)
+    again: dict[str, Any] = {"tokens": 1000, "busy_s": 95.0} | fields
+    tokens_per_s = again["tokens"] / 100
+    idle_share = 1 - again["busy_s"] / 100
+    assert told(rates, beat("w", 100.0, **again)) == (tokens_per_s, pytest.approx(idle_share))
 
 
 def test_a_worker_that_went_counts_no_more_and_may_come_back():
