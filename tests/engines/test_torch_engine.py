@@ -266,7 +266,8 @@ def generate_with_swap(old, new, kv_on_update, at=10):
         await engine.start()
         await engine.load_weights(publish(old, 0))
         stepper = getattr(engine, "_stepper")  # noqa: B009
-        drawn, prepared, prepare = 0, threading.Event(), stepper.prepare
+        step, prepare, prepared = stepper.step, stepper.prepare, threading.Event()
+        drawn = 0
         swaps: list[asyncio.Future[float]] = []
 
         def on_token(index, token, logprob):
@@ -274,17 +275,19 @@ def generate_with_swap(old, new, kv_on_update, at=10):
             drawn += index == 0
             if drawn == at and not swaps:
                 swaps.append(asyncio.ensure_future(engine.load_weights(publish(new, 1))))
-            if (
-                drawn > at + 1
-            ):  # else a fast processor may draw the last token before the weights are prepared
+
+        def step_once_prepared():
+            # Else a fast processor may draw the last token before the weights are prepared.
+            if stepper.steps > at:
                 prepared.wait()
+            return step()
 
         def prepare_and_say(weights):
             model = prepare(weights)
             prepared.set()
             return model
 
-        stepper.prepare = prepare_and_say
+        stepper.step, stepper.prepare = step_once_prepared, prepare_and_say
 
         request = ask([1, 2, 3], 2, max_tokens=90)
         done = await engine.generate(request, on_token)
