@@ -10,13 +10,17 @@ TORCH_CPU ?= $(TORCH)+cpu
 JOBS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS)
 
-.PHONY: setup lock run test test-slow test-formats test-peers test-vllm test-sglang test-megatron test-engine check bench bench-buffer chaos fuzz mutants browser promtool redis7 crds real-model tokenizers reference clean
+.PHONY: setup lock run real test test-slow test-formats test-peers test-vllm test-sglang test-megatron test-engine check bench bench-buffer chaos fuzz mutants browser promtool redis7 crds real-model tokenizers reference clean
 
 # Everything that `make check` and `make test` need.
 setup: $(VENV)/.installed-dev
 
 run: $(VENV)/.installed
 	$(BIN)/areal-q run configs/quickstart.toml
+
+# The same for a pretrained model of 135M parameters, which learns to add in its own chat format.
+real: real-model
+	$(BIN)/areal-q run configs/smollm2-sums.toml
 
 # Two at a time, each test in one thread: what takes seconds. What was left out, and the command for it, is said
 # at the end.
