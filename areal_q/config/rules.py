@@ -214,8 +214,6 @@ def _precision_goes_with_format(run: Run) -> str | None:
     precision, format = run.learner.precision, run.rollout.format
     if precision == "jet" and format != "fp8":
         return f"learner.precision = 'jet' needs rollout.format = 'fp8', not {format!r}"
-    if precision == "qarl" and format == "bf16":
-        return "learner.precision = 'qarl' needs a quantized rollout.format, not 'bf16'"
     return None
 
 

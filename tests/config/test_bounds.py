@@ -109,7 +109,6 @@ def test_an_infinity_that_says_no_bound_is_taken(setting: str):
         (["reward.overlong={max_tokens=400,cache_tokens=100}"], "which no response of"),
         (["rollout.format=bf16", "rollout.sticky_scales=0.05"], "bf16 has no scales"),
         (["learner.lora={}", "rollout.sticky_scales=0.05"], "base does not change"),
-        (["rollout.format=bf16", "learner.precision=qarl"], "needs a quantized rollout.format"),
         (["rollout.format=nvfp4", "model.mlp=33"], "needs an even model.mlp, not 33"),
         (["rollout.format=mxfp4", "model.mlp=33"], "needs an even model.mlp, not 33"),
     ],
