@@ -94,7 +94,7 @@ LARGER = ["model.width=128", "model.mlp=384", "model.layers=3", "model.max_posit
 
 
 @pytest.mark.parametrize("rest", ["fp32", "bf16"])
-@pytest.mark.parametrize("format", ["int4", "nvfp4", "nf4"])
+@pytest.mark.parametrize("format", ["bf16", "int4", "nvfp4", "nf4"])
 def test_aligned_learner_has_the_log_probs_of_the_engine(make_run: MakeRun, format: str, rest: str):
     run = make_run(QARL, f"rollout.format={format}", f"rollout.unquantized={rest}", *LARGER)
     policy = build_policy(run)
@@ -160,7 +160,7 @@ def test_quantized_activations_differ_as_the_engine_from_itself(make_run: MakeRu
     assert (aligned**2).mean() < (unaligned**2).mean() / 10
 
 
-@pytest.mark.parametrize("format", sorted(set(FORMATS) - {"bf16"}))
+@pytest.mark.parametrize("format", sorted(FORMATS))
 def test_the_tensors_of_the_forward_are_the_ones_published(make_run: MakeRun, format: str):
     run = make_run(QARL, f"rollout.format={format}")
     policy = build_policy(run)
