@@ -15,6 +15,7 @@ from areal_q.tasks import HFTokenizer, load_tokenizer
 from areal_q.tasks.base import Message
 from rollout.engines.stop_conditions import TextStream
 
+pytestmark = pytest.mark.timeout(60)  # loading a tokenizer of 262,144 tokens takes seconds
 MODELS = ROOT / "models"
 ENDS = {
     "tokenizers/qwen3": "<|im_end|>",
