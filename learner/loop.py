@@ -136,9 +136,8 @@ class Learner:
     def take_steps(self, stop: threading.Event) -> None:
         """Runs the remaining steps, or until `stop`; `step` is then the next one."""
         self.begin_version(self.step)
-        self.rates.metrics(
-            self.buffer.workers()
-        )  # what they drew for a learner before does not count
+        # What workers drew for an earlier learner does not count.
+        self.rates.metrics(self.buffer.workers())
         if self.step == 0:
             doing = (
                 f"publishing the first weights, then evaluating {self.run.eval.problems} problems"
