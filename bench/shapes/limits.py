@@ -66,14 +66,16 @@ def _float32(rows: int, inputs: int, outs: int) -> list[Callable[[], Any]]:
 
 def _bfloat16(rows: int, inputs: int, outs: int) -> list[Callable[[], Any]]:
     x, w = torch.randn(rows, inputs).bfloat16(), torch.randn(outs, inputs).bfloat16()
-    oned = torch.ops.mkldnn._reorder_linear_weight(w, rows)
     words, packed = cpu_gemm.words_of(x[None]).numpy(), cpu_gemm.pack_words(w).numpy()
     rest = np.zeros(len(packed) * PANEL, np.float32), *_rest(rows, outs)
-    return [
+    runs: list[Callable[[], Any]] = [
         lambda: F.linear(x, w),
-        lambda: torch.ops.mkldnn._linear_pointwise(x, oned, None, "none", [], ""),
         lambda: cpu_gemm.gemm(words, packed, *rest, 0, len(packed)),
     ]
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        oned = torch.ops.mkldnn._reorder_linear_weight(w, rows)
+        runs.append(lambda: torch.ops.mkldnn._linear_pointwise(x, oned, None, "none", [], ""))
+    return runs
 
 
 def _int8(rows: int, inputs: int, outs: int) -> list[Callable[[], Any]]:

@@ -248,7 +248,7 @@ def test_adapters_critic_and_references_are_equal_on_two_ranks(
         if part != "jet":  # its weights' gradient is rounded with scales of 128 neighbouring tokens
             # Two ranks add up in another order. A number that this moves across a code's edge is a 127th off.
             rounded = part == "qarl"
-            assert_metrics(metrics, expected, 1e-2 if rounded else 1e-3)
+            assert_metrics(metrics, expected, 1e-2 if rounded else 2e-3)
             assert_close(path / "step-000009", alone, 1e-4 if rounded else 1e-5)
         # What two ranks publish is, to the bit, what one does that goes on from their checkpoint.
         checkpoint.restore(path, alone)

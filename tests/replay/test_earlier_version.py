@@ -72,7 +72,7 @@ def test_commands_read_a_run_of_an_earlier_version(old_run: Path):
     assert "float32" in areal_q(cwd, "export", name, "model", "--step", "4")
     assert "groups" in areal_q(cwd, "buffer", "status", name)
     # Exit code 1 where another processor comes to other bits.
-    assert "metric" in areal_q(cwd, "replay", name, codes=(0, 1))
+    assert "step" in areal_q(cwd, "replay", name, codes=(0, 1))
     assert "made again by replay" in areal_q(cwd, "doctor", name)
 
 
