@@ -39,6 +39,7 @@ def test_sizes_of_products_are_those_of_the_model():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(120)  # bfloat16 takes many times as long where no processor multiplies it
 @pytest.mark.parametrize("section", list(SECTIONS))
 def test_a_section_measures_each_contestant_asked_for(section):
     shape = SHAPES["0.6M"]
@@ -47,6 +48,7 @@ def test_a_section_measures_each_contestant_asked_for(section):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(120)  # bfloat16 takes many times as long where no processor multiplies it
 def test_rates_of_other_engines_stand_in_the_table(monkeypatch, tmp_path):
     python = tmp_path / ".venv-x" / "bin" / "python"
     python.parent.mkdir(parents=True)
@@ -61,6 +63,7 @@ def test_rates_of_other_engines_stand_in_the_table(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(120)  # bfloat16 takes many times as long where no processor multiplies it
 def test_all_learners_compute_the_same_gradient(tmp_path):
     shape = SHAPES["0.6M"]
     shape.model().save_pretrained(tmp_path)
