@@ -178,12 +178,15 @@ async def test_a_response_ends_with_the_first_completed_stop(engine, by):
 async def test_a_stop_may_begin_in_what_an_earlier_request_drew(engine):
     (free,) = await engine.generate(ask(5, 1, 12))
     ids = free.response_ids.tolist()
-    stop = (tuple(ids[3:6]),)
-    whole = ask(5, 1, 12, stops=stop)
-    rest = ask(5, 1, 7, prompt=(3, 1, 2, *ids[:5]), stops=stop, drawn=5)
-    (first,), (second,) = await engine.generate(whole), await engine.generate(rest)
-    assert [*ids[:5], *second.response_ids.tolist()] == first.response_ids.tolist()
-    assert first.finish_reason == second.finish_reason == "stop"
+    rest = ask(5, 1, 7, prompt=(3, 1, 2, *ids[:5]), drawn=5)
+    (more,) = await engine.generate(rest)
+    stop = (*ids[3:5], int(more.response_ids[0]))
+    stopping = ask(5, 1, 7, prompt=(3, 1, 2, *ids[:5]), stops=(stop,), drawn=5)
+    (second,) = await engine.generate(stopping)
+    assert second.response_ids.tolist() == [stop[-1]] and second.finish_reason == "stop"
+    if engine.name != "vllm":  # whose random numbers begin anew with each request
+        (first,) = await engine.generate(ask(5, 1, 12, stops=(stop,)))
+        assert first.response_ids.tolist() == ids[:6] and first.finish_reason == "stop"
     # What only stands in the prompt is no stop.
     stop_in_prompt = ask(5, 1, 12, stops=((2, ids[0]),))
     assert len((await engine.generate(stop_in_prompt))[0].response_ids) == 12

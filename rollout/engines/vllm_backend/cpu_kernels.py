@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from areal_q.errors import ConfigError
+from areal_q.quant.kernels.cpu_tile import has
 
 VLLM_CPU_ENVIRONMENT = {
     # OMP_NUM_THREADS sets the number of threads. Bound to cores, they would compete with the learner's there.
@@ -51,7 +52,10 @@ KERNELS: dict[tuple[str, str], Kernel] = {
 """Kernels by format and dtype. Other formats are refused on every CPU: vLLM computes FP8 blocks only with AMX,
 and then without the format's rounding of activations; NVFP4, MXFP4 and INT4-FP8 need a GPU; vLLM has no NF4."""
 
-FORMATS = frozenset(format for format, _ in KERNELS)
+_NEEDS = {"int8": "avx512vnni", "int4": "avx512f"}
+"""Instructions without which vLLM's products saturate (INT8), or do not exist (INT4)"""
+FORMATS = frozenset(f for f, _ in KERNELS if f not in _NEEDS or has(_NEEDS[f]))
+"""Formats that vLLM computes right on this processor"""
 
 
 def has_amx() -> bool:
