@@ -18,6 +18,7 @@ from areal_q.config import Run
 from areal_q.errors import ConfigError
 from areal_q.messages import Array
 from areal_q.models import Decoder, DecoderConfig, Experts, init_weights, load_decoder, save_decoder
+from areal_q.quant.kernels.cpu_tile import has
 from learner import checkpoint
 from learner.backends.megatron import require
 from learner.backends.megatron.tensor_names import TensorEntry, entries, padded
@@ -148,7 +149,6 @@ def check(
     found,
     directory: Path,
     tolerance: float = 1e-5,
-    of_metrics: float = 1e-3,
 ) -> None:
     """`policy` takes the same steps: metrics, weights, moments and counts are the same."""
     for values, samples in zip(found, steps, strict=True):
@@ -157,7 +157,7 @@ def check(
         expected = update_policy(policy, samples)
         assert values.keys() == expected.keys()
         for name, value in expected.items():
-            assert values[name] == pytest.approx(value, rel=of_metrics, abs=1e-5), name
+            assert values[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
     tensors, expected = tensors_in(directory), checkpoint.tensors_of(policy)
     assert tensors.keys() == expected.keys()
     for name in expected.keys() - {"rng"}:
@@ -348,8 +348,9 @@ LAYOUTS = {
     "data": (2, "llama", []),
     "experts": (2, "moe", ["learner.backend.experts=2"]),
 }
-# Its weights' gradient is rounded by groups of an expert's tokens, here those of both ranks: codes turn.
-NOISY = ("experts, jet",)
+# Its weights' gradient is rounded by groups of an expert's tokens, here those of both ranks: codes turn. So do
+# those of tensor parallel ranks by the order in which a processor without AVX-512 adds up.
+NOISY = ("experts, jet", *(() if has("avx512f") else ("tensor, jet",)))
 
 
 @needs_megatron
@@ -371,8 +372,7 @@ def test_forward_on_the_rollouts_numbers_is_that_of_torch(
         policy = alone(run)
         # Jet rounds the weights' gradient with scales of 128 neighbouring tokens: shares matter.
         tolerance = 1e-3 if directory.name == "data, jet" else 1e-5
-        # Sums in another order move a number across a code's edge, here or there, by the processor.
-        check(run, policy, steps, values, directory, tolerance, of_metrics=3e-2)
+        check(run, policy, steps, values, directory, tolerance)
         # What was published is, to the bit, what one process publishes that goes on from there.
         checkpoint.restore(directory / "checkpoints", policy)
         assert (
