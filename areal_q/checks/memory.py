@@ -7,8 +7,9 @@ from areal_q.checks.machine import CheckResult
 from areal_q.config import PretrainedModel, Run, ScriptedEngine
 from areal_q.models import DecoderConfig
 from areal_q.models.hf.checkpoint import meta_decoder
-from areal_q.observability.run_summary import size
+from areal_q.observability.run_summary import plural
 from areal_q.quant import FORMATS, is_quantized
+from areal_q.system.disk import size
 
 PROCESS_BYTES = 700 << 20
 """Python, torch and compiled kernels of a process, without a model"""
@@ -80,7 +81,7 @@ def memory_of(run: Run, shape: DecoderConfig, prompt: int) -> Iterator[CheckResu
     learner = learner_bytes(run, shape) if run.learner.device == "cpu" else PROCESS_BYTES
     worker, workers = worker_bytes(run, shape, prompt), run.rollout.workers
     says = (
-        f"about {size(learner)} for the learner, {size(worker)} for each of {workers} workers; "
+        f"about {size(learner)} for the learner, {size(worker)} for each of {plural(workers, 'worker')}; "
         f"{size(free)} available"
     )
     if learner + workers * worker <= free:
