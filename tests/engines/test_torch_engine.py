@@ -181,6 +181,44 @@ def test_the_prompt_of_a_group_is_computed_once(monkeypatch):
         np.testing.assert_allclose(c.logprobs, want, atol=1e-4)
 
 
+def test_what_prompts_begin_with_is_computed_once_a_version(monkeypatch):
+    """25 tokens are common to all prompts. They are computed when two prompts come together and again after a
+    swap, but not for prompts that come later. A prompt of another kind is computed whole."""
+    seen = []
+    forward = InferenceModel.forward
+
+    def counting(self, tokens, *rest):
+        seen.append(len(tokens))
+        return forward(self, tokens, *rest)
+
+    monkeypatch.setattr(InferenceModel, "forward", counting)
+    old, new = random_model(seed=2), random_model(seed=3)
+    begin = [*range(1, 26)]
+    counts: list[list[int]] = []
+
+    async def main():
+        async with serving(build_engine(TorchEngine(slots=16)), publish(old)) as engine:
+            for model, prompts in (
+                (old, [[*begin, 7, 8, 9], [*begin, 5]]),
+                (old, [[*begin, 3, 1]]),
+                (new, [[*begin, 3, 1], [*begin, 3, 1]]),
+                (new, [[6] * 20]),
+            ):
+                if model is new:
+                    await engine.load_weights(publish(new, version=1))
+                seen.clear()
+                requests = [ask(prompt, 2, seed=1, max_tokens=2) for prompt in prompts]
+                groups = await asyncio.gather(*map(engine.generate, requests))
+                for prompt, group in zip(prompts, groups, strict=True):
+                    for c in group:
+                        want = reference_logprobs(model, prompt, c.response_ids, Sampling())
+                        np.testing.assert_allclose(c.logprobs, want, atol=1e-4)
+                counts.append(seen.copy())
+
+    asyncio.run(main())
+    assert counts == [[25, 6, 4], [2, 2], [25, 4, 4], [20, 2]]
+
+
 @pytest.mark.parametrize("family", list(MODELS))
 def test_greedy_decoding_is_transformers_generate(family):
     model = random_model(family, seed=1)

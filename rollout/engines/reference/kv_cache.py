@@ -5,8 +5,10 @@ that the slots in use are the first ones and attention reads them in place. Nota
 padded to P tokens, L cached positions that attention reads.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,6 +20,9 @@ Attend = Callable[[int, Tensor], Tensor]
 [T, heads · head_dim]. The heads of q come first, then those of k, then those of v."""
 
 _LENGTH_STEP = 64
+_FEWEST_SHARED = 16
+"""Fewer tokens with which prompts begin alike are computed for each anew, as that takes less than looking after
+them."""
 
 
 class KVCache:
@@ -100,23 +105,81 @@ class DecodeAttention:
         return torch.bmm(scores.softmax(-1), values).view(self.rows, -1)
 
 
+class PromptPrefix:
+    """The tokens with which the latest prompts begin alike, such as a system prompt, with their keys and values
+    under the present weights."""
+
+    def __init__(self) -> None:
+        self.ids = np.zeros(0, np.int32)
+        self.layers: list[tuple[Tensor, Tensor]] = []
+        """Keys and values [1, kv_heads, n, head_dim] of the n tokens `ids` in each layer; none if they are not
+        computed yet"""
+
+    def shared(self, prompts: Sequence[np.ndarray]) -> int:
+        """Returns how many first tokens all of `prompts`, each int32 [P], have in common with each other and
+        with those before them, and cuts `ids` and `layers` to these. They are fewer than the shortest prompt's,
+        and 0 if they are too few to matter."""
+        whole = [ids[:-1] for ids in prompts]
+        shared = _common([*whole, self.ids])
+        if shared < _FEWEST_SHARED:  # other prompts than before
+            self.layers = []
+            several = _common(whole) if len(whole) > 1 else 0
+            shared = several if several >= _FEWEST_SHARED else 0
+            self.ids = prompts[0][: shared or None]
+        elif shared < len(self.ids):
+            self.ids = self.ids[:shared]
+            self.layers = [(k[:, :, :shared], v[:, :, :shared]) for k, v in self.layers]
+        return shared
+
+    def observe(self, layer: int, qkv: Tensor, cache: KVCache) -> Tensor:
+        """Computes the causal attention of the tokens `ids`, and keeps their keys and values."""
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in cache.split(qkv))
+        self.layers.append((k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.squeeze(0).transpose(0, 1).flatten(1)
+
+
+def _common(beginnings: Sequence[np.ndarray]) -> int:
+    """Returns how many first tokens are the same in all of `beginnings`."""
+    most = min(map(len, beginnings))
+    differ = [np.flatnonzero(a[:most] != b[:most]) for a, b in pairwise(beginnings)]
+    return min([most, *(int(d[0]) for d in differ if len(d))])
+
+
 class PrefillAttention:
-    """Causal attention within N right-padded prompts; prompt `source[j]` is cached in slot `first + j`.
+    """Causal attention within N right-padded prompts; prompt `source[j]` is cached in slot `first + j`. With
+    `prefix` all prompts begin with its tokens, and only the tokens behind them are computed.
 
     Padding needs no mask, since it comes after every real token. What it writes into the cache lies beyond the
     row's length until decoding overwrites it.
     """
 
-    def __init__(self, cache: KVCache, first: int, source: Tensor, prompts: int) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        first: int,
+        source: Tensor,
+        prompts: int,
+        prefix: PromptPrefix | None = None,
+    ) -> None:
         self.cache, self.source, self.prompts = cache, source, prompts
         self.slots = slice(first, first + source.shape[0])
+        self.prefix = prefix
+        self.mask: Tensor | None = None
 
     def __call__(self, layer: int, qkv: Tensor) -> Tensor:
         by_prompt = qkv.view(self.prompts, -1, *qkv.shape[1:]).transpose(1, 2)
         q, k, v = self.cache.split(by_prompt)
         length = q.shape[2]
+        if self.prefix:
+            before = (x.expand(self.prompts, -1, -1, -1) for x in self.prefix.layers[layer])
+            k, v = (torch.cat(pair, 2) for pair in zip(before, (k, v), strict=True))
+            if self.mask is None:
+                ones = torch.ones(length, k.shape[2], dtype=torch.bool, device=k.device)
+                self.mask = ones.tril(k.shape[2] - length)
         k, v = self.cache.put_prompts(layer, k, v, self.slots, self.source)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        causal = self.mask is None
+        out = F.scaled_dot_product_attention(q, k, v, self.mask, is_causal=causal, enable_gqa=True)
         return out.transpose(1, 2).reshape(self.prompts * length, -1)
 
 

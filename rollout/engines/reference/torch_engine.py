@@ -3,6 +3,7 @@
 A step is one forward pass over [last tokens of the R rows | the prompts just admitted], one draw, and one
 transfer to the host, of which rows are done. Rows 0 … R-1 own slots 0 … R-1; when some finish, the last rows
 move into their places. A prompt is computed once, and its keys and values are copied to the slots of its group.
+What all prompts begin with is computed once for each version of the weights.
 The state of the rows is in tensors, so that the work in Python does not grow with the number of rows.
 """
 
@@ -25,7 +26,12 @@ from rollout.engines.reference.async_engine import AsyncEngine, Job, StepVersion
 from rollout.engines.reference.batch_state import BatchState
 from rollout.engines.reference.build_ops import build_ops
 from rollout.engines.reference.inference_model import InferenceModel
-from rollout.engines.reference.kv_cache import KVCache, PrefillAttention, combined_attention
+from rollout.engines.reference.kv_cache import (
+    KVCache,
+    PrefillAttention,
+    PromptPrefix,
+    combined_attention,
+)
 from rollout.engines.reference.kv_cache_fp8 import build_cache
 from rollout.engines.reference.sampling import Knobs, truncates
 
@@ -64,6 +70,7 @@ class TorchStepper:
         """The job of each row, and the index of the row's response in the job's group"""
         self.running: dict[Job, int] = {}
         """Number of rows that each job still has"""
+        self.prefix = PromptPrefix()
         self.batch: BatchState
         self.cache: KVCache
 
@@ -108,6 +115,7 @@ class TorchStepper:
             self.batch = BatchState(prepared.config, self.config.device)
         self.model = prepared
         self.cache.new_version(prepared.kv_scales)
+        self.prefix.layers = []
         self.versions.swapped(self.steps, prepared.manifest)
         if self.config.kv_on_update == "recompute":
             self._recompute(prepared)
@@ -194,13 +202,16 @@ class TorchStepper:
         copies = torch.tensor([job.request.num_samples for job in jobs])
         device = self.config.device
         source = torch.arange(len(jobs)).repeat_interleave(copies).to(device, non_blocking=True)
-        lengths = [len(job.request.prompt_ids) for job in jobs]
+        start = self._shared(model, jobs)
+        lengths = [len(job.request.prompt_ids) - start for job in jobs]
         width, firsts = max(lengths), copies.cumsum(0) - copies + old
-        prompts = self.batch.ids[firsts.to(device, non_blocking=True), :width]
-        prefill = PrefillAttention(self.cache, old, source, len(jobs))
+        prompts = self.batch.ids[firsts.to(device, non_blocking=True), start : start + width]
+        at = torch.arange(start, start + width, device=device).repeat(len(jobs))
+        prefix = self.prefix if start else None
+        prefill = PrefillAttention(self.cache, old, source, len(jobs), prefix)
         hidden = model.forward(
             torch.cat((tokens, prompts.flatten())),
-            torch.cat((positions, torch.arange(width, device=positions.device).repeat(len(jobs)))),
+            torch.cat((positions, at)),
             combined_attention(decode, prefill, old) if decode else prefill,
             routes,
         )
@@ -208,6 +219,18 @@ class TorchStepper:
         last = [old + i * width + length - 1 for i, length in enumerate(lengths)]
         logits = model.logits(hidden[[*range(old), *last]])
         return torch.cat((logits[:old], logits[old:][source]))
+
+    def _shared(self, model: InferenceModel, jobs: list[Job]) -> int:
+        """Returns the number of tokens with which the prompts of `jobs` begin and whose keys and values are in
+        `prefix`. It is 0 where routes are recorded or scales of an FP8 cache measured, over whole prompts."""
+        if model.config.experts or self.config.kv_cache != "auto":
+            return 0
+        shared = self.prefix.shared([job.request.prompt_ids for job in jobs])
+        if shared and not self.prefix.layers:
+            ids = torch.as_tensor(self.prefix.ids, dtype=torch.int64, device=self.config.device)
+            at = torch.arange(shared, device=ids.device)
+            model.forward(ids, at, lambda i, qkv: self.prefix.observe(i, qkv, self.cache))
+        return shared
 
     def _record(
         self,
