@@ -227,7 +227,7 @@ class TorchStepper:
             return 0
         shared = self.prefix.shared([job.request.prompt_ids for job in jobs])
         if shared and not self.prefix.layers:
-            ids = torch.as_tensor(self.prefix.ids, dtype=torch.int64, device=self.config.device)
+            ids = torch.from_numpy(self.prefix.ids.astype(np.int64)).to(self.config.device)
             at = torch.arange(shared, device=ids.device)
             model.forward(ids, at, lambda i, qkv: self.prefix.observe(i, qkv, self.cache))
         return shared
