@@ -25,6 +25,7 @@ from areal_q.tasks import (
     check_reward,
     stops_text,
 )
+from areal_q.tasks.stops import write_stops
 from buffer.logs.step_log import StepLog, iter_steps
 from buffer.logs.token_log import TokenLog
 from buffer.logs.trajectory_log import TrajectoryLog
@@ -272,6 +273,7 @@ def _build(
     logs_tokens = run.buffer.log and run.buffer.tokens and ranks is ALONE
     if resume:
         metrics.rewind(start)
+    write_stops(directory, tokenizer.stops)
     ends = f"a response {stops_text(tokenizer.stops)}"
     logger.info("%s", ends)
     metrics.write("note", start, {}, message=ends)

@@ -3,6 +3,7 @@
 runs/NAME/
     config.toml       the settings in force
     run-id            distinguishes this run from others of the same name, on any machine
+    stops.json        the ids that end a response, and what says so (areal_q/tasks/stops.py)
     problems-digest   a hash of the problems, by which a resumed run notices others
     metrics.jsonl     one record per event (areal_q/observability/metrics_log.py); tensorboard/ holds the same
     logs/             one log per process
@@ -34,11 +35,12 @@ from areal_q.config.tasks import chat_of
 from areal_q.errors import CheckpointError, ConfigError
 from areal_q.system.files import replacing
 
-METRICS_FILE, RUN_ID_FILE = "metrics.jsonl", "run-id"
+METRICS_FILE, RUN_ID_FILE, STOPS_FILE = "metrics.jsonl", "run-id", "stops.json"
 OF_A_START = {
     *(
         "config.toml",
         RUN_ID_FILE,
+        STOPS_FILE,
         "problems-digest",
         METRICS_FILE,
         "tensorboard",

@@ -5,7 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from areal_q.errors import CheckpointError
+import msgspec
+
+from areal_q.errors import CheckpointError, LogError
+from areal_q.system.files import replacing
+from areal_q.system.run_dir import STOPS_FILE
 from areal_q.tasks.base import Stop
 
 _CONFIGS = ("config.json", "generation_config.json")
@@ -42,6 +46,21 @@ def stops_text(stops: Mapping[int, Stop]) -> str:
 def without_end(ids: Sequence[int], stops: Mapping[int, Stop]) -> Sequence[int]:
     """Returns `ids` without the end token, if the last one is one."""
     return ids[:-1] if len(ids) and ids[-1] in stops else ids
+
+
+def write_stops(directory: Path, stops: Mapping[int, Stop]) -> None:
+    """Writes `stops` to the run in `directory`."""
+    with replacing(directory / STOPS_FILE) as scratch:
+        scratch.write_bytes(msgspec.json.encode(stops))
+
+
+def read_stops(directory: Path) -> dict[int, Stop]:
+    """Returns what `write_stops` wrote. Raises LogError if the file cannot be read."""
+    file = directory / STOPS_FILE
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[int, Stop])
+    except (OSError, msgspec.DecodeError) as error:
+        raise LogError(f"{file}: the ids that end a response cannot be read: {error}") from error
 
 
 def _named_in(file: Path) -> list[int]:

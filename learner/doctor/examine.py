@@ -12,6 +12,7 @@ from areal_q.errors import CheckpointError, LogError
 from areal_q.models import DecoderConfig
 from areal_q.observability.reward_signal import FailureLog, reward_name, times
 from areal_q.observability.run_summary import mean
+from areal_q.tasks.stops import read_stops
 from buffer.logs.step_log import iter_steps
 from buffer.logs.trajectory_log import iter_log, logged_steps
 from learner import checkpoint
@@ -57,7 +58,7 @@ def examine(directory: Path, first: int | None, stop: int | None, console: Conso
         raise LogError(f"{directory / 'steps'}: no record of step {first}")
     logged = iter_log(directory / "trajectories", first, stop, validate=False)
     model = _model(directory)
-    facts = look_at(logged, model.eos_ids if model else ())
+    facts = look_at(logged, tuple(read_stops(directory)))
     probe = Probe(VersionSettings.of(run), run.learner.max_lag, first)
     exact, note = None, ""
     if facts.missing or facts.positive:

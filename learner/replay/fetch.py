@@ -21,9 +21,9 @@ import typer
 from areal_q.errors import CheckpointError, ConfigError, LogError
 from areal_q.system.command import run_command
 from areal_q.system.files import by_number
-from areal_q.system.run_dir import METRICS_FILE
+from areal_q.system.run_dir import METRICS_FILE, STOPS_FILE
 
-SMALL = ("config.toml", "run-id", "problems-digest", METRICS_FILE)
+SMALL = ("config.toml", "run-id", STOPS_FILE, "problems-digest", METRICS_FILE)
 LOGS = ("trajectories", "steps", "tokens")
 FETCH_EXIT_CODES = "Exit codes: 0 written; 2 no such run, checkpoint or step, which one line names."
 

@@ -20,6 +20,9 @@ from areal_q.errors import LogError
 from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan
 from areal_q.models import Decoder, DecoderConfig, init_weights
 from areal_q.quant import is_quantized
+from areal_q.system.run_dir import STOPS_FILE
+from areal_q.tasks.base import Stop
+from areal_q.tasks.stops import write_stops
 from areal_q.tasks.tokenizer import CharTokenizer
 from buffer.logs.step_log import StepLog, StepRecord
 from buffer.logs.trajectory_log import TrajectoryLog
@@ -40,6 +43,8 @@ from learner.train_step import machine_name, train_step
 
 GROUPS, SIZE, TOKENS, STEPS = 4, 4, 40, 4
 EOS = CharTokenizer().eos_id
+TURN_END = CharTokenizer().vocab_size - 1
+"""An end of which the model's config.json says nothing, as that of a chat template"""
 RUN = override(
     Run(),
     "learner.groups=4",
@@ -86,6 +91,7 @@ class World:
         history.add(0, builder.build(model, 0).manifest.digest)
         self.directory.mkdir()
         (self.directory / "config.toml").write_text(dump_toml(self.run))
+        write_stops(self.directory, {id: Stop(f"<{id}>", ("test",)) for id in (EOS, TURN_END)})
         self._save(policy, history)
         log = TrajectoryLog(self.directory / "trajectories")
         steps = StepLog(self.directory / "steps")
@@ -189,10 +195,13 @@ def with_logprobs(change: Callable[[np.ndarray], np.ndarray]) -> Plant:
     return plant
 
 
-def with_end_in_the_middle(t: Trajectory, step: int) -> Trajectory:
-    ids = t.response_ids.numpy().copy()
-    ids[30] = EOS
-    return msgspec.structs.replace(t, response_ids=Array.of(ids))
+def with_in_the_middle(id: int) -> Plant:
+    def plant(t: Trajectory, step: int) -> Trajectory:
+        ids = t.response_ids.numpy().copy()
+        ids[30] = id
+        return msgspec.structs.replace(t, response_ids=Array.of(ids))
+
+    return plant
 
 
 def swapped_with_a_cost(t: Trajectory, step: int) -> Trajectory:
@@ -229,7 +238,7 @@ PLANTS = {
     "missing log-probs": {"plant": with_logprobs(lambda v: at(v, 7, np.nan))},
     "positive log-probs": {"plant": with_logprobs(lambda v: at(v, 7, 0.5))},
     "zeros for log-probs": {"plant": with_logprobs(lambda v: at(v, 7, 0.0))},
-    "padding counts": {"plant": with_end_in_the_middle},
+    "padding counts": {"plant": with_in_the_middle(EOS)},
     "sampling settings": {"temperature": 1.3},
     "engine": {"plant": with_logprobs(alternating(0.2))},
     "cached keys of older weights": {"plant": swapped_with_a_cost},
@@ -261,6 +270,15 @@ def test_planted_cause_is_named_with_a_number_and_a_remedy(tmp_path, healthy, ca
     assert cause not in names(healthy)
     finding = next(f for f in planted.findings if f.name == cause)
     assert finding.number > 0 and any(c.isdigit() for c in finding.says) and finding.change
+
+
+@pytest.mark.timeout(60)
+def test_padding_after_an_end_not_in_config_json_is_found(tmp_path):
+    planted = World(tmp_path / "run", plant=with_in_the_middle(TURN_END)).play()
+    assert planted.facts.after_end == STEPS * GROUPS * SIZE * (TOKENS - 31)
+    (tmp_path / "run" / STOPS_FILE).unlink()
+    with pytest.raises(LogError, match=STOPS_FILE):
+        examine(tmp_path / "run", 0, None, Console())
 
 
 def test_nothing_is_found_in_a_healthy_run(healthy):
