@@ -55,6 +55,8 @@ from learner.publishing.weight_publisher import WeightPublisher
 from learner.train_step import machine_name, train_step
 
 logger = logging.getLogger(__name__)
+TELL_EVERY_S = 10.0
+"""Seconds from one record of the first evaluation's progress to the next"""
 
 
 @dataclass
@@ -95,6 +97,8 @@ class Learner:
     """The last step's record, until the digest of the version that the step made is known."""
     trimmed: str = START
     """The position in the stream of groups up to which Redis was asked to delete them."""
+    tell_s: float = 0.0
+    """The time, by time.monotonic(), when the first evaluation's progress is told again."""
     stuck: bool = False
     """True once it was logged that no checkpoint can make room in Redis."""
 
@@ -185,9 +189,14 @@ class Learner:
 
     def look(self) -> None:
         """Notes, before each poll for groups, that the learner is alive, and reads the answers of evaluations,
-        each of which is recorded as soon as it is complete."""
+        each of which is recorded as soon as it is complete. Before the first step it tells how far
+        the first evaluation is."""
         self.progress.beat()
         self.heldout.collect()
+        if self.step == 0 and time.monotonic() >= self.tell_s and self.heldout.progress:
+            self.tell_s = time.monotonic() + TELL_EVERY_S
+            done, asked = self.heldout.progress
+            self.metrics.write("start", 0, {}, doing=f"evaluating: {done} of {asked} problems")
 
     def warn(self, step: int, sentence: str) -> None:
         """Writes a `warning` record, which the views display."""

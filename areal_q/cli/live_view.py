@@ -208,7 +208,7 @@ def awaited(run: Run, history: History) -> str:
     if history.last:
         return ""
     if evaluated < 0:
-        return _evaluating(run)
+        return history.doing or _evaluating(run)
     return _for_agents(run) if isinstance(run.rollout.environment, External) else "first step"
 
 

@@ -40,6 +40,7 @@ class GroupReader:
         self._buffer, self._admission, self._history = buffer, admission, history
         self._cfg, self._pool = cfg, pool
         self._starvation = Starvation()
+        self._met_worker = False
         self.on_starvation: Callable[[int, str], None] = lambda version, sentence: None
         """Called with the version and a sentence when the learner has waited long for groups."""
         self.on_wait: Callable[[int], None] = lambda version: None
@@ -224,9 +225,15 @@ class GroupReader:
         return any(worker.waiting for worker in self._buffer.workers())
 
     def _say_starved(self, version: int, seconds: float) -> None:
+        """Says what the learner waits for, unless workers draw: long responses and evaluations take their
+        time."""
         claims, workers = self._buffer.claims(), self._buffer.workers()
+        self._met_worker |= bool(workers) or self.groups > 0
+        if any(worker.tokens_per_s for worker in workers):
+            return
+        self._starvation.said()
         ready, needed = len(self._pool), self._pool.needed
-        message = sentence(seconds, ready, needed, claims, workers)
+        message = sentence(seconds, ready, needed, claims, workers, self._met_worker)
         logger.warning(message)
         self._buffer.starves(message)
         self.on_starvation(version, message)

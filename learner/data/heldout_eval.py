@@ -65,6 +65,13 @@ class HeldOutEvaluation:
             del self._expected[version]
             self._write(version, self._answers.pop(version))
 
+    @property
+    def progress(self) -> tuple[int, int] | None:
+        """(problems answered, problems asked) of the oldest evaluation in progress; None without one."""
+        for version, asked in self._expected.items():
+            return len(self._answers[version]), asked
+        return None
+
     def _look(self) -> Counter[int] | None:
         """Returns the number of open tickets by version, or None between two searches. It must be called before
         the answers are read: a ticket that is open no longer was answered before, or lost."""

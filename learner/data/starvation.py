@@ -16,18 +16,19 @@ heartbeats and a worker's pause between two attempts, so that no answer is older
 
 
 class Starvation:
-    """Times the messages about a wait: the first after SAY_AFTER_S seconds, then one every SAY_AGAIN_S. Also
-    times the questions to the workers, one every ASK_EVERY_S."""
+    """Times the messages about a wait: the first after SAY_AFTER_S seconds, then one every SAY_AGAIN_S.
+    One that is not given, since workers draw, is due again ASK_EVERY_S later. Also times the questions to the
+    workers, one every ASK_EVERY_S."""
 
     def __init__(self) -> None:
         self.since_s: float | None = None
+        self._said = False
         self._next_s = 0.0
         self._ask_s = 0.0
 
     def over(self) -> bool:
         """Ends the wait, as groups came in. Returns True if there was a message about it."""
-        announced = self.since_s is not None and self._next_s > self.since_s + SAY_AFTER_S
-        self.since_s = None
+        announced, self._said, self.since_s = self._said, False, None
         return announced
 
     def due(self) -> float | None:
@@ -38,8 +39,12 @@ class Starvation:
             self._ask_s = now_s + ASK_EVERY_S
         if now_s < self._next_s:
             return None
-        self._next_s = now_s + SAY_AGAIN_S
+        self._next_s = now_s + ASK_EVERY_S
         return now_s - self.since_s
+
+    def said(self) -> None:
+        """Notes that the message was given."""
+        self._said, self._next_s = True, time.monotonic() + SAY_AGAIN_S
 
     def asks(self) -> bool:
         """Returns True if the workers are to be asked now. Call it while no groups come in."""
@@ -51,9 +56,15 @@ class Starvation:
 
 
 def sentence(
-    seconds: float, ready: int, needed: int, claims: Claims, workers: Sequence[WorkerStatus]
+    seconds: float,
+    ready: int,
+    needed: int,
+    claims: Claims,
+    workers: Sequence[WorkerStatus],
+    met: bool,
 ) -> str:
-    """Returns the message about a wait of `seconds` for which `ready` of the `needed` groups are there.
+    """Returns the message about a wait of `seconds` for which `ready` of the `needed` groups are there. `met`
+    is True if this learner has ever heard of a worker: one that starts is silent until its engine is loaded.
 
     Example: no step for 20 s: 3 of 8 groups are ready; 16 tickets are open, 4 of them claimed (w0: 4);
     w0 waits for version 9, with version 4; workers draw 0 tokens/s
@@ -66,6 +77,10 @@ def sentence(
         + (f" ({held})" if held else ""),
         *(f"{w.worker} waits for {w.waits_for}" for w in workers if w.waits_for),
     ]
-    rate = sum(w.tokens_per_s for w in workers)
-    parts.append(f"workers draw {rate:,.0f} tokens/s" if workers else "no worker is alive")
+    if workers:
+        parts.append("workers draw 0 tokens/s")
+    else:
+        parts.append(
+            "no worker is alive" if met else "no worker has reported yet: is one starting?"
+        )
     return "; ".join(parts)

@@ -190,6 +190,11 @@ OPEN = {"kind": "waiting", "rollout/open_episodes": 3.0, "rollout/episodes": 64.
         ([], [], "starting: Redis, learner and workers, then evaluating 256 problems"),
         ([], [STARTED | {"kind": "start", "doing": "loading the model"}], "loading the model"),
         (["eval.problems=512"], [WARMED], "evaluating 512 problems"),
+        (
+            [],
+            [WARMED, STARTED | {"kind": "start", "doing": "evaluating: 40 of 256 problems"}],
+            "evaluating: 40 of 256 problems",
+        ),
         ([], [WARMED, EVALUATED], "first step"),
         (
             [AGENTS, "rollout.serve=8009", "learner.groups=8", "learner.group_size=8"],

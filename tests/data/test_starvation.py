@@ -23,6 +23,7 @@ from areal_q.config import External, Run, SingleTurn, load
 from areal_q.messages import Group, WorkerStatus
 from areal_q.observability.metrics_log import MetricsLog, read_metrics
 from areal_q.system.run_dir import METRICS_FILE
+from buffer.in_memory import MemoryBuffer
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
 from learner.data import agent_episodes, starvation
 from learner.data import group_reader as group_reader_module
@@ -90,6 +91,29 @@ async def test_a_learner_that_starves_tells_who_holds_its_tickets(
         "node-3-w waits for version 9, with version 4; workers draw 0 tokens/s"
     )
     buffer.close()
+
+
+@pytest.mark.parametrize(
+    ("tokens_per_s", "says"),
+    [(168.0, None), (0.0, "workers draw 0 tokens/s"), (None, "no worker has reported yet")],
+)
+def test_a_wait_is_told_only_if_no_worker_draws(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, tokens_per_s, says
+):
+    """As in the first evaluation of a large model, which takes longer than SAY_AFTER_S."""
+    monkeypatch.setattr(group_reader_module, "POLL_S", 0.01)
+    monkeypatch.setattr(starvation, "SAY_AFTER_S", 0.05)
+    run, store = make_run(), MemoryBuffer("run")
+    buffer, stop, said = store.learner(), threading.Event(), []
+    reader = build_group_reader(run, buffer, new_admission(run, buffer), VersionHistory(3))
+    reader.on_starvation = lambda version, sentence: said.append(sentence) or stop.set()
+    if tokens_per_s is not None:
+        status = replace(beat("w", ""), tokens_per_s=tokens_per_s)
+        asyncio.run(store.worker("w").heartbeat(status))
+    if says is None:
+        threading.Timer(0.3, stop.set).start()
+    assert reader.take(0, stop) is None
+    assert [says in sentence for sentence in said] == ([] if says is None else [True])
 
 
 def test_open_episodes_are_told_when_they_change(monkeypatch: pytest.MonkeyPatch):
