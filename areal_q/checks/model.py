@@ -4,6 +4,7 @@ The learner calls `check_fit` as it starts; `areal-q check` and the launcher cal
 with what the learner does before that.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -86,7 +87,30 @@ def findings(run: Run, found: FoundModel) -> Iterator[CheckResult]:
         yield CheckResult("prompts", "warning", says, "a smaller rollout.sampling.max_tokens")
     else:
         yield CheckResult("prompts", "ok", room)
+    yield from _hidden_updates(run, shape)
     yield from memory_of(run, shape, len(found.prompt))
+
+
+def _hidden_updates(run: Run, shape: DecoderConfig) -> Iterator[CheckResult]:
+    """Yields a warning if the rollouts' rounding to bfloat16 hides a step that a float32 learner sees: Adam
+    moves a weight by about lr, and what is below half a spacing is rounded away. A weight w is taken to be as
+    large as at its initialization, 1 / √width; bfloat16's spacing there is 2^(⌊log2 w⌋ - 7)."""
+    learner, lr = run.learner, run.learner.optimizer.lr
+    half = 2.0 ** (math.floor(math.log2(shape.width**-0.5)) - 8)
+    sees = learner.dtype == "float32" and learner.precision == "full" and not learner.lora
+    if (
+        run.rollout.format == "bf16"
+        and sees
+        and isinstance(run.model, PretrainedModel)
+        and lr < half
+    ):
+        yield CheckResult(
+            "updates",
+            "warning",
+            f"a step of {lr:.0e} is lost in the rollouts' bfloat16, whose rounding is {half:.0e} at a typical "
+            "weight, but not in the float32 learner, so the two drift apart",
+            "learner.precision=qarl, which computes with the rollouts' weights",
+        )
 
 
 def check_fit(run: Run, shape: DecoderConfig, tokenizer: Tokenizer, task: Task) -> Task:
