@@ -11,10 +11,11 @@ from areal_q.checks.machine import check_device
 from areal_q.checks.model import check_fit, check_reference
 from areal_q.config import BroadcastConfig, ModelConfig, Run, SmallModel, dump_toml, workers_hash
 from areal_q.errors import ConfigError
-from areal_q.models import Decoder, init_weights, load_config, load_decoder
+from areal_q.models import Decoder, PackedLayout, init_weights, load_config, load_decoder
 from areal_q.models.shape import shape_of
 from areal_q.observability.metrics_log import MetricsLog
-from areal_q.quant.uaq import apply_uaq
+from areal_q.quant.rescaling import apply_uaq
+from areal_q.quant.smoothing import SmoothingScales
 from areal_q.system import run_dir
 from areal_q.tasks import (
     Task,
@@ -23,6 +24,7 @@ from areal_q.tasks import (
     build_tokenizer,
     check_characters,
     check_reward,
+    problem_at,
     stops_text,
 )
 from areal_q.tasks.stops import write_stops
@@ -94,6 +96,8 @@ def build_policy(
     policy = TorchPolicy(model, run.learner, run.rollout.sampling.temperature)
     policy.calibrate = run.rollout.kv_scales
     policy.sticky = VersionSettings.of(run).new_ranges()
+    if run.rollout.smoothing:
+        policy.smoothing = SmoothingScales(run.rollout.smoothing, model.config.head_dim)
     if resume:
         state = checkpoint.restore(directory / "checkpoints", policy)
         if policy.sticky and not policy.sticky.tensors():
@@ -103,10 +107,26 @@ def build_policy(
                 state.step,
             )
         return policy, state
+    if policy.smoothing:
+        policy.smooth(*_prompts(task, tokenizer, run, policy.smoothing.cfg.tokens))
     if run.learner.reference_kl and run.learner.reference_kl.path:
         policy.reference = build_reference(run.learner.reference_kl.path, model)
         set_precision(policy.reference, precision)
     return policy, None
+
+
+def _prompts(
+    task: Task, tokenizer: Tokenizer, run: Run, tokens: int
+) -> tuple[torch.Tensor, PackedLayout]:
+    """Returns the prompts of the run's first problems, with at least `tokens` tokens in all or of one epoch, as
+    one packed batch."""
+    prompts: list[list[int]] = []
+    while len(prompts) < len(task.train) and sum(map(len, prompts)) < tokens:
+        problem = problem_at(task, len(prompts), run.seed)
+        prompts.append(tokenizer.encode_prompt(problem.asked))
+    device = run.learner.device
+    ids = torch.tensor([token for prompt in prompts for token in prompt], device=device)
+    return ids, PackedLayout.of([len(prompt) for prompt in prompts], device)
 
 
 def build_reference(path: str, policy: Decoder) -> Decoder:
@@ -304,7 +324,13 @@ def _build(
         history=history,
         replay_check=ReplayCheck(start, recorded),
         forks=forks,
-        builder=VersionBuilder(VersionSettings.of(run), policy.sticky, buffer.run_id, shared=True),
+        builder=VersionBuilder(
+            VersionSettings.of(run),
+            policy.sticky,
+            buffer.run_id,
+            smoothing=policy.smoothing,
+            shared=True,
+        ),
         fidelity=FidelityMeter(run.learner, run.rollout.format),
         weight_server=weight_server,
         log=TrajectoryLog(directory / "trajectories", start) if run.buffer.log else None,

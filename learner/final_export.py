@@ -8,7 +8,7 @@ import torch
 from areal_q.errors import BufferGone
 from areal_q.models import save_decoder
 from areal_q.models.hf.adapters import save_adapted
-from areal_q.quant.uaq import fold_back
+from areal_q.quant.rescaling import fold_back
 from areal_q.tasks import build_tokenizer
 from learner.loop import Learner
 from learner.replay.export import declared, source_of

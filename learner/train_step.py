@@ -42,6 +42,7 @@ def train_step(
     mean = sum(rewards) / len(rewards)
     values = updater.update(samples, recorder)
     policy.calibrate_kv_scales(samples)
+    policy.calibrate_smoothing(samples, step)
     return values | {
         **lag_metrics(samples),
         **part_metrics(samples),

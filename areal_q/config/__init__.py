@@ -82,6 +82,7 @@ from areal_q.config.run import (
     Run as Run,
     Sampling as Sampling,
     SmallModel as SmallModel,
+    Smoothing as Smoothing,
     WarmStart as WarmStart,
 )
 from areal_q.config.tasks import (

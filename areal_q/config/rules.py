@@ -11,7 +11,7 @@ from areal_q.config.buffer import LONGEST_CLAIM_S, SHORTEST_CLAIM_S, Prioritized
 from areal_q.config.engines import ScriptedEngine, SglangEngine, VllmEngine, no_adapters
 from areal_q.config.environments import SingleTurn
 from areal_q.config.objectives import Gae
-from areal_q.config.run import Run, SmallModel
+from areal_q.config.run import ROUNDS_ACTIVATIONS, Run, SmallModel
 from areal_q.config.tasks import Chat, Choice, Gsm8k, Math, Python, chat_of
 
 _LAST_PORT = 65535
@@ -210,6 +210,19 @@ def _sticky_scales_are_used(run: Run) -> str | None:
     return None
 
 
+def _smoothing_has_activations_to_smooth(run: Run) -> str | None:
+    rollout, learner = run.rollout, run.learner
+    if rollout.smoothing is None:
+        return None
+    if rollout.format not in ROUNDS_ACTIVATIONS:
+        formats = ", ".join(ROUNDS_ACTIVATIONS)
+        return f"rollout.smoothing: {rollout.format} does not round activations, as {formats} do"
+    if learner.lora or learner.precision != "full":
+        why = "learner.lora" if learner.lora else f"learner.precision = {learner.precision!r}"
+        return f"rollout.smoothing: not with {why}, whose forward pass knows no scales by channel"
+    return None
+
+
 def _precision_goes_with_format(run: Run) -> str | None:
     precision, format = run.learner.precision, run.rollout.format
     if precision == "jet" and format != "fp8":
@@ -321,6 +334,7 @@ RULES: tuple[Callable[[Run], str | None], ...] = (
     _routing_has_experts,
     _heads_divide_width,
     _sticky_scales_are_used,
+    _smoothing_has_activations_to_smooth,
     _precision_goes_with_format,
     _interpolation_needs_no_scores,
     _endpoints_have_ports,

@@ -28,6 +28,9 @@ FormatName = Literal[
     "bf16", "int8", "fp8", "fp8-channel", "int4", "int4-fp8", "nvfp4", "mxfp4", "nf4"
 ]
 
+ROUNDS_ACTIVATIONS: tuple[FormatName, ...] = ("int8", "fp8", "fp8-channel", "int4-fp8")
+"""The formats that round activations as well as weights."""
+
 
 class SmallModel(TaggedSettings, frozen=True, kw_only=True, tag="small"):
     """A Qwen3-architecture decoder made from nothing, with a character tokenizer; a mixture of experts where
@@ -111,6 +114,19 @@ class KvScales(Settings, frozen=True, kw_only=True):
     """Tokens of the batch that are looked at, at least: whole sequences."""
 
 
+class Smoothing(Settings, frozen=True, kw_only=True):
+    """SmoothQuant's scales by channel, which move activations' outliers into the published weights. The model
+    computes the same; the learner's own weights stay as they are."""
+
+    alpha: Fraction = 0.5
+    """Share of the outliers that goes into the weights: s = max|x|^alpha / max|W|^(1 - alpha)."""
+    tokens: Count = 512
+    """Tokens that are looked at, at least: whole prompts of training problems at first, then whole samples of
+    the last batch."""
+    every: WholeNumber = 10
+    """Steps from one measurement to the next; a scale that is good enough stays. 0: only before the first."""
+
+
 class Aqn(Settings, frozen=True, kw_only=True):
     """QeRL's adaptive quantization noise: in the norms of what is published, less from stage to stage."""
 
@@ -143,6 +159,9 @@ class RolloutConfig(Settings, frozen=True, kw_only=True):
     kv_scales: KvScales | None = None
     """Scales of an FP8 KV cache, measured by the learner; None: the engine measures them, for every
     version anew."""
+    smoothing: Smoothing | None = None
+    """Scales by channel for a format that rounds activations; None: outliers are rounded as they come, which
+    costs a pretrained model much and a small one nothing."""
     engine: EngineConfig = TorchEngine()
     """What generates."""
     sampling: Sampling = Sampling()

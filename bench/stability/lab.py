@@ -24,7 +24,7 @@ import numpy as np
 from areal_q.config import Run, Sampling, TorchEngine, override
 from areal_q.messages import Array, Group, Ticket, Trajectory
 from areal_q.models import Decoder
-from areal_q.quant.uaq import apply_uaq
+from areal_q.quant.rescaling import apply_uaq
 from areal_q.tasks import (
     Problem,
     Reward,

@@ -11,18 +11,19 @@ import torch
 
 from areal_q.algorithms.reducers import Mean, Metrics
 from areal_q.config import KvScales, LearnerConfig
-from areal_q.models import Decoder, DecoderConfig
+from areal_q.models import Decoder, DecoderConfig, PackedLayout
 from areal_q.models.logprobs import head_logprobs
 from areal_q.models.low_bit.lora import adapters_off
 from areal_q.models.low_bit.quantized_forward import materialise
+from areal_q.quant.smoothing import SmoothingScales
 from areal_q.quant.sticky_scales import StickyRanges
 from learner.backends.base import LossOf, Scores
+from learner.backends.calibration import first_of, kv_scales, largest_inputs
 from learner.backends.critic import Critic
 from learner.backends.data_parallel import ALONE, Ranks, reshard, summed
-from learner.backends.kv_calibration import kv_scales
 from learner.backends.microbatch_threads import MicrobatchThreads
 from learner.backends.routing_replay import routed, routing_for
-from learner.data.packing import PackedBatch, Sample
+from learner.data.packing import PackedBatch, Sample, pack_samples
 from learner.optim.build import build_optimizer, learning_rate, optimizer_step
 
 _SMALL = 1 << 23
@@ -52,6 +53,8 @@ class TorchPolicy:
     sticky: StickyRanges | None = None
     """The ranges of the version published last, if scales are sticky. The publisher changes them; checkpoints
     read them here."""
+    smoothing: SmoothingScales | None = None
+    """The scales by channel with which the weights are published, if activations are smoothed."""
     ranks: Ranks = ALONE
     """The ranks that learn together; with others, `model` is sharded over them (learner/backends/fsdp.py)."""
     before_write: Callable[[], None] = lambda: None
@@ -94,6 +97,19 @@ class TorchPolicy:
         """Measures the KV cache's scales for the present weights on `samples`, if `calibrate` is set."""
         if self.calibrate:
             self.kv_scales = kv_scales(self.model, samples, self.calibrate, self.cfg.device)
+
+    def calibrate_smoothing(self, samples: Sequence[Sample], step: int) -> None:
+        """Chooses the scales by channel for the present weights, after step `step`, on some of `samples`, if
+        they are due then."""
+        if self.smoothing and self.smoothing.due(step):
+            batch = pack_samples(first_of(samples, self.smoothing.cfg.tokens), self.cfg.device)
+            self.smooth(batch.token_ids, batch.layout)
+
+    def smooth(self, token_ids: torch.Tensor, layout: PackedLayout) -> None:
+        """Chooses the scales by channel for the present weights, on these tokens, int64 [T]."""
+        assert self.smoothing
+        inputs = largest_inputs(self.model, token_ids, layout)
+        self.smoothing.update(self.model.state_dict(), inputs)
 
     def reset_reference(self) -> None:
         """Makes the present policy the reference policy."""

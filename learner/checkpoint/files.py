@@ -2,8 +2,8 @@
 
     checkpoints/step-000050/state.json           everything that is not a tensor
                             tensors.safetensors  model.*, optimizer.*, rng; critic.*, critic_optimizer.*,
-                                                 reference.*, kv_scales.*, sticky.* (areal_q/quant/
-                                                 sticky_scales.py) where there are such
+                                                 reference.*, kv_scales.*, sticky.*, smoothing.*
+                                                 where there are such
                             tensors-00001.safetensors, …   with `checkpoint.sharded`: shares of *optimizer.*,
                                                  of whole tensors, each written by the rank of that number
 

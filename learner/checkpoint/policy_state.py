@@ -19,7 +19,7 @@ from learner.checkpoint.files import (
     write,
 )
 
-KV, STICKY = "kv_scales.", "sticky."
+KV, STICKY, SMOOTHING = "kv_scales.", "sticky.", "smoothing."
 
 
 def save(directory: Path, state: State, policy: TorchPolicy, keep: int) -> Path:
@@ -67,6 +67,8 @@ def tensors_of(policy: TorchPolicy, collected: Tensors | None = None) -> Tensors
     tensors |= {f"{KV}{k}": v for k, v in policy.kv_scales.items()}
     if policy.sticky:
         tensors |= {f"{STICKY}{k}": v for k, v in policy.sticky.tensors().items()}
+    if policy.smoothing:
+        tensors |= {f"{SMOOTHING}{k}": v for k, v in policy.smoothing.tensors().items()}
     return {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
 
 
@@ -114,6 +116,8 @@ def _load(policy: TorchPolicy, tensors: dict[str, torch.Tensor]) -> None:
     policy.kv_scales = _named(tensors, KV, policy.cfg.device)
     if policy.sticky:
         policy.sticky.restore(_named(tensors, STICKY, policy.cfg.device))
+    if policy.smoothing:
+        policy.smoothing.restore(_named(tensors, SMOOTHING, policy.cfg.device))
     torch.set_rng_state(tensors["rng"])
 
 

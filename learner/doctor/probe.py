@@ -20,6 +20,7 @@ from areal_q.models.low_bit.published_state import published_state
 from areal_q.models.low_bit.quantized_forward import QuantLinear, linears, use
 from areal_q.quant import dequantize_state
 from areal_q.quant.aqn import noise_of, with_noise
+from areal_q.quant.smoothing import SmoothingScales
 from areal_q.quant.state_dict import parts_of, rest_in_bf16
 from areal_q.quant.sticky_scales import StickyRanges
 from learner.backends.single_device import TorchPolicy
@@ -34,7 +35,8 @@ _UNKNOWN = -1
 
 class VersionPolicies:
     """The policies of one version: as learnt, with the published noise, with quantized weights, and as the
-    engine runs it. `sticky` are the ranges with which it was published, if scales are sticky."""
+    engine runs it. `sticky` and `smoothing` are the ranges and the scales by channel with which it was
+    published, if it was."""
 
     def __init__(
         self,
@@ -42,14 +44,16 @@ class VersionPolicies:
         settings: VersionSettings,
         number: int,
         sticky: StickyRanges | None = None,
+        smoothing: SmoothingScales | None = None,
     ) -> None:
         format = settings.format
         noise = noise_of(settings.aqn, number, settings.seed)
         self.learnt = copy.deepcopy(model).requires_grad_(False)
         self.noisy = self.learnt
-        if noise:
+        if noise or smoothing:
             self.noisy = copy.deepcopy(self.learnt)
-            self.noisy.load_state_dict(with_noise(model.state_dict(), noise, settings.uaq_scale))
+            state = with_noise(model.state_dict(), noise, settings.uaq_scale)
+            self.noisy.load_state_dict(smoothing.smoothed(state) if smoothing else state)
         if adapted(self.noisy):  # a model with adapters runs on the published tensors already
             if noise and settings.rounds_rest:
                 round_frozen(self.noisy)
@@ -85,7 +89,9 @@ class Probe:
         keep = self.max_lag + 1
         self.versions = {v: self.versions[v] for v in self.versions if v > step - keep}
         if step > self.first - keep:
-            self.versions[step] = VersionPolicies(policy.model, self.settings, step, policy.sticky)
+            self.versions[step] = VersionPolicies(
+                policy.model, self.settings, step, policy.sticky, policy.smoothing
+            )
         if step >= self.first:
             cfg = policy.cfg
             samples = samples_of(groups, cfg.advantage, history, step, mask=cfg.mask)

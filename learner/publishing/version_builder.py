@@ -14,6 +14,7 @@ from areal_q.models.low_bit.lora import LORA_SCALE
 from areal_q.models.low_bit.published_state import published_state
 from areal_q.quant.aqn import noise_of, with_noise
 from areal_q.quant.code_changes import codes_moved
+from areal_q.quant.smoothing import SmoothingScales
 from areal_q.quant.state_dict import rest_in_bf16
 from areal_q.quant.sticky_scales import StickyRanges
 from areal_q.weights import version as weights
@@ -73,11 +74,13 @@ class VersionBuilder:
         sticky: StickyRanges | None = None,
         run_id: str = "",
         *,
+        smoothing: SmoothingScales | None = None,
         shared: bool = False,
     ) -> None:
-        """`sticky` has the ranges of the version before, from a checkpoint; None begins without any. Each
-        version's manifest names `run_id`. With `shared`, workers of this host can read the payloads."""
-        self._settings, self._run_id = settings, run_id
+        """`sticky` has the ranges of the version before, from a checkpoint; None begins without any.
+        `smoothing` has the scales by channel of each version at the time when it is built. Each version's
+        manifest names `run_id`. With `shared`, workers of this host can read the payloads."""
+        self._settings, self._run_id, self._smoothing = settings, run_id, smoothing
         self._pool = PayloadPool(shared=shared)
         self._epoch = uuid.uuid4().hex
         self._ranges = sticky or settings.new_ranges()
@@ -97,8 +100,10 @@ class VersionBuilder:
         began = time.perf_counter()
         settings, format, lora = self._settings, self._settings.format, self._settings.lora
         noise = noise_of(settings.aqn, version, settings.seed)
-        published = published_state(model, format, self._ranges)
-        published = with_noise(published, noise, settings.uaq_scale)
+        state = with_noise(model.state_dict(), noise, settings.uaq_scale)
+        if self._smoothing:
+            state = self._smoothing.smoothed(state)
+        published = published_state(model, format, self._ranges, state)
         if settings.rounds_rest:
             published = rest_in_bf16(published, format)
         built = weights.pack_version(

@@ -48,7 +48,7 @@ def export(
     import torch
 
     from areal_q.models import Decoder, DecoderConfig, save_decoder
-    from areal_q.quant.uaq import fold_back
+    from areal_q.quant.rescaling import fold_back
     from areal_q.tasks import build_tokenizer
     from learner import checkpoint
     from learner.replay.replay_steps import recorded_settings

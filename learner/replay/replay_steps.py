@@ -18,6 +18,7 @@ from areal_q.config import Run, as_before, load, override
 from areal_q.errors import CheckpointError, ConfigError, LogError
 from areal_q.messages import Group
 from areal_q.models import Decoder, DecoderConfig
+from areal_q.quant.smoothing import SmoothingScales
 from areal_q.system.run_dir import differences
 from areal_q.weights.version import WeightVersion
 from buffer.logs.step_log import StepRecord, iter_steps
@@ -120,7 +121,9 @@ class Replay:
         """Yields one replayed step after the other, beginning at the checkpoint, which may be before
         `first`."""
         history = VersionHistory(self.recorded.learner.versions_kept, self.state.digests)
-        builder = VersionBuilder(VersionSettings.of(self.run), self.policy.sticky)
+        builder = VersionBuilder(
+            VersionSettings.of(self.run), self.policy.sticky, smoothing=self.policy.smoothing
+        )
         logged = iter_log(self.directory / "trajectories", self.state.step, self.stop)
         for record in self.records:
             groups = _groups_of(record, next(logged, None), self.directory)
@@ -171,6 +174,10 @@ class Replay:
         policy = TorchPolicy(model, start.learner, self.recorded.rollout.sampling.temperature)
         policy.calibrate = self.recorded.rollout.kv_scales
         policy.sticky = VersionSettings.of(self.recorded).new_ranges()
+        if self.recorded.rollout.smoothing:
+            policy.smoothing = SmoothingScales(
+                self.recorded.rollout.smoothing, model.config.head_dim
+            )
         checkpoint.load(self.checkpoint, self.state, policy)
         return policy
 

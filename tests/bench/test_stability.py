@@ -13,7 +13,7 @@ from areal_q.config import Run, override, settings_hash
 from areal_q.messages import Group
 from areal_q.models import Decoder
 from areal_q.quant import FORMATS, quantize_state
-from areal_q.quant.uaq import apply_uaq, fold_back
+from areal_q.quant.rescaling import apply_uaq, fold_back
 from areal_q.tasks import build_task, build_tokenizer
 from bench import uaq
 from bench.stability import report

@@ -30,8 +30,8 @@ from areal_q.models.packed_layout import PackedLayout
 from areal_q.quant import FORMATS, quantize_state
 from areal_q.quant.aqn import with_noise
 from areal_q.quant.linear.quantized_linear import int8_matmul
+from areal_q.quant.rescaling import apply_uaq
 from areal_q.quant.sticky_scales import StickyRanges
-from areal_q.quant.uaq import apply_uaq
 from areal_q.weights.version import WeightVersion
 from bench.gpu.sections import SECTIONS
 from rollout.engines import build_engine

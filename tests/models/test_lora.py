@@ -15,7 +15,7 @@ from areal_q.models.hf.adapters import save_adapted
 from areal_q.models.low_bit.lora import adapted, adapters_off
 from areal_q.models.low_bit.published_state import published_state
 from areal_q.quant import dequantize_state, quantize_state
-from areal_q.quant.uaq import apply_uaq
+from areal_q.quant.rescaling import apply_uaq
 from areal_q.tasks import build_tokenizer
 from areal_q.weights import delta
 from learner import checkpoint

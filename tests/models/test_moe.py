@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from areal_q.errors import CheckpointError
 from areal_q.models import Decoder, DecoderConfig, PackedLayout, Routing, load_decoder, save_decoder
 from areal_q.models.layers.moe import UNRECORDED, SparseMlp, gates_of
-from areal_q.quant.uaq import apply_uaq, fold_back
+from areal_q.quant.rescaling import apply_uaq, fold_back
 
 LENGTHS = [5, 17, 1, 40]
 SHAPE: dict[str, Any] = {

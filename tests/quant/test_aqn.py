@@ -12,7 +12,7 @@ from areal_q.config import Aqn, dump_toml, override, parse
 from areal_q.errors import ConfigError
 from areal_q.models.low_bit.published_state import published_state
 from areal_q.quant.aqn import noise_of, sigma_of, with_noise
-from areal_q.quant.uaq import apply_uaq
+from areal_q.quant.rescaling import apply_uaq
 from learner.policy_update import update_policy
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
 

@@ -22,7 +22,7 @@ from areal_q.models.decoder import Attention
 from areal_q.quant.kv_scales import dequantize, kv_scales_of, name_of, quantize, scale_for
 from areal_q.weights.version import WeightVersion
 from learner import checkpoint
-from learner.backends.kv_calibration import kv_scales
+from learner.backends.calibration import kv_scales
 from learner.policy_update import update_policy
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
 from rollout.engines import build_engine

@@ -18,7 +18,7 @@ from areal_q.config import Chat, PretrainedModel, dump_toml
 from areal_q.errors import CheckpointError, LogError
 from areal_q.models import load_decoder, save_decoder
 from areal_q.models.packed_layout import PackedLayout
-from areal_q.quant.uaq import apply_uaq, fold_back
+from areal_q.quant.rescaling import apply_uaq, fold_back
 from areal_q.tasks import build_tokenizer, load_tokenizer
 from learner import checkpoint
 from learner.backends.single_device import TorchPolicy

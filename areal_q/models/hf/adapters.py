@@ -17,7 +17,7 @@ from areal_q.config import Lora
 from areal_q.models.decoder import Decoder
 from areal_q.models.hf.checkpoint import save_decoder
 from areal_q.models.low_bit.lora import adapted, adapters_off, merged_state
-from areal_q.quant.uaq import fold_back
+from areal_q.quant.rescaling import fold_back
 from areal_q.system.files import save_tensors
 from areal_q.tasks.base import Tokenizer
 

@@ -12,12 +12,15 @@ from areal_q.quant.state_dict import RangePolicy, quantize_state
 
 
 def published_state(
-    model: nn.Module, format: str, policy: RangePolicy | None = None
+    model: nn.Module,
+    format: str,
+    policy: RangePolicy | None = None,
+    state: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """Returns the tensors to publish for `model`, in the order of its state dict. They are those of its forward
     pass if that is quantized; the base and the adapters in bfloat16 if it has adapters; else those that
-    `quantize_state` returns."""
-    state: Mapping[str, Tensor] = model.state_dict()
+    `quantize_state` returns. `state` is the model's state dict with what is to be published differently."""
+    state = model.state_dict() if state is None else state
     if adapted(model):
         return {
             name.replace("/", "."): _travelling(name, tensor.detach())

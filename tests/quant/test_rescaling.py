@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from areal_q.quant import FORMATS
-from areal_q.quant.uaq import apply_uaq, fold_back
+from areal_q.quant.rescaling import apply_uaq, fold_back
 
 SHAPE = {
     "vocab_size": 31,

@@ -1,14 +1,16 @@
-"""The calibration of an FP8 KV cache by the learner, from some of the samples that it has just learnt from."""
+"""What the learner measures in forward passes of its own: the scales of an FP8 KV cache, and the inputs of
+linear layers."""
 
 from collections.abc import Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from areal_q.config.run import KvScales
-from areal_q.models import Decoder
+from areal_q.models import Decoder, PackedLayout
 from areal_q.models.decoder import Attention
+from areal_q.models.layers.linear import Linear
 from areal_q.quant.kv_scales import NAMES, name_of, scale_for
 from learner.data.packing import Sample, pack_samples
 
@@ -33,7 +35,7 @@ def kv_scales(
     for index, layer in enumerate(layers):
         layer.observe = partial(observe, index)
     try:
-        batch = pack_samples(_slice(samples, cfg.tokens), device)
+        batch = pack_samples(first_of(samples, cfg.tokens), device)
         model(batch.token_ids, batch.layout)
     finally:
         for layer in layers:
@@ -41,7 +43,32 @@ def kv_scales(
     return found
 
 
-def _slice(samples: Sequence[Sample], tokens: int) -> Sequence[Sample]:
+@torch.no_grad()
+def largest_inputs(model: Decoder, token_ids: Tensor, layout: PackedLayout) -> dict[str, Tensor]:
+    """Returns the largest magnitude of each input channel of every linear layer within the decoder's layers,
+    float32 [in], by the name of its weight, on `token_ids` int64 [T]. The pass is in float32."""
+    found: dict[str, Tensor] = {}
+
+    def observe(name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        found[name] = (
+            args[0].abs().amax(0) if len(args[0]) else args[0].new_zeros(args[0].shape[-1])
+        )
+
+    hooks = [
+        module.register_forward_pre_hook(partial(observe, f"{name}.weight"))
+        for name, module in model.named_modules()
+        if isinstance(module, Linear) and module is not model.lm_head
+    ]
+    try:
+        model.model(token_ids, layout)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def first_of(samples: Sequence[Sample], tokens: int) -> Sequence[Sample]:
+    """Returns the first samples with at least `tokens` tokens in all, or all samples if they have fewer."""
     total = 0
     for count, sample in enumerate(samples, 1):
         total += sample.num_tokens

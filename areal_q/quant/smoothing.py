@@ -1,0 +1,94 @@
+"""Smoothing: activations' outliers move into the weights of what is published (SmoothQuant, arXiv 2211.10438).
+
+A format that rounds activations gives the numbers of a token one scale, or those of a group of channels. A few
+channels of a pretrained model are hundreds of times larger than the others, which then round to little or
+nothing. With one scale s for each channel j between a writer and its readers (rescaling.py),
+
+    x_j ← x_j / s_j,    W_:j ← W_:j · s_j,    s_j = max|x_j|^α / max|W_:j|^(1-α)    divided by the median of s
+
+the function stays the same, and the difficulty is shared between activations and weights. Every s is rounded
+to a power of two: multiplying by one is exact, so that in float32 and in bfloat16 the published weights
+compute bit for bit what the learner's do, and a norm that was bfloat16 is so still. s stays where it is until
+the wanted one is more than a factor of 2 away, so that deltas from version to version stay small.
+
+The learner's own weights stay as they are: its optimizer, checkpoints and exports know nothing of s. What is
+published depends on the s in use, and they are part of a checkpoint, like sticky scales.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from areal_q.config import Smoothing
+from areal_q.quant.rescaling import Pair, by_channel, pairs_of, rescale
+from areal_q.quant.state_dict import is_quantized
+
+_MOST = 10.0
+"""Largest |log2 s|: a channel that is nearly always 0 must not scale its weights without bound."""
+_DRIFT = 1.0
+"""Distance of log2 s from the wanted one within which it stays: more than the half that rounding leaves."""
+
+
+def wanted_log2(inputs: Tensor, weights: Tensor, alpha: float) -> Tensor:
+    """Returns log2 s, not rounded, of the channels whose largest magnitudes are `inputs` and, in the columns
+    that read them, `weights`, float32 [channels] both. A channel that is 0 throughout has s = 1."""
+    log2 = alpha * inputs.log2() - (1 - alpha) * weights.log2()
+    log2 = torch.where(log2.isfinite(), log2, torch.nan)
+    return (log2 - log2.nanmedian()).nan_to_num(0.0).clamp(-_MOST, _MOST)
+
+
+class SmoothingScales:
+    """The scales in use, one for each channel of each writer."""
+
+    def __init__(self, cfg: Smoothing, head_dim: int) -> None:
+        self.cfg, self._head_dim = cfg, head_dim
+        self._scales: dict[str, Tensor] = {}
+
+    def due(self, step: int) -> bool:
+        """Returns True if the scales are to be measured after step `step`."""
+        return bool(self.cfg.every) and (step + 1) % self.cfg.every == 0
+
+    @torch.no_grad()
+    def update(self, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> None:
+        """Chooses scales for the weights `state`, whose linears have inputs of the largest magnitudes `inputs`,
+        float32 [in] by the name of the weight. Scales that are good enough stay as they are."""
+        for pair in pairs_of(state):
+            channels = state[f"{pair.writer}.weight"].shape[0]
+            wanted = wanted_log2(*self._largest(pair, channels, state, inputs), self.cfg.alpha)
+            used = self._scales.get(pair.writer)
+            new = wanted.round().exp2()
+            if used is not None:
+                new = torch.where((wanted - used.log2()).abs() <= _DRIFT, used, new)
+            self._scales[pair.writer] = new
+
+    @torch.no_grad()
+    def smoothed(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns `state` with the scales folded into copies of what they change; without any, as it is."""
+        out = dict(state)
+        for pair in pairs_of(state) if self._scales else ():
+            names = (f"{pair.writer}.weight", f"{pair.writer}.bias", *pair.readers)
+            out |= {n: out[n].detach().clone() for n in names if n in out and out[n] is state[n]}
+            rescale(out, pair, 1 / self._scales[pair.writer], self._head_dim)
+        return out
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns the scales in use, float32 [channels], by the writer's name."""
+        return dict(self._scales)
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Goes on with scales that `tensors` gave."""
+        self._scales = dict(tensors)
+
+    def _largest(
+        self, pair: Pair, channels: int, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the largest magnitudes of the channels of `pair`, and of the quantized weights' columns that
+        read them."""
+        seen = torch.stack([inputs[name] for name in pair.readers]).amax(0)
+        columns = [state[n].abs().amax(0).float() for n in pair.readers if is_quantized(n)]
+        both = seen, torch.stack(columns).amax(0)
+        return (
+            by_channel(both[0], channels, self._head_dim),
+            by_channel(both[1], channels, self._head_dim),
+        )

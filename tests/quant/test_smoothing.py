@@ -1,0 +1,227 @@
+"""Smoothing preserves the function bit for bit, changes nothing of the learner's, and makes INT8 nearer."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.fixture_types import MakeRun, MakeSamples
+from helpers.policies import save_at
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+
+from areal_q.config import Run, Smoothing
+from areal_q.errors import ConfigError
+from areal_q.models import Decoder, PackedLayout, load_decoder, save_decoder
+from areal_q.models.low_bit.quantized_forward import QuantLinear, use
+from areal_q.quant.rescaling import apply_uaq, pairs_of
+from areal_q.quant.smoothing import SmoothingScales, wanted_log2
+from learner import checkpoint
+from learner.backends.calibration import largest_inputs
+from learner.backends.single_device import TorchPolicy
+from learner.policy_update import update_policy
+from learner.publishing.version_builder import VersionBuilder, VersionSettings
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 31,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+FAMILIES = {
+    "qwen2": Qwen2Config(**SHAPE),
+    "qwen3": Qwen3Config(**SHAPE),
+    "llama": LlamaConfig(**SHAPE),
+    "qwen3_moe": Qwen3MoeConfig(**SHAPE, **EXPERTS),
+    "one dense layer": Qwen3MoeConfig(**SHAPE, **EXPERTS, mlp_only_layers=[0]),
+}
+LENGTHS = [9, 30, 17]
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def outlying(family: str, directory: Path) -> Decoder:
+    """Returns a decoder with biases and norms that are not trivial, and channels that are up to 100 times
+    larger than others before every linear layer."""
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(FAMILIES[family], dtype=torch.float32)
+    theirs.save_pretrained(directory)
+    model = load_decoder(directory)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(1.0 if p.dim() == 1 else 0.0, 0.3)
+        state = model.state_dict()
+        for pair in pairs_of(state):
+            state[f"{pair.writer}.weight"][3] *= 100.0
+    return model
+
+
+def tokens(seed: int = 1) -> Tensor:
+    return torch.randint(0, 31, (sum(LENGTHS),), generator=torch.Generator().manual_seed(seed))
+
+
+def logits(model: Decoder) -> Tensor:
+    with torch.no_grad():
+        return model.logits(model.model(tokens(), PackedLayout.of(LENGTHS)))
+
+
+def measured(model: Decoder, head_dim: int = 8) -> SmoothingScales:
+    scales = SmoothingScales(Smoothing(), head_dim)
+    inputs = largest_inputs(model, tokens(2), PackedLayout.of(LENGTHS))
+    scales.update(model.state_dict(), inputs)
+    return scales
+
+
+def smoothed(model: Decoder, scales: SmoothingScales) -> Decoder:
+    new = copy.deepcopy(model)
+    new.load_state_dict(scales.smoothed(model.state_dict()))
+    return new
+
+
+@every_family
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_smoothed_model_computes_the_same(family: str, dtype: torch.dtype, tmp_path: Path):
+    model = outlying(family, tmp_path).to(dtype)
+    scales = measured(model)
+    new = smoothed(model, scales)
+    assert sum(int((s != 1).sum()) for s in scales.tensors().values()) > 20
+    assert not torch.equal(
+        new.state_dict()["model.layers.1.self_attn.o_proj.weight"],
+        model.state_dict()["model.layers.1.self_attn.o_proj.weight"],
+    )
+    wanted = logits(model)
+    assert float((logits(new) - wanted).abs().max()) <= 1e-9 * float(wanted.abs().max())
+
+
+@every_family
+def test_transformers_computes_the_same_as_well(family: str, tmp_path: Path):
+    model = outlying(family, tmp_path / "shape")
+    both = {"plain": model, "smoothed": smoothed(model, measured(model))}
+    found = []
+    for name, decoder in both.items():
+        save_decoder(decoder, tmp_path / name)
+        theirs = AutoModelForCausalLM.from_pretrained(
+            tmp_path / name, dtype=torch.float64, experts_implementation="eager"
+        )
+        with torch.no_grad():
+            found.append(theirs(tokens()[None]).logits)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-9)
+
+
+def test_scales_are_those_of_the_formula():
+    inputs = torch.tensor([1.0, 4.0, 256.0, 0.0, 4.0])
+    weights = torch.tensor([1.0, 1.0, 1.0, 1.0, 16.0])
+    # s = √x / √w: 1, 2, 16, none, ½; the lower median of the four is 1.
+    assert wanted_log2(inputs, weights, 0.5).tolist() == [0.0, 1.0, 4.0, 0.0, -1.0]
+    # s = x: 1, 4, 256, none, 4, with median 4.
+    assert wanted_log2(inputs, weights, 1.0).tolist() == [-2.0, 0.0, 6.0, 0.0, 0.0]
+
+
+def test_heads_that_share_a_value_head_share_its_scales(tmp_path: Path):
+    model = outlying("llama", tmp_path)
+    scales = measured(model)
+    wide = scales.tensors()["model.layers.0.self_attn.v_proj"]
+    assert wide.shape == (16,)
+    name = "model.layers.0.self_attn.o_proj.weight"
+    ratio = (scales.smoothed(model.state_dict())[name] / model.state_dict()[name])[0]
+    value_0, value_1 = wide.split(8)
+    assert torch.equal(ratio, torch.cat([value_0, value_0, value_1, value_1]))
+
+
+def test_scales_stay_until_they_are_off_by_more_than_two():
+    state = {
+        "model.layers.0.post_attention_layernorm.weight": torch.ones(2),
+        "model.layers.0.mlp.up_proj.weight": torch.ones(3, 2),
+        "model.layers.0.mlp.down_proj.weight": torch.ones(2, 3),
+    }
+    scales = SmoothingScales(Smoothing(alpha=1.0), 1)
+    used = []
+    for outlier in (16.0, 30.0, 9.0, 33.0, 17.0, 16.0):
+        inputs = {
+            "model.layers.0.mlp.up_proj.weight": torch.ones(2),
+            "model.layers.0.mlp.down_proj.weight": torch.tensor([1.0, 1.0, outlier]),
+        }
+        scales.update(state, inputs)
+        used.append(scales.tensors()["model.layers.0.mlp.up_proj"].tolist()[2])
+    assert used == [16.0, 16.0, 16.0, 32.0, 32.0, 32.0]
+
+
+@every_family
+def test_int8_is_nearer_to_a_smoothed_model(family: str, tmp_path: Path):
+    model = outlying(family, tmp_path)
+    errors = []
+    for decoder in (model, smoothed(model, measured(model))):
+        quantized = copy.deepcopy(decoder)
+        use(QuantLinear, quantized, "int8")
+        errors.append(float((logits(quantized) - logits(model)).norm()))
+    assert errors[1] < errors[0]
+
+
+SMOOTH = ("rollout.format=int8", "learner.precision=full", "rollout.smoothing.every=1")
+
+
+def policy_of(run: Run, directory: Path) -> TorchPolicy:
+    policy = TorchPolicy(outlying("qwen3", directory), run.learner, 1.0)
+    assert run.rollout.smoothing
+    policy.smoothing = SmoothingScales(run.rollout.smoothing, 8)
+    return policy
+
+
+def test_smoothing_leaves_the_learner_and_resumes(
+    make_run: MakeRun, make_samples: MakeSamples, tmp_path: Path
+):
+    run = make_run(*SMOOTH)
+    policy = policy_of(run, tmp_path / "hf")
+    plain = TorchPolicy(copy.deepcopy(policy.model), run.learner, 1.0)
+    builder = VersionBuilder(VersionSettings.of(run), smoothing=policy.smoothing)
+    samples = make_samples(12)
+    for step in range(2):
+        update_policy(policy, samples)
+        update_policy(plain, samples)
+        policy.calibrate_smoothing(samples, step)
+    made = builder.build(policy.model, 1)
+    for name, tensor in plain.model.state_dict().items():
+        assert torch.equal(policy.model.state_dict()[name], tensor), name
+    without = VersionBuilder(VersionSettings.of(run)).build(policy.model, 1)
+    assert made.manifest.digest != without.manifest.digest
+    save_at(2, tmp_path / "checkpoints", policy)
+    resumed = policy_of(run, tmp_path / "hf")
+    checkpoint.restore(tmp_path / "checkpoints", resumed)
+    again = VersionBuilder(VersionSettings.of(run), smoothing=resumed.smoothing)
+    assert again.build(resumed.model, 1).manifest.digest == made.manifest.digest
+
+
+def test_smoothing_composes_with_uaq_and_noise(make_run: MakeRun, tmp_path: Path):
+    model = outlying("llama", tmp_path)
+    settings = [*SMOOTH[1:], "rollout.format=int8", "rollout.aqn={}", "steps=20"]
+    run = make_run(*settings, "learner.uaq=2")
+    apply_uaq(model, 2.0)
+    scales = measured(model)
+    made, plain = (
+        VersionBuilder(VersionSettings.of(run), smoothing=s).build(model, 7) for s in (scales, None)
+    )
+    name = "model.layers.0.input_layernorm"
+    assert not torch.equal(plain.tensors[f"{name}.weight"], model.state_dict()[f"{name}.weight"])
+    assert torch.equal(
+        made.tensors[f"{name}.weight"] * scales.tensors()[name], plain.tensors[f"{name}.weight"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (("rollout.format=int4", "learner.precision=full"), "int4 does not round activations"),
+        (("rollout.format=int8", "learner.precision=qarl"), "learner.precision = 'qarl'"),
+        (("rollout.format=int8", "learner.lora={}", "learner.precision=full"), "learner.lora"),
+    ],
+)
+def test_smoothing_is_refused_where_nothing_reads_it(
+    settings: tuple[str, ...], reason: str, make_run: MakeRun
+):
+    with pytest.raises(ConfigError, match=f"rollout.smoothing.*{reason}"):
+        make_run(*settings, "rollout.smoothing={}")
