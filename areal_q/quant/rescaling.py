@@ -101,8 +101,7 @@ def rescale(state: Mapping[str, Tensor], pair: Pair, s: Tensor | float, head_dim
     heads."""
     for name in (f"{pair.writer}.weight", f"{pair.writer}.bias"):
         if (tensor := state.get(name)) is not None:
-            by_row = isinstance(s, Tensor) and tensor.dim() == 2
-            tensor.mul_(s[:, None] if by_row else s)
+            tensor.mul_(s[:, None] if isinstance(s, Tensor) and tensor.dim() == 2 else s)
     for name in pair.readers:
         weight = state[name]
         weight.div_(by_column(s, weight.shape[-1], head_dim) if isinstance(s, Tensor) else s)

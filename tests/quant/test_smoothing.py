@@ -15,11 +15,13 @@ from areal_q.config import Run, Smoothing
 from areal_q.errors import ConfigError
 from areal_q.models import Decoder, PackedLayout, load_decoder, save_decoder
 from areal_q.models.low_bit.quantized_forward import QuantLinear, use
+from areal_q.quant import dequantize_state
 from areal_q.quant.rescaling import apply_uaq, pairs_of
 from areal_q.quant.smoothing import SmoothingScales, wanted_log2
 from learner import checkpoint
 from learner.backends.calibration import largest_inputs
 from learner.backends.single_device import TorchPolicy
+from learner.doctor.probe import VersionPolicies
 from learner.policy_update import update_policy
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
 
@@ -210,6 +212,16 @@ def test_smoothing_composes_with_uaq_and_noise(make_run: MakeRun, tmp_path: Path
     assert torch.equal(
         made.tensors[f"{name}.weight"] * scales.tensors()[name], plain.tensors[f"{name}.weight"]
     )
+
+
+def test_the_doctor_knows_the_smoothed_weights(make_run: MakeRun, tmp_path: Path):
+    run, model = make_run(*SMOOTH), outlying("qwen2", tmp_path)
+    settings, scales = VersionSettings.of(run), measured(model)
+    made = VersionBuilder(settings, smoothing=scales).build(model, 0)
+    policies = VersionPolicies(model, settings, 0, smoothing=scales)
+    published = dequantize_state(made.tensors, "int8")
+    for name, tensor in policies.dequantized.state_dict().items():
+        assert torch.equal(tensor, published[name].float()), name
 
 
 @pytest.mark.parametrize(
