@@ -108,14 +108,14 @@ def build_policy(
             )
         return policy, state
     if policy.smoothing:
-        policy.smooth(*_prompts(task, tokenizer, run, policy.smoothing.cfg.tokens))
+        policy.smooth(*first_prompts(task, tokenizer, run, policy.smoothing.cfg.tokens))
     if run.learner.reference_kl and run.learner.reference_kl.path:
         policy.reference = build_reference(run.learner.reference_kl.path, model)
         set_precision(policy.reference, precision)
     return policy, None
 
 
-def _prompts(
+def first_prompts(
     task: Task, tokenizer: Tokenizer, run: Run, tokens: int
 ) -> tuple[torch.Tensor, PackedLayout]:
     """Returns the prompts of the run's first problems, with at least `tokens` tokens in all or of one epoch, as

@@ -15,7 +15,7 @@ power of two.
 Smoothing (smoothing.py) chooses s by channel for all of them. UAQ, update-aware quantization (QuRL §4.3), is
 one number s for the norms alone, applied once before training:
 
-    norm weight ← norm weight · s,    W ← W / s
+    norm weight ← norm weight · s,    W ← W · (1/s)
 
 W is s times smaller, hence its absolute quantization error too, while its gradient is s times larger: relative
 to the error an update grows by s² under SGD and by s under Adam and Muon, whose steps do not depend on the
@@ -24,7 +24,7 @@ learning rates (docs/stability.md, with measurements).
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -94,17 +94,18 @@ def _pairs_in(layer: str, inside: list[str]) -> list[Pair]:
     ]
 
 
-@torch.no_grad()
-def rescale(state: Mapping[str, Tensor], pair: Pair, s: Tensor | float, head_dim: int = 1) -> None:
-    """Multiplies the writer of `pair` by s and divides its readers by it, in place. s is a number, or has one
-    for each of the writer's channels; `head_dim` is the width of a head, for readers that share value
-    heads."""
+def factors(
+    state: Mapping[str, Tensor], pair: Pair, s: Tensor | float, head_dim: int = 1
+) -> Iterator[tuple[str, Tensor | float]]:
+    """Yields the names of the parameters that `pair` rescales, each with what to multiply it by: the writer by
+    s, its readers by 1/s. s is a number, or has one for each of the writer's channels; `head_dim` is the width
+    of a head, for readers that share value heads."""
     for name in (f"{pair.writer}.weight", f"{pair.writer}.bias"):
         if (tensor := state.get(name)) is not None:
-            tensor.mul_(s[:, None] if isinstance(s, Tensor) and tensor.dim() == 2 else s)
+            yield name, s[:, None] if isinstance(s, Tensor) and tensor.dim() == 2 else s
     for name in pair.readers:
-        weight = state[name]
-        weight.div_(by_column(s, weight.shape[-1], head_dim) if isinstance(s, Tensor) else s)
+        columns = state[name].shape[-1]
+        yield name, 1 / (by_column(s, columns, head_dim) if isinstance(s, Tensor) else s)
 
 
 def by_column(s: Tensor, columns: int, head_dim: int) -> Tensor:
@@ -131,9 +132,10 @@ def apply_uaq(model: nn.Module | Mapping[str, Tensor], s: float) -> None:
     if not s > 0:
         raise ValueError(f"UAQ's scale must be positive, not {s}")
     state = model.state_dict() if isinstance(model, nn.Module) else model
-    for pair in pairs_of(state):
-        if pair.norm:
-            rescale(state, pair, s)
+    with torch.no_grad():
+        for pair in pairs_of(state):
+            for name, factor in factors(state, pair, s) if pair.norm else ():
+                state[name].mul_(factor)
 
 
 def fold_back(model: nn.Module | Mapping[str, Tensor], s: float) -> None:
