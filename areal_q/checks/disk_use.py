@@ -13,7 +13,8 @@ from areal_q.system.run_dir import path_of
 
 _TOKEN_BYTES = 24
 """Most bytes of a response's token in trajectories/, tokens/ and redis/ together: its id and log-probs"""
-_FORMAT_BYTES = {"bf16": 2.0, "int8": 1.0, "fp8": 1.0, "fp8-channel": 1.0}
+_EIGHT_BITS = ("int8", "int8-weight", "fp8", "fp8-channel", "fp8-weight")
+_FORMAT_BYTES = {"bf16": 2.0, **dict.fromkeys(_EIGHT_BITS, 1.0)}
 """Bytes of a weight that LoRA leaves frozen; 0.6 in all other formats"""
 
 

@@ -104,7 +104,18 @@ EngineConfig = TorchEngine | VllmEngine | SglangEngine | ScriptedEngine
 
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of adapters that vLLM has room for; a smaller one is filled up with zeros."""
-VLLM_BASES = ("bf16", "int8", "int4", "fp8-channel", "fp8", "nvfp4", "mxfp4", "int4-fp8")
+VLLM_BASES = (
+    "bf16",
+    "int8",
+    "int8-weight",
+    "int4",
+    "fp8-channel",
+    "fp8-weight",
+    "fp8",
+    "nvfp4",
+    "mxfp4",
+    "int4-fp8",
+)
 """Formats to which vLLM adds adapters."""
 
 

@@ -25,7 +25,17 @@ from areal_q.config.struct_types import (
 from areal_q.config.tasks import Arithmetic, RewardConfig, TaskConfig
 
 FormatName = Literal[
-    "bf16", "int8", "fp8", "fp8-channel", "int4", "int4-fp8", "nvfp4", "mxfp4", "nf4"
+    "bf16",
+    "int8",
+    "int8-weight",
+    "fp8",
+    "fp8-channel",
+    "fp8-weight",
+    "int4",
+    "int4-fp8",
+    "nvfp4",
+    "mxfp4",
+    "nf4",
 ]
 
 ROUNDS_ACTIVATIONS: tuple[FormatName, ...] = ("int8", "fp8", "fp8-channel", "int4-fp8")

@@ -145,3 +145,9 @@ def scales_for(ranges: Tensor, largest: float) -> Tensor:
     # As a tensor: dividing by a Python number may be done as a product with its reciprocal.
     divisor = torch.full((), largest, device=ranges.device)
     return (ranges / divisor).clamp_(min=SMALLEST_SCALE)
+
+
+def bf16_scaled(ranges: Ranges, largest: float) -> Ranges:
+    """Returns `ranges` moved to the nearest whose scales bfloat16 holds, as engines of 16 bits do."""
+    scale = scales_for(ranges.blocks, largest).to(torch.bfloat16)
+    return Ranges(scale.to(torch.float32) * largest, ranges.whole)

@@ -96,6 +96,23 @@ def test_rows_that_end_in_a_word_pack_as_compressed_tensors_does(width):
     assert torch.equal(real, FORMATS["int4"].dequantize(parts))
 
 
+@pytest.mark.parametrize("width", [1, 3, 4, 9, 384])
+def test_int8_weight_is_what_compressed_tensors_packs(weight, width):
+    weight = weight[:, :width]
+    parts = FORMATS["int8-weight"].quantize(weight, "w")
+    scale = parts["weight_scale"].float()
+    args = arguments(num_bits=8, strategy="channel", group_size=None)
+    codes = quantize(weight, scale, None, args, dtype=torch.int8)
+    assert same(parts["weight_packed"], pack_to_int32(codes, 8))
+    assert parts["weight_shape"].tolist() == [256, width]
+    assert torch.equal(
+        FORMATS["int8-weight"].dequantize(parts), dequantize(codes, scale, args=args)
+    )
+    exact = weight.abs().amax(1, keepdim=True) / 127
+    alive = exact[:, 0] > 0
+    assert torch.equal(parts["weight_scale"][alive], exact.bfloat16()[alive])
+
+
 def test_nvfp4_is_what_compressed_tensors_packs(weight):
     args = arguments(
         type="float", strategy="tensor_group", group_size=16, scale_dtype=torch.float8_e4m3fn
@@ -158,15 +175,15 @@ def test_fp8_and_int8_are_what_compressed_tensors_stores(weight):
     assert same(parts["weight"], codes)
     for name, kind, dtype in (
         ("fp8-channel", "float", torch.float8_e4m3fn),
+        ("fp8-weight", "float", torch.float8_e4m3fn),
         ("int8", "int", torch.int8),
     ):
         channel = arguments(num_bits=8, type=kind, strategy="channel", group_size=None)
         parts = FORMATS[name].quantize(weight, "w")
-        codes = quantize(weight, parts["weight_scale"], None, channel, dtype=dtype)
+        scale = parts["weight_scale"].float()
+        codes = quantize(weight, scale, None, channel, dtype=dtype)
         assert same(parts["weight"], codes)
-        assert torch.equal(
-            FORMATS[name].dequantize(parts), dequantize(codes, parts["weight_scale"], args=channel)
-        )
+        assert torch.equal(FORMATS[name].dequantize(parts), dequantize(codes, scale, args=channel))
 
 
 def test_every_e2m1_code_is_torchaos():
@@ -177,7 +194,9 @@ def test_every_e2m1_code_is_torchaos():
     assert unpack(torch.tensor([[0x21]], dtype=torch.uint8)).tolist() == [[1, 2]]
 
 
-@pytest.mark.parametrize("format", ["int4", "fp8", "nvfp4", "mxfp4", "nf4"])
+@pytest.mark.parametrize(
+    "format", ["int4", "int8-weight", "fp8-weight", "fp8", "nvfp4", "mxfp4", "nf4"]
+)
 def test_transformers_loads_what_areal_q_quantize_writes(tmp_path, format):
     config = DecoderConfig(
         family="qwen2", vocab_size=97, width=256, layers=2, heads=4, kv_heads=2, head_dim=64, mlp=512,

@@ -44,6 +44,7 @@ QUANTIZATION_CONFIGS: dict[str, _Table | None] = {
         _numbers("int", 8, "channel", dynamic=False),
         _numbers("int", 8, "token", dynamic=True),
     ),
+    "int8-weight": _compressed("pack-quantized", _numbers("int", 8, "channel", dynamic=False)),
     "int4": _compressed(
         "pack-quantized", _numbers("int", 4, "group", dynamic=False, group_size=128)
     ),
@@ -71,6 +72,7 @@ QUANTIZATION_CONFIGS: dict[str, _Table | None] = {
         _numbers("float", 8, "channel", dynamic=False),
         _numbers("float", 8, "token", dynamic=True),
     ),
+    "fp8-weight": _compressed("float-quantized", _numbers("float", 8, "channel", dynamic=False)),
     "fp8": {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",

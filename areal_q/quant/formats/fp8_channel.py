@@ -10,6 +10,9 @@ strategy `channel` and dynamic per-token activations.
 Range. ±max|w| of each channel. Error bound. As in `fp8.py`, with the
 channel's scale. An outlier costs its channel precision only where codes become subnormal, 2¹⁵ times
 below it.
+
+fp8-weight: the same without a rounding of activations (W8A16), the layout without `input_activations`. The
+scale is rounded to bfloat16, as which it is published and in which engines keep it, before codes are chosen.
 """
 
 from collections.abc import Sequence
@@ -18,10 +21,19 @@ import torch
 from torch import Tensor
 
 from areal_q.quant.activations import E4M3_MAX, to_e4m3
-from areal_q.quant.format import Parts, Ranges, as_float32, checked_float32, row_ranges, scales_for
+from areal_q.quant.format import (
+    Parts,
+    Ranges,
+    as_float32,
+    bf16_scaled,
+    checked_float32,
+    checked_ranges,
+    row_ranges,
+    scales_for,
+)
 from areal_q.quant.formats.fp8_block import e4m3_error
 from areal_q.quant.kernels import dispatch
-from areal_q.quant.linear.quantized_linear import Fp8RowLinear
+from areal_q.quant.linear.quantized_linear import FloatLinear, Fp8RowLinear, Stacked
 
 
 class Fp8Channel:
@@ -53,8 +65,27 @@ class Fp8Channel:
     def error_bound(self, parts: Parts) -> Tensor:
         return e4m3_error(parts["weight"], parts["weight_scale"])
 
-    def linear(self, parts: Sequence[Parts]) -> Fp8RowLinear:
+    def linear(self, parts: Sequence[Parts]) -> Stacked:
         return Fp8RowLinear(
             torch.cat([p["weight"] for p in parts]).to(torch.float32),
             torch.cat([p["weight_scale"] for p in parts]),
         )
+
+
+class Fp8Weight(Fp8Channel):
+    name = "fp8-weight"
+
+    def bits_per_weight(self, out_features: int, in_features: int) -> float:
+        return 8.0 + 16.0 / in_features
+
+    def quantize(self, weight: Tensor, name: str, ranges: Ranges | None = None) -> Parts:
+        w = as_float32(weight, name)
+        ranges = ranges or checked_ranges(self.ranges, w, name)
+        parts = super().quantize(w, name, bf16_scaled(ranges, E4M3_MAX))
+        return {**parts, "weight_scale": parts["weight_scale"].to(torch.bfloat16)}
+
+    def error_bound(self, parts: Parts) -> Tensor:
+        return e4m3_error(parts["weight"], parts["weight_scale"].to(torch.float32))
+
+    def linear(self, parts: Sequence[Parts]) -> FloatLinear:
+        return FloatLinear(torch.cat([self.dequantize(p) for p in parts]))

@@ -14,6 +14,11 @@ holds there too. Re-quantizing what `dequantize` returns gives the same codes: t
 a row above the floor is ±127 by construction, and the scale moves by no more than one unit in the
 last place. Against torchao's int8 dynamic-activation layout: the same symmetric per-row scheme,
 but 127 rather than 127.5 levels on each side, and float32 scales whatever the model's dtype.
+
+int8-weight: the same codes with activations as they are (W8A16). Layout of compressed-tensors'
+`pack-quantized`: `weight_packed`, int32 [out, ⌈in/4⌉], code + 128 in eight bits, the first in the lowest;
+`weight_scale`, bfloat16 [out, 1]; `weight_shape`, int64 [2]. The scale is rounded to bfloat16, in which
+engines keep it, before codes are chosen; what it is too small for is clamped, by a quarter of a code at most.
 """
 
 from collections.abc import Sequence
@@ -23,9 +28,18 @@ from torch import Tensor
 
 from areal_q.errors import QuantizationError
 from areal_q.quant.activations import INT8_MAX
-from areal_q.quant.format import Parts, Ranges, as_float32, checked_float32, row_ranges, scales_for
+from areal_q.quant.format import (
+    Parts,
+    Ranges,
+    as_float32,
+    bf16_scaled,
+    checked_float32,
+    checked_ranges,
+    row_ranges,
+    scales_for,
+)
 from areal_q.quant.kernels import dispatch
-from areal_q.quant.linear.quantized_linear import Int8Linear
+from areal_q.quant.linear.quantized_linear import FloatLinear, Int8Linear
 
 MOST_INPUTS = (2**31 - 1) // INT8_MAX**2
 """The largest in_features whose products every engine may add up in an int32: 133,144."""
@@ -67,3 +81,44 @@ class Int8:
         return Int8Linear(
             torch.cat([p["weight"] for p in parts]), torch.cat([p["weight_scale"] for p in parts])
         )
+
+
+class Int8Weight:
+    name = "int8-weight"
+    suffixes = ("weight_packed", "weight_scale", "weight_shape")
+    code_bits = 8
+    shared_scale = False
+
+    def bits_per_weight(self, out_features: int, in_features: int) -> float:
+        return (32 * -(-in_features // 4) + 16 + 128 / out_features) / in_features
+
+    def ranges(self, weight: Tensor) -> Ranges:
+        return row_ranges(weight)
+
+    def quantize(self, weight: Tensor, name: str, ranges: Ranges | None = None) -> Parts:
+        w = as_float32(weight, name)
+        ranges = bf16_scaled(ranges or checked_ranges(self.ranges, w, name), INT8_MAX)
+        parts = _INT8.quantize(w, name, ranges)
+        padded = torch.nn.functional.pad(parts["weight"], (0, -w.shape[1] % 4), value=-128)
+        return {
+            "weight_packed": (padded.view(torch.uint8) ^ 128).view(torch.int32),
+            "weight_scale": parts["weight_scale"].to(torch.bfloat16),
+            "weight_shape": torch.tensor(w.shape),  # only the host reads it
+        }
+
+    def codes(self, parts: Parts) -> Tensor:
+        """int8 [out, in]."""
+        stored = parts["weight_packed"].contiguous().view(torch.uint8)
+        return (stored[:, : int(parts["weight_shape"][1])] ^ 128).view(torch.int8)
+
+    def dequantize(self, parts: Parts) -> Tensor:
+        return self.codes(parts).to(torch.float32).mul_(parts["weight_scale"])
+
+    def error_bound(self, parts: Parts) -> Tensor:
+        return _INT8.error_bound({"weight_scale": parts["weight_scale"].to(torch.float32)})
+
+    def linear(self, parts: Sequence[Parts]) -> FloatLinear:
+        return FloatLinear(torch.cat([self.dequantize(p) for p in parts]))
+
+
+_INT8 = Int8()

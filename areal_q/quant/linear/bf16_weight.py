@@ -4,7 +4,7 @@
 |---|---|---|---|
 | bf16 | weights | nothing | yes |
 | fp8 | codes | 128 × 128 weights | yes |
-| fp8-channel | codes | an output | yes |
+| fp8-channel, fp8-weight, int8-weight | codes | an output | yes |
 | int4 | codes | 128 channels of an output | yes |
 | int4-fp8 | codes times group scales in E4M3 | an output | yes |
 | nvfp4 | codes times block scales in E4M3 | an output | yes |
@@ -25,9 +25,10 @@ from areal_q.quant.activations import GROUP
 from areal_q.quant.format import Format, Parts, blocked, unblocked
 from areal_q.quant.formats import e2m1, int4
 from areal_q.quant.formats.fp8_block import Fp8
-from areal_q.quant.formats.fp8_channel import Fp8Channel
+from areal_q.quant.formats.fp8_channel import Fp8Channel, Fp8Weight
 from areal_q.quant.formats.int4 import Int4
 from areal_q.quant.formats.int4_fp8 import Int4Fp8
+from areal_q.quant.formats.int8 import Int8Weight
 from areal_q.quant.formats.nibble_packing import unpack_words
 from areal_q.quant.formats.nvfp4 import Nvfp4
 
@@ -58,9 +59,15 @@ def _of(format: Format, parts: Parts) -> Bf16Weight:
             numbers = parts["weight"].to(torch.bfloat16)
             scale = parts["weight_scale_inv"].repeat_interleave(GROUP, 0)[: len(numbers)]
             return Bf16Weight(numbers, scale.t(), "e4m3 groups")
+        case Fp8Weight():  # a kind of Fp8Channel whose activations are not rounded
+            numbers, scale = parts["weight"].to(torch.bfloat16), parts["weight_scale"]
+            return Bf16Weight(numbers, scale.to(torch.float32).view(1, -1))
         case Fp8Channel():
             numbers = parts["weight"].to(torch.bfloat16)
             return Bf16Weight(numbers, parts["weight_scale"].view(1, -1), "e4m3 rows")
+        case Int8Weight():
+            numbers, scale = format.codes(parts).to(torch.bfloat16), parts["weight_scale"]
+            return Bf16Weight(numbers, scale.to(torch.float32).view(1, -1))
         case Int4Fp8():
             group, row = format.factors(parts["weight_scale"])
             codes = blocked(_int4_codes(parts), int4.GROUP) * group.unsqueeze(-1)

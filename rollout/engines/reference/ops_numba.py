@@ -17,6 +17,7 @@ from areal_q.quant.formats.int8 import Int8
 from areal_q.quant.kernels.cpu_tile import has_bf16
 from areal_q.quant.linear.bf16_weight import bf16_weight
 from areal_q.quant.linear.cpu_linear import Bf16Table, bf16_linear, cpu_linear
+from areal_q.quant.linear.eight_bit_linear import eight_bit_linear
 from areal_q.quant.linear.four_bit_linear import four_bit_linear
 from areal_q.quant.linear.quantized_linear import Linear
 from rollout.engines.reference import numba_kernels
@@ -57,7 +58,7 @@ class FusedOps:
             return found
         if self.parts and not isinstance(format, Int8):
             return bf16_linear(bf16_weight(format, parts), self.parts)
-        return cpu_linear(format.linear(parts))
+        return eight_bit_linear(format, parts, cpu_linear(format.linear(parts)))
 
     def tables(self, embedding: Tensor, head: Tensor | None) -> tuple[Table, Table]:
         last = embedding if head is None else head

@@ -39,7 +39,9 @@ from rollout.engines.sglang_backend.server_process import SglangProcess, server_
 
 SGLANG_CPU_FORMATS = frozenset({"bf16"})
 """Formats that SGLang computes on any CPU; its quantized products need AMX or a GPU."""
-SGLANG_GPU_FORMATS = SGLANG_CPU_FORMATS | {"fp8", "fp8-channel", "int8"}
+SGLANG_GPU_FORMATS = SGLANG_CPU_FORMATS | {
+    "fp8", "fp8-channel", "fp8-weight", "int8", "int8-weight"
+}  # fmt: skip
 MEMORY = Path("/dev/shm")
 ABORTS_S = 1.0
 """Seconds that `close` waits at most for the server to receive the cancellations of requests"""

@@ -50,7 +50,8 @@ KERNELS: dict[tuple[str, str], Kernel] = {
     ("fp8-channel", "bfloat16"): Kernel("torch._scaled_mm", 1.5, f"{_BFLOAT16}; {_FLIPS}"),
 }
 """Kernels by format and dtype. Other formats are refused on every CPU: vLLM computes FP8 blocks only with AMX,
-and then without the format's rounding of activations; NVFP4, MXFP4 and INT4-FP8 need a GPU; vLLM has no NF4."""
+and then without the format's rounding of activations; NVFP4, MXFP4, INT4-FP8 and weights of eight
+bits alone need a GPU; vLLM has no NF4."""
 
 _NEEDS = {"int8": "avx512vnni", "int4": "avx512f"}
 """Instructions without which vLLM's products saturate (INT8), or do not exist (INT4)"""
