@@ -203,8 +203,11 @@ def quantize(
     dtypes = {"bfloat16": torch.bfloat16, "float32": torch.float32}
     if dtype not in dtypes:
         raise ConfigError(f"--dtype {dtype}: none of {', '.join(dtypes)}")
+    problem = vllm_refuses(load_config(source), format)
+    if problem and format != "fp8":  # whose blocks transformers takes at any width
+        raise ConfigError(f"--format {format}: {problem}")
     before, after = write(source, target, format, dtypes[dtype])
-    if problem := vllm_refuses(load_config(source), format):
+    if problem:
         typer.echo(f"warning: {problem}", err=True)
     typer.echo(f"{target}: {format}, {after:,} bytes of weights; in {dtype} {before:,}")
 

@@ -5,9 +5,11 @@ import json
 import msgspec
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from areal_q.cli.app import app
 from areal_q.cli.quantize import quantize
-from areal_q.errors import CheckpointError
+from areal_q.errors import CheckpointError, ConfigError
 from areal_q.models import Decoder, DecoderConfig, init_weights, save_decoder
 from areal_q.models.config import Experts
 from areal_q.models.hf.quantized import LEFT_OUT, QUANTIZATION_CONFIGS
@@ -46,3 +48,14 @@ def test_checkpoint_names_every_linear_left_unquantized(tmp_path, format):
     left = {name for name in linears if not is_quantized(f"{name}.weight")}
     assert left == {"lm_head", "model.layers.0.mlp.gate", "model.layers.2.mlp.gate"}
     assert set(table[LEFT_OUT[table["quant_method"]]]) == left
+
+
+@pytest.mark.parametrize("format", ["int4", "int4-fp8"])
+def test_groups_that_nothing_loads_are_refused_unwritten(tmp_path, format):
+    save_decoder(Decoder(CONFIG), tmp_path / "source")
+    ends = [str(tmp_path / "source"), str(tmp_path / "made")]
+    result = CliRunner().invoke(app, ["quantize", *ends, "--format", format])
+    assert isinstance(result.exception, ConfigError)
+    assert f"--format {format}: vLLM takes" in str(result.exception)
+    assert "hidden_size is 32" in str(result.exception)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]

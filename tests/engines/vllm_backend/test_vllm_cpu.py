@@ -109,6 +109,14 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
+@pytest.mark.parametrize("format", ["int8-weight", "fp8-weight", "fp8", "nvfp4", "nf4"])
+def test_formats_without_a_product_are_refused_by_name(monkeypatch, format):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    engine = VllmEngine()
+    problem = VllmBackend(engine).capabilities.lacks(RolloutConfig(format=format, engine=engine))
+    assert problem is not None and f"rollout.format: {format} is not among bf16" in problem
+
+
 async def test_widths_that_vllm_cannot_hold_start_nothing(make_run: MakeRun, starts: list[str]):
     engine = StreamingEngine(VllmBackend(VllmEngine()))
     with pytest.raises(ConfigError, match=r"rollout\.format = 'int4': vLLM takes int4 only where"):
