@@ -473,8 +473,9 @@ def write_run(make_group, make_ticket) -> Callable[..., Path]:
 
 def step_values(rng: np.random.Generator, step: int) -> dict[str, float]:
     names = (
-        "reward/mean", "train/loss", "train/grad_norm", "mismatch/kl", "mismatch/ess", "mismatch/weight_max",
-        "policy/entropy", "policy/clip_fraction_up", "lag/mean", "learner/tokens_per_s", "other/thing",
+        "reward/mean", "train/loss", "train/grad_norm", "mismatch/kl", "mismatch/kl_k3", "mismatch/ess",
+        "mismatch/weight_max", "policy/entropy", "policy/clip_fraction_up", "lag/mean",
+        "learner/tokens_per_s", "other/thing",
     )  # fmt: skip
     values = {name: float(rng.random() + 0.01) for name in names}
     return values | {

@@ -100,7 +100,7 @@ def _rows(history: History) -> list[tuple[str, str]]:
         ("reward", f"{n('reward/mean', '.3f')} ± {n('reward/std', '.3f')}"),
         ("held-out", accuracy),
         ("staleness", f"{n('lag/mean', '.2f')} mean, {n('lag/max', '.0f')} max"),
-        ("mismatch KL", n("mismatch/kl", ".2e")),
+        ("mismatch KL", f"{n('mismatch/kl_k3', '.2e')} (k3)"),
         ("clipped", clipped),
         ("entropy", f"{n('policy/entropy', '.3f')} nats"),
         ("rollout", f"{n('rollout/tokens_per_s', ',.0f')} tok/s, idle {n('rollout/idle_share', '.0%')}"),

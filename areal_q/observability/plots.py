@@ -38,7 +38,7 @@ def _figure(records: list[Record], name: str) -> Any:
     _panel(reward, "reward", "mean of a step")
     _panel(accuracy, "held-out accuracy")
     _panel(lag, "staleness", "versions")
-    _panel(mismatch, "mismatch KL", "10⁻³ nats per token")
+    _panel(mismatch, "mismatch KL (k3)", "10⁻³ nats per token")
     _panel(clip, "clipped", "% of tokens")
     _panel(rate, "throughput", "1000 tokens/s")
 
@@ -46,7 +46,7 @@ def _figure(records: list[Record], name: str) -> Any:
     _line(accuracy, evals, "eval/accuracy", GREEN, marker="o")
     _line(lag, steps, "lag/max", ORANGE, "max")
     _line(lag, steps, "lag/mean", BLUE, "mean")
-    _line(mismatch, steps, "mismatch/kl", RED, scale=1e3)
+    _line(mismatch, steps, "mismatch/kl_k3", RED, scale=1e3)
     _line(clip, steps, "policy/clip_fraction_up", ORANGE, "above", scale=100)
     _line(clip, steps, "policy/clip_fraction_down", BLUE, "below", scale=100)
     _line(rate, steps, "rollout/tokens_per_s", GREEN, "rollout", scale=1e-3)

@@ -130,7 +130,7 @@ def plain_line(record: Record, history: History) -> str:
         f"{head}step {record['step']}/{history.total_steps}"
         f"  reward {number(record, 'reward/mean', '.3f')}"
         f"  lag {number(record, 'lag/mean', '.2f')}/{number(record, 'lag/max', '.0f')}"
-        f"  KL {number(record, 'mismatch/kl', '.1e')}"
+        f"  KL (k3) {number(record, 'mismatch/kl_k3', '.1e')}"
         f"  rollout {number(record, 'rollout/tokens_per_s', ',.0f')} tok/s"
         f"  learner {number(record, 'learner/tokens_per_s', ',.0f')} tok/s{eta}"
     )

@@ -130,7 +130,7 @@ def _step_rows(steps: list[Record]) -> Iterable[tuple[str, str]]:
     lag_max = max((r["lag/max"] for r in steps if r.get("lag/max") is not None), default=None)
     most = number({"max": lag_max}, "max", ".0f")
     yield "staleness", f"{n('lag/mean', '.2f')} versions on average, {most} at most"
-    yield "mismatch KL", f"{n('mismatch/kl', '.2e')} nats per token"
+    yield "mismatch KL", f"{n('mismatch/kl_k3', '.2e')} nats per token (k3)"
     if mean(steps, "routing/disagreement") is not None:
         yield "other experts", f"{n('routing/disagreement', '.2%')} of the routes, without replay"
     up, down = n("policy/clip_fraction_up", ".2%"), n("policy/clip_fraction_down", ".2%")

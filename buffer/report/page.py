@@ -95,7 +95,7 @@ def index_chunk(steps: Sequence[StepIndex], total: int) -> bytes:
 
 
 def interesting(run: Reported, steps: Sequence[int]) -> list[int]:
-    """Returns all of `steps`, the most interesting first: the first and the last; those where mismatch KL,
+    """Returns all of `steps`, the most interesting first: the first and the last; those where mismatch KL (k3),
     gradient norm and clipping were largest and the reward lowest; then the others by bisection.
 
     The metrics of step s of the log are in the record of step s + 1.
@@ -104,7 +104,7 @@ def interesting(run: Reported, steps: Sequence[int]) -> list[int]:
     known = [s for s in steps if s in records]
     first = [steps[0], steps[-1]] if steps else []
     for key, sign in (
-        ("mismatch/kl", 1), ("train/grad_norm", 1), ("policy/clip_fraction_up", 1), ("reward/mean", -1),
+        ("mismatch/kl_k3", 1), ("train/grad_norm", 1), ("policy/clip_fraction_up", 1), ("reward/mean", -1),
     ):  # fmt: skip
         having = [s for s in known if records[s].get(key) is not None]
         if having:

@@ -37,7 +37,7 @@ TABLE = [
     ("reward", "reward/mean", "max"),
     ("loss", "train/loss", ""),
     ("gradient norm", "train/grad_norm", ""),
-    ("mismatch KL", "mismatch/kl", ""),
+    ("mismatch KL (k3)", "mismatch/kl_k3", ""),
     ("effective sample size of w", "mismatch/ess", "max"),
     ("largest w", "mismatch/weight_max", ""),
     ("clipped above", "policy/clip_fraction_up", ""),

@@ -79,7 +79,7 @@ def _figures(x: Examined, console: Console) -> None:
 
 def _ratios(x: Examined) -> Table:
     table = Table(box=None, padding=(0, 1), header_style="dim")
-    for title in ("lag", "tokens", "KL", "rms", "p1 of w", "p99 of w", "largest w"):
+    for title in ("lag", "tokens", "KL (k3)", "rms", "p1 of w", "p99 of w", "largest w"):
         table.add_column(title, justify="right", no_wrap=True)
     for lag, some in by_lag(x.tokens):
         log_w = some.log_w
@@ -87,7 +87,7 @@ def _ratios(x: Examined) -> Table:
         table.add_row(
             str(lag),
             f"{len(some):,}",
-            f"{-log_w.mean():.4f}",
+            f"{k3(log_w):.4f}",
             f"{rms(log_w):.3f}",
             f"{low:.3f}",
             f"{high:.3f}",
@@ -107,7 +107,7 @@ def _terms(x: Examined) -> Table:
         title_justify="left",
     )
     table.add_column("cause", no_wrap=True)
-    for title in ("rms", "KL", "share"):
+    for title in ("rms", "k1", "share"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("", style="dim")
     parts = split_by_term(x.tokens)
@@ -118,6 +118,11 @@ def _terms(x: Examined) -> Table:
         total = x.tokens.where(x.tokens.known).log_w
         table.add_row("log w", f"{rms(total):.4f}", f"{-total.mean():+.5f}", "100.0%", "")
     return table
+
+
+def k3(log_w: np.ndarray) -> float:
+    """Returns the KL of log-ratios, float64 [N], in nats per token: mean(w − 1 − log w)."""
+    return float((np.expm1(log_w) - log_w).mean())
 
 
 def bars(counts: np.ndarray) -> str:
@@ -135,7 +140,7 @@ def write_json(x: Examined, path: Path) -> None:
         {
             "lag": lag,
             "tokens": len(some),
-            "kl": float(-some.log_w.mean()),
+            "kl_k3": k3(some.log_w),
             "rms": rms(some.log_w),
             "weight_max": float(np.exp(some.log_w.max())),
             "histogram": histogram(some, edge).tolist(),

@@ -14,8 +14,8 @@ METRIC_COLUMNS = {
     "train/loss": "loss",
     "train/grad_norm": "gradient norm",
     "policy/entropy": "entropy",
-    "policy/kl": "policy KL",
-    "mismatch/kl": "mismatch KL",
+    "policy/kl_k3": "policy KL (k3)",
+    "mismatch/kl_k3": "mismatch KL (k3)",
     "policy/clip_fraction_up": "clipped up",
 }
 MAX_ROWS = 20

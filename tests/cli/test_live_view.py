@@ -49,7 +49,7 @@ def step_values(draw, skill):
         "reward/std": 0.41,
         "lag/mean": 1.0 + draw.gauss(0, 0.1),
         "lag/max": 2.0,
-        "mismatch/kl": 4e-4 * math.exp(draw.gauss(0, 0.2)),
+        "mismatch/kl_k3": 4e-4 * math.exp(draw.gauss(0, 0.2)),
         "policy/clip_fraction_up": 0.012 + 0.002 * draw.random(),
         "policy/clip_fraction_down": 0.008 + 0.002 * draw.random(),
         "policy/entropy": 0.31,
@@ -324,9 +324,18 @@ def test_plain_view_of_a_resumed_run_shows_only_what_is_new(run, directory, cons
 
 def test_plain_line_of_a_step_without_some_values_shows_dashes():
     line = plain_line(
-        {"kind": "step", "step": 3, "elapsed_s": 1.0, "mismatch/kl": None}, History(9)
+        {"kind": "step", "step": 3, "elapsed_s": 1.0, "mismatch/kl_k3": None}, History(9)
     )
-    assert "step 3/9" in line and "KL –" in line
+    assert "step 3/9" in line and "KL (k3) –" in line
+
+
+def test_the_kl_that_is_shown_cannot_cancel_by_chance():
+    """k1 is the mean of terms of either sign: here it is 0 though no token agrees."""
+    log_w = [0.5, -0.5]
+    k3 = sum(math.exp(x) - 1 - x for x in log_w) / 2
+    record = {"kind": "step", "step": 3, "elapsed_s": 1.0, "mismatch/kl": 0.0, "mismatch/kl_k3": k3}
+    assert "KL (k3) 1.3e-01" in plain_line(record, History(9))
+    assert dict(summarize([record]).rows)["mismatch KL"] == "1.28e-01 nats per token (k3)"
 
 
 def test_live_view_draws_records_and_starts_over_after_a_rewind(run, directory):
@@ -478,8 +487,8 @@ def test_sizes_have_a_unit(nbytes, text):
 
 def test_a_summary_shows_dashes_for_what_no_step_reported(directory):
     with MetricsLog(directory, tensorboard=False) as log:
-        log.write("step", 1, {"reward/mean": 0.5, "mismatch/kl": float("nan")})
+        log.write("step", 1, {"reward/mean": 0.5, "mismatch/kl_k3": float("nan")})
     rows = dict(summarize(read_metrics(directory / "metrics.jsonl")).rows)
     assert rows["staleness"] == "– versions on average, – at most"
-    assert rows["mismatch KL"] == "– nats per token"
+    assert rows["mismatch KL"] == "– nats per token (k3)"
     assert "nan" not in str(rows)

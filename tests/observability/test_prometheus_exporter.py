@@ -40,7 +40,7 @@ def test_what_a_step_recorded_is_what_prometheus_reads():
     port = serve_metrics("0", exporter)
     assert PREFIX + "reward_mean" not in scraped(port)
     exporter.update({"step": 3, "reward/mean": 0.25, "workers": [{}, {}]})
-    exporter.update({"step": 4, "mismatch/lag_0/kl": 0.5, "mismatch/lag_12/kl": 1.5})
+    exporter.update({"step": 4, "mismatch/lag_0/kl_k3": 0.5, "mismatch/lag_12/kl_k3": 1.5})
     found = scraped(port)
     mine = (("run", "demo"),)
     assert found[PREFIX + "learner_step"] == {mine: 4.0}

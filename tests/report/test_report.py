@@ -227,7 +227,7 @@ def test_final_and_best_values_are_those_of_the_records(run_dir):
     ess = [r["mismatch/ess"] for r in run.steps]
     best = {"best": max(ess), "step": ess.index(max(ess)) + 1}
     assert lines["mismatch/ess"] == {"final": ess[-1], **best}
-    assert lines["mismatch/kl"]["best"] is None
+    assert lines["mismatch/kl_k3"]["best"] is None
     assert lines["eval/accuracy"] == {"final": 0.4, "best": 0.4, "step": 4}
 
 
@@ -446,7 +446,7 @@ def test_the_telling_steps_come_first(run_dir):
     run = read_runs([run_dir])[0]
     for record in run.records:
         if record["kind"] == "step":
-            record["mismatch/kl"] = 9.0 if record["step"] == 3 else 0.0
+            record["mismatch/kl_k3"] = 9.0 if record["step"] == 3 else 0.0
     order = interesting(run, [0, 1, 2, 3])
     assert order[:3] == [0, 3, 2] and sorted(order) == [0, 1, 2, 3]
 
