@@ -93,7 +93,8 @@ class FidelityConfig(Settings, frozen=True, kw_only=True):
     share: Fraction = 0.015625
     """Share of the groups, 16 tickets in a row: their responses' first version is scored again. 0: none."""
     bound_nats: Positive = 0.03
-    """A mean gap beyond this is warned of once, and an alert."""
+    """A mean gap beyond this is warned of once, and an alert, unless the format's noise on this model
+    reaches as far."""
 
 
 class Lora(Settings, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from areal_q.config import Run
 from areal_q.observability.metrics_log import Record, read_metrics
-from areal_q.observability.run_summary import Unfaithful, duration, number, summarize, unfaithful
+from areal_q.observability.run_summary import Gap, duration, number, summarize, unfaithful
 from areal_q.system.run_dir import METRICS_FILE
 
 LINE_EVERY_S = 15.0
@@ -35,7 +35,7 @@ class History:
         """The learner's newest warning; empty once it has taken another step."""
         self.episodes = ""
         """The number of episodes that agents play, as text, while a step waits for them; else empty."""
-        self.unfaithful: dict[str, Unfaithful] = {}
+        self.unfaithful: dict[str, Gap] = {}
         """The newest step whose fidelity gap exceeded its bound, by engine."""
 
     def add(self, record: Record) -> None:

@@ -75,7 +75,7 @@ LEARNER = (
     Exported("mismatch_kl_by_lag_nats", "mismatch/lag_*/kl_k3"),
     Exported("fidelity_gap_mean_nats", "fidelity/engine_*/gap_mean_nats"),
     Exported("fidelity_gap_max_nats", "fidelity/engine_*/gap_max_nats"),
-    Exported("fidelity_bound_nats", "fidelity/bound_nats"),
+    Exported("fidelity_bound_nats", "fidelity/engine_*/bound_nats"),
     Exported("routing_disagreement_ratio", "routing/disagreement"),
     Exported("policy_kl_nats", "policy/kl"),
     Exported("policy_ratio_max", "policy/ratio_max"),

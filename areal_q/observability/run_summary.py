@@ -1,5 +1,6 @@
 """The summary of a run, computed from its metrics alone, for the last screen, the report and the tests."""
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -30,23 +31,39 @@ class ExampleAnswer:
 
 
 @dataclass(frozen=True)
-class Unfaithful:
-    """An engine whose log-probs were not those that its weights give (learner/measure/fidelity.py).
+class Gap:
+    """How far an engine's log-probs are off those that its weights give (learner/measure/fidelity.py).
 
-    Example: Unfaithful("vllm", 0.12, 0.03, 7.0)
+    Example: Gap("vllm", 0.12, 0.03, None, 7.0)
     """
 
     engine: str
     gap_nats: float
     """Mean gap over a step's sampled tokens, in nats per token."""
     bound_nats: float
+    """What a faithful engine keeps to: the setting, or what noise alone may reach."""
+    noise_nats: float | None
+    """Mean distance that float32's own rounding makes; None if it was not measured."""
     version: float | None
     """The newest weight version that was measured; None in records without it."""
 
     def __str__(self) -> str:
         at = "" if self.version is None else f" at version {self.version:.0f}"
-        gap, bound = f"{self.gap_nats:.2g} nats", f"bound {self.bound_nats:g}"
-        return f"engine {self.engine}: log-probs {gap} off its weights{at} ({bound})"
+        off = f"engine {self.engine}: log-probs {self.gap_nats:.2g} nats off its weights{at}"
+        bound = f"bound {self.bound_nats:.2g}"
+        if self.noise_nats is None:
+            return f"{off} ({bound})"
+        noise = f"{min(self.noise_nats, self.gap_nats):.2g} of it noise that no alignment removes"
+        return f"{off}, {noise}" if self.faithful else f"{off}, only {noise} ({bound})"
+
+    @property
+    def share(self) -> float:
+        """The gap as a share of its bound."""
+        return self.gap_nats / self.bound_nats
+
+    @property
+    def faithful(self) -> bool:
+        return self.gap_nats <= self.bound_nats
 
 
 @dataclass(frozen=True)
@@ -58,25 +75,32 @@ class Summary:
     """The end's reason: done, drained, or "" if no `end` record was written."""
 
 
-def unfaithful(records: Iterable[Record]) -> list[Unfaithful]:
-    """Returns, for each engine whose gap ever exceeded the bound, its worst step."""
-    worst: dict[str, Unfaithful] = {}
+def unfaithful(records: Iterable[Record]) -> list[Gap]:
+    """Returns, for each engine whose gap ever exceeded its bound, its worst step."""
+    return [gap for gap in gaps(records) if not gap.faithful]
+
+
+def gaps(records: Iterable[Record]) -> list[Gap]:
+    """Returns, for each engine that was measured, the step in which its gap was the largest share of its
+    bound."""
+    worst: dict[str, Gap] = {}
     for record in records:
-        bound = record.get("fidelity/bound_nats")
-        if bound is None:
-            continue
         for key, gap in record.items():
             if not key.startswith(
                 "fidelity/engine_"
             ):  # most keys; matching the pattern with each is slow
                 continue
             found = re.fullmatch(r"fidelity/engine_(.+)/gap_mean_nats", key)
-            if found is None or gap is None or gap <= bound:
+            if found is None or gap is None:
                 continue
             engine = found[1]
-            if engine not in worst or gap > worst[engine].gap_nats:
-                version = record.get(f"fidelity/engine_{engine}/version")
-                worst[engine] = Unfaithful(engine, gap, bound, version)
+            bound, noise, version = (
+                record.get(f"fidelity/engine_{engine}/{name}")
+                for name in ("bound_nats", "noise_mean_nats", "version")
+            )
+            one = Gap(engine, gap, math.inf if bound is None else bound, noise, version)
+            if engine not in worst or one.share > worst[engine].share:
+                worst[engine] = one
     return list(worst.values())
 
 
@@ -90,7 +114,11 @@ def summarize(records: Sequence[Record], responses: int = 0) -> Summary:
     last_step = max((r["step"] for r in records), default=0)
     elapsed = records[-1]["elapsed_s"] if records else 0.0
     title = f"{reason or 'stopped'} after {plural(last_step, 'step')} in {duration(elapsed)}"
-    warnings = [("fidelity", f"✗ {problem}") for problem in unfaithful(steps)]
+    warnings = [
+        ("fidelity", f"{'' if gap.faithful else '✗ '}{gap}")
+        for gap in gaps(steps)
+        if not gap.faithful or gap.noise_nats is not None
+    ]
     warnings += _reward_warnings(steps, responses)
     rows = [*_accuracy_rows(evals), *_step_rows(steps), *warnings]
     return Summary(title, rows, _answers(evals), reason)

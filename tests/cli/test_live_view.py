@@ -388,7 +388,8 @@ def write_gaps(directory, *gaps):
     """A step for each pair of gaps: of a faithful engine, and of one that is not."""
     with MetricsLog(directory, tensorboard=False) as log:
         for step, (good, bad) in enumerate(gaps, start=1):
-            values = {"fidelity/bound_nats": 0.03, "fidelity/engine_torch/gap_mean_nats": good}
+            values = {"fidelity/engine_torch/gap_mean_nats": good}
+            values |= {f"fidelity/engine_{x}/bound_nats": 0.03 for x in ("torch", "vllm")}
             values |= {"fidelity/engine_vllm/gap_mean_nats": bad}
             values |= {"fidelity/engine_vllm/version": step - 1}
             log.write("step", step, values)
@@ -409,6 +410,20 @@ def test_a_run_of_faithful_engines_has_no_line_about_it(run, directory, console)
     last_screen(run, directory, console)
     console.print(picture("demo", history_of(directory, 3), 1.0))
     assert "log-probs" not in console.export_text()
+
+
+def test_the_last_screen_says_how_much_of_a_gap_is_noise(run, directory, console):
+    values = {"gap_mean_nats": 0.28, "noise_mean_nats": 0.27, "bound_nats": 0.4, "version": 3}
+    with MetricsLog(directory, tensorboard=False) as log:
+        log.write("step", 1, {f"fidelity/engine_torch/{k}": v for k, v in values.items()})
+        values |= {"gap_mean_nats": 0.9}
+        log.write("step", 1, {f"fidelity/engine_vllm/{k}": v for k, v in values.items()})
+    last_screen(run, directory, console)
+    text = " ".join(console.export_text().split())
+    off = "log-probs 0.28 nats off its weights at version 3"
+    assert f"fidelity engine torch: {off}, 0.27 of it noise that no alignment removes" in text
+    assert "✗ engine vllm: log-probs 0.9 nats off" in text
+    assert "only 0.27 of it noise that no alignment removes (bound 0.4)" in text
 
 
 def test_live_view_and_watch_show_gap_bound_and_version(run, directory):

@@ -19,6 +19,7 @@ from areal_q.models import (
     load_decoder,
 )
 from areal_q.models.hf.adapters import save_adapted
+from areal_q.models.low_bit.engine_policy import engine_policy
 from areal_q.observability.metrics_log import MetricsLog
 from areal_q.quant import FORMATS
 from areal_q.tasks import build_task, build_tokenizer
@@ -33,7 +34,7 @@ from learner.data.sft_warmup import supervised_loss
 from learner.data.staleness import VersionHistory
 from learner.doctor.probe import Probe
 from learner.measure.fidelity import FidelityMeter
-from learner.measure.rescore import Scorer, engine_policy
+from learner.measure.rescore import Scorer
 from learner.measure.token_recorder import TokenRecorder
 from learner.policy_update import SingleProcessUpdater, update_policy
 from learner.publishing.version_builder import VersionBuilder, VersionSettings

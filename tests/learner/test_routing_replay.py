@@ -18,6 +18,7 @@ from areal_q.config import TorchEngine, load
 from areal_q.errors import ConfigError, RecordError
 from areal_q.messages import Array, Dtype, Group, Trajectory, decode_group, encode
 from areal_q.models import Decoder, DecoderConfig, Experts, init_weights
+from areal_q.models.low_bit.engine_policy import engine_policy
 from areal_q.models.low_bit.published_state import published_state
 from areal_q.quant import FORMATS
 from areal_q.weights.version import WeightVersion
@@ -30,7 +31,6 @@ from learner.backends.single_device import TorchPolicy, token_logprobs
 from learner.data.packing import Sample
 from learner.data.packing import pack_samples as pack_batch
 from learner.data.validation import fits
-from learner.measure.rescore import engine_policy
 from learner.policy_update import update_policy
 from rollout.engines import ENGINES, build_engine
 from rollout.engines.base import Completion

@@ -14,10 +14,11 @@ from helpers.policies import initial_model
 from areal_q.config import CalculatorTool, Run, Sampling, ScriptedEngine, TorchEngine
 from areal_q.errors import ConfigError
 from areal_q.messages import Array, MessageDecoder, PartialResponse, Ticket, VersionSpan, encode
+from areal_q.models.low_bit.engine_policy import engine_policy
 from areal_q.tasks import CharTokenizer, Problem, build_score, build_task
 from learner.backends.single_device import TorchPolicy
 from learner.data.packing import Sample, pack_samples
-from learner.measure.rescore import Scorer, engine_policy
+from learner.measure.rescore import Scorer
 from learner.policy_update import update_policy
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
 from rollout.engines import build_engine

@@ -1,0 +1,91 @@
+"""π_Q, the policy that an engine runs: our own forward pass on published tensors, without master weights.
+
+Two correct engines add the same numbers in other orders. Where a format rounds activations, what rounds up in
+one rounds down in the other, and a deep model amplifies it. `perturbed` shows by how much: log-probs of two
+passes whose linears' inputs differ by float32's own rounding differ by the format's *noise* on this model,
+which no kernel and no alignment removes. Weight-only formats have none to speak of.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from areal_q.models.config import DecoderConfig
+from areal_q.models.decoder import Decoder
+from areal_q.models.low_bit.lora import AdaptedLinear, adapter_of
+from areal_q.models.low_bit.quantized_forward import QuantLinear, linears
+from areal_q.quant import is_quantized
+from areal_q.quant.state_dict import parts_of
+
+ROUNDING = 1e-7
+"""Relative standard deviation of what `perturbed` does to an input: about one spacing of float32"""
+
+
+def engine_policy(
+    config: DecoderConfig,
+    published: Mapping[str, Tensor],
+    format: str,
+    device: str = "cpu",
+    lora_scale: float = 0.0,
+) -> Decoder:
+    """Returns π_Q, the policy that an engine runs: the tensors `published` in `format`, all else in float32.
+
+    It has no master weights and cannot be trained. Building it draws no random numbers.
+    """
+    model = empty_engine_policy(config, format)
+    load_published(model, published, device, lora_scale)
+    return model
+
+
+def empty_engine_policy(config: DecoderConfig, format: str) -> Decoder:
+    """Returns π_Q without tensors, for `load_published`."""
+    with torch.device("meta"):
+        model = Decoder(config).requires_grad_(False)
+        for name, linear in linears(model).items():
+            new = QuantLinear(linear.in_features, linear.out_features, linear.bias is not None)
+            new.format = format
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, new.requires_grad_(False))
+    return model
+
+
+def load_published(
+    model: Decoder, published: Mapping[str, Tensor], device: str = "cpu", lora_scale: float = 0.0
+) -> None:
+    """Makes `model`, which is `empty_engine_policy` or has other tensors, the policy that engines run with the
+    tensors `published`."""
+    for name, linear in linears(model).items():
+        assert isinstance(linear, QuantLinear)
+        parts = parts_of(published, name, linear.format)
+        linear.take({k: t.to(device) for k, t in parts.items()})
+        if adapter := adapter_of(published, name):
+            pair = adapter[0].to(device), adapter[1].to(device)
+            linear.product = AdaptedLinear(linear.product, [pair], [len(pair[1])], lora_scale)
+    names = [name for name in model.state_dict() if not is_quantized(name)]
+    rest = {name: published[name].to(device).float() for name in names}
+    model.load_state_dict(rest, strict=False, assign=True)
+    model.requires_grad_(False)
+
+
+@contextmanager
+def perturbed(model: nn.Module, seed: int = 0) -> Iterator[None]:
+    """Multiplies inputs of the linears that a format applies to by 1 + ROUNDING · z, with standard normal z,
+    while the context lasts. The numbers depend on `seed` alone."""
+    generators: dict[torch.device, torch.Generator] = {}
+
+    def nudge(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, *rest = inputs
+        if x.device not in generators:
+            generators[x.device] = torch.Generator(x.device).manual_seed(seed)
+        z = torch.randn(x.shape, generator=generators[x.device], device=x.device, dtype=x.dtype)
+        return (x * (1 + ROUNDING * z), *rest)
+
+    hooks = [linear.register_forward_pre_hook(nudge) for linear in linears(model).values()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
