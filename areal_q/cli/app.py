@@ -26,7 +26,7 @@ GROUPS = {
     "Train": ("run", "check", "settings", "check-config"),
     "While a run goes on": ("watch", "status", "weights", "buffer"),
     "Afterwards, or meanwhile": ("report", "doctor", "replay", "fetch", "eval"),
-    "Models": ("export", "quantize"),
+    "Models": ("formats", "export", "quantize"),
     "Services, for several machines": ("learner", "rollout", "relay", "keys"),
     "Other": ("version",),
 }
@@ -288,6 +288,12 @@ def status(ctx: typer.Context) -> None:
 def buffer(ctx: typer.Context) -> None:
     """Look into a run's Redis, live or not: status, peek, export, import, requeue, purge."""
     _become("buffer", ctx.args)
+
+
+@app.command(context_settings=PASS_THROUGH)
+def formats(ctx: typer.Context) -> None:
+    """Say what each number format costs a model: error, noise, bytes, pace."""
+    _become("rollout.evaluation.formats", ctx.args)
 
 
 @app.command("eval", context_settings=PASS_THROUGH)

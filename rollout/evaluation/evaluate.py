@@ -75,7 +75,7 @@ def main(
 ) -> None:
     """Scores MODEL: greedy accuracy, and avg@k, pass@k and majority@k of sampled answers."""
     chosen = _preset(preset)
-    run, path = _settings(model, task, data, [f"rollout.format={format}", *(settings or [])])
+    run, path = settings_of(model, task, data, [f"rollout.format={format}", *(settings or [])])
     samples = chosen.samples if samples is None else samples
     sampling = _sampling(chosen, run.rollout.sampling, temperature, top_p, max_tokens)
     if samples and sampling.temperature == 0:
@@ -200,7 +200,7 @@ def _preset(name: str | None) -> Preset:
     return PRESETS[name]
 
 
-def _settings(
+def settings_of(
     model: Path, task: str | None, data: Path | None, overrides: list[str]
 ) -> tuple[Run, Path]:
     """Returns the settings and the model's directory. The settings are the run's own if MODEL is a run's

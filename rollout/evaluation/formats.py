@@ -1,0 +1,221 @@
+"""`areal-q formats MODEL [DATA]`: what each number format costs this model, before a run is begun with it.
+
+    areal-q formats models/SmolLM2-135M-Instruct
+    areal-q formats runs/sums --layers int8
+
+Each line appears as soon as it is measured. docs/aligned.md says what the columns mean for a run.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from msgspec import Struct
+
+from areal_q.config import Chat
+from areal_q.errors import ConfigError, QuantizationError
+from areal_q.models import load_decoder
+from areal_q.models.hf.vllm_shapes import vllm_refuses
+from areal_q.quant import FORMATS
+from areal_q.quant.state_dict import rest_in_bf16
+from areal_q.system.command import run_command
+from areal_q.system.files import replacing
+from areal_q.tasks import Tokenizer, build_task, build_tokenizer, load_tokenizer
+from rollout.evaluation.evaluate import settings_of
+from rollout.evaluation.format_error import Error, Reference, Text
+from rollout.evaluation.format_parts import Outlier, Part, outliers, parts
+from rollout.evaluation.format_texts import PROMPTS, answered, decoding_pace, read_conversations
+
+SMALL_NATS = 0.03
+"""Error or noise below which a format needs no remedy: the default of learner.fidelity.bound_nats"""
+HEAD = (
+    f"{'format':<14}{'error':>7}{'largest':>9}{'KL':>10}{'k3':>9}{'top-1':>8}{'noise':>8}{'largest':>9}"
+    f"{'MB':>7}{'tokens/s':>10}"
+)
+
+
+class Row(Struct, frozen=True, kw_only=True):
+    """One format; `error` is None where `says` is why the model cannot take it."""
+
+    format: str
+    error: Error | None = None
+    bytes: int = 0
+    """Of all published tensors, those that are not quantized in bfloat16"""
+    tokens_per_s: float | None = None
+    """Pace of decoding with eight responses at once; None if it was not measured"""
+    says: str = ""
+    """What it would take to use the format"""
+
+
+class Report(Struct, frozen=True, kw_only=True):
+    """What `--out` holds."""
+
+    model: str
+    texts: int
+    tokens: int
+    formats: list[Row]
+    layers: str | None
+    parts: list[Part]
+    outliers: list[Outlier]
+
+
+def main(
+    model: Annotated[
+        Path,
+        typer.Argument(
+            metavar="MODEL", help="a run's directory, or a model in Hugging Face layout"
+        ),
+    ],
+    data: Annotated[
+        Path | None,
+        typer.Argument(metavar="[DATA]", help="JSONL of prompts or conversations to measure on"),
+    ] = None,
+    layers: Annotated[
+        str | None,
+        typer.Option(metavar="FORMAT", help="show which linears and tokens cause its error"),
+    ] = None,
+    speed: Annotated[bool, typer.Option(help="measure the pace of decoding")] = True,
+    problems: Annotated[int, typer.Option(min=1, help="at most so many prompts")] = 8,
+    tokens: Annotated[int, typer.Option(min=1, help="of an answer, at most")] = 48,
+    out: Annotated[Path | None, typer.Option(help="file for all figures, as JSON")] = None,
+) -> None:
+    """Compares the number formats on MODEL: error, KL, noise, bytes, pace, and what each would take."""
+    if layers is not None and layers not in FORMATS:
+        raise ConfigError(f"--layers {layers}: none of {', '.join(FORMATS)}")
+    path, tokenizer, texts = prepared(model, data, problems)
+    decoder = load_decoder(path).requires_grad_(False)
+    texts = answered(decoder, texts, frozenset(tokenizer.stops), tokens)
+    reference = Reference(decoder, texts)
+    count = sum(len(text.ids) - text.prompt for text in texts)
+    rows, found, far = [], [], []
+    if layers is None:
+        typer.echo(f"{count} tokens of {len(texts)} answers; error, KL and noise in nats a token")
+        typer.echo(HEAD)
+        for row in measured(reference, speed):
+            typer.echo(shown(row))
+            rows.append(row)
+        rows = advised(rows)
+        for row in rows:
+            typer.echo(f"{row.format}: {row.says}")
+    else:
+        found, far = _show_layers(reference, layers, tokenizer)
+    if out:
+        report = Report(
+            model=str(model), texts=len(texts), tokens=count, formats=rows, layers=layers,
+            parts=found, outliers=far,
+        )  # fmt: skip
+        with replacing(out) as scratch:
+            scratch.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+
+
+def prepared(model: Path, data: Path | None, problems: int) -> tuple[Path, Tokenizer, list[Text]]:
+    """Returns the model's directory, its tokenizer, and texts: those of `data`, else held-out problems of the
+    run, else PROMPTS."""
+    if any((d / "config.toml").is_file() for d in (model, model.parent)):
+        run, path = settings_of(model, None, None, [])
+        tokenizer = build_tokenizer(run.model, run.task)
+        asked = [problem.asked for problem in build_task(run.task).heldout[:problems]]
+    else:
+        path, asked = model, list(PROMPTS[:problems])
+        try:
+            tokenizer = load_tokenizer(path, Chat())
+        except ConfigError:  # a base model has no chat template
+            tokenizer = load_tokenizer(path)
+    if data:
+        return path, tokenizer, read_conversations(data, tokenizer, problems)
+    ids = [tokenizer.encode_prompt(one) for one in asked]
+    return path, tokenizer, [Text(one, len(one)) for one in ids]
+
+
+def measured(reference: Reference, speed: bool) -> Iterator[Row]:
+    """Yields a row for each format. Rows of the same model with other weights, such as smoothed ones, would be
+    made here: a format's row depends on the published tensors alone."""
+    for format in FORMATS:
+        try:
+            published = reference.published(format)
+        except QuantizationError as error:
+            yield Row(format=format, says=f"not for this model: {error}")
+            continue
+        yield Row(
+            format=format,
+            error=reference.error_of(reference.policy(format)),
+            bytes=sum(t.nbytes for t in rest_in_bf16(published, format).values()),
+            tokens_per_s=decoding_pace(reference.model, published, format) if speed else None,
+            says=vllm_refuses(reference.model.config, format) or "",
+        )
+
+
+def advised(rows: Sequence[Row]) -> list[Row]:
+    """Returns the rows with what each format would take, which depends on the others."""
+    return [msgspec.structs.replace(row, says=_advice(row, rows)) for row in rows]
+
+
+def _advice(row: Row, rows: Sequence[Row]) -> str:
+    e = row.error
+    if e is None:
+        return row.says
+    off = f"{e.error_mean:.2g} nats off"
+    if e.noise_mean > max(SMALL_NATS, e.error_mean / 3):
+        quiet = [r.format for r in rows if _is_quiet(r) and r.error and r.error.kl < e.kl]
+        instead = f", or take {' or '.join(quiet)}, which have no noise" if quiet else ""
+        text = (
+            f"{off}, {min(e.noise_mean, e.error_mean):.2g} of it noise that no kernel and no alignment "
+            f"removes: smooth the weights{instead}"
+        )
+    elif e.error_mean > SMALL_NATS:
+        text = (
+            f'{off}, next to nothing of it noise: learner.precision = "qarl" or learner.lora closes it, '
+            "the objectives correct it"
+        )
+    else:
+        text = f"{off}: take it as it is"
+    return f"{text}; {row.says}" if row.says else text
+
+
+def _is_quiet(row: Row) -> bool:
+    return row.error is not None and row.error.noise_mean < SMALL_NATS / 3
+
+
+def shown(row: Row) -> str:
+    e = row.error
+    if e is None:
+        return f"{row.format:<14}{row.says}"
+    pace = "–" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}"
+    return f"{row.format:<14}{_figures(e)}{row.bytes / 1e6:>7.0f}{pace:>10}"
+
+
+def _figures(e: Error) -> str:
+    return (
+        f"{e.error_mean:>7.3f}{e.error_max:>9.2f}{e.kl:>10.1e}{e.k3:>9.1e}{e.top1:>8.1%}"
+        f"{e.noise_mean:>8.3f}{e.noise_max:>9.2f}"
+    )
+
+
+def _show_layers(
+    reference: Reference, format: str, tokenizer: Tokenizer
+) -> tuple[list[Part], list[Outlier]]:
+    typer.echo(f"{format} in these linears alone, all else in full precision; nats a token")
+    typer.echo(HEAD[: HEAD.index("     MB")])
+    found = []
+    try:
+        for part in parts(reference, format):
+            typer.echo(f"{part.name:<14}{_figures(part.error)}")
+            found.append(part)
+    except QuantizationError as error:
+        raise ConfigError(f"--layers {format}: not for this model: {error}") from error
+    typer.echo(
+        "tokens with the largest activations: the largest in its row, and what is usual there"
+    )
+    far = outliers(reference)
+    for one in far:
+        token = repr(tokenizer.decode([one.token]))
+        typer.echo(
+            f"  {one.largest:>10.4g} {one.usual:>10.4g}  token {one.position} {token}  {one.linear}"
+        )
+    return found, far
+
+
+if __name__ == "__main__":
+    run_command("formats", main)

@@ -1,0 +1,162 @@
+"""`areal-q formats`: what it measures, beside computations by hand, and what it says."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers.paths import REAL_MODEL
+from transformers import AutoModelForCausalLM
+
+from areal_q.errors import TaskError
+from areal_q.models import Decoder, DecoderConfig, init_weights, save_decoder
+from areal_q.quant import FORMATS, dequantize_state
+from areal_q.tasks import CharTokenizer
+from rollout.evaluation.format_error import Error, Reference, Text, quantize_only
+from rollout.evaluation.format_parts import outliers, parts
+from rollout.evaluation.format_texts import answered, read_conversations
+from rollout.evaluation.formats import Row, advised, measured, shown
+
+CONFIG = DecoderConfig(
+    family="llama", vocab_size=CharTokenizer().vocab_size, width=64, layers=2, heads=4, kv_heads=2,
+    head_dim=16, mlp=96, max_positions=64, eos_ids=(1,),
+)  # fmt: skip
+TEXTS = [Text([3, 4, 5, 6, 7, 8, 9], 3), Text([9, 8, 7, 6, 5], 2)]
+
+
+@pytest.fixture
+def model() -> Decoder:
+    model = Decoder(CONFIG).requires_grad_(False)
+    init_weights(model, seed=3)
+    return model
+
+
+def by_hand(model: Decoder, place: Path, state: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Returns the figures of the answers' tokens, in float64, by transformers on dequantized weights."""
+    save_decoder(model, place / "model")
+    theirs = AutoModelForCausalLM.from_pretrained(place / "model", dtype=torch.float64).eval()
+    logs = []
+    for weights in ({}, state):
+        theirs.load_state_dict({n: t.double() for n, t in weights.items()}, strict=False)
+        with torch.no_grad():
+            logs.append(
+                [
+                    theirs(torch.tensor([t.ids])).logits[0, t.prompt - 1 : -1].log_softmax(-1)
+                    for t in TEXTS
+                ]
+            )
+    p, q = (torch.cat(x) for x in logs)
+    token = torch.tensor([i for t in TEXTS for i in t.ids[t.prompt :]])[:, None]
+    log_r = (q - p).gather(1, token)
+    return {
+        "error_mean": float(log_r.abs().mean()),
+        "error_max": float(log_r.abs().max()),
+        "kl": float((q.exp() * (q - p)).sum(-1).mean()),
+        "k3": float((log_r.exp() - 1 - log_r).mean()),
+        "top1": float((q.argmax(-1) == p.argmax(-1)).double().mean()),
+    }
+
+
+@pytest.mark.parametrize("format", ["int4", "nf4", "bf16"])
+def test_error_of_a_weight_only_format_is_as_by_hand(model, tmp_path, format: str):
+    reference = Reference(model, TEXTS)
+    found = reference.error_of(reference.policy(format))
+    wanted = by_hand(model, tmp_path, dequantize_state(reference.published(format), format))
+    for name, value in wanted.items():
+        assert getattr(found, name) == pytest.approx(value, rel=1e-3, abs=2e-6), name
+    assert found.noise_max < 1e-4
+
+
+def test_a_part_alone_leaves_the_others_in_full_precision(model, tmp_path):
+    reference = Reference(model, TEXTS)
+    found = {part.name: part.error for part in parts(reference, "int4")}
+    state = dequantize_state(reference.published("int4"), "int4")
+    wanted = by_hand(model, tmp_path, {n: t for n, t in state.items() if "down_proj" in n})
+    assert found["down_proj"].error_mean == pytest.approx(wanted["error_mean"], rel=1e-3)
+    assert {"q_proj", "o_proj", "layer 0", "layer 1"} < {*found}
+    policy = reference.policy("int4")
+    quantize_only(policy, model, ())
+    assert reference.error_of(policy).error_max < 1e-5
+
+
+def test_a_planted_outlier_is_found_where_it_is(model):
+    model.model.embed_tokens.weight[4] *= 1000
+    model.model.layers[0].self_attn.o_proj.weight.zero_()
+    model.model.layers[0].post_attention_layernorm.weight.fill_(1.0)
+    model.model.layers[0].mlp.up_proj.weight[5].fill_(0.0)
+    model.model.layers[0].mlp.up_proj.weight[5, 0] = 50.0
+    model.model.layers[0].mlp.gate_proj.weight[5] = model.model.embed_tokens.weight[4] / 10
+    first = outliers(Reference(model, TEXTS))[0]
+    assert (first.position, first.token) == (1, 4) and first.linear.endswith(
+        "layers.0.mlp.down_proj"
+    )
+
+
+def test_every_format_has_a_row_and_a_refusal_is_one_line(model):
+    rows = advised(list(measured(Reference(model, TEXTS), speed=False)))
+    assert [row.format for row in rows] == [*FORMATS]
+    assert all(len(shown(row).splitlines()) == 1 and row.says for row in rows)
+    sizes = {row.format: row.bytes for row in rows}
+    assert sizes["int4"] < sizes["int8"] < sizes["bf16"]
+
+
+def error(mean: float, noise: float) -> Error:
+    return Error(
+        error_mean=mean,
+        error_max=1.0,
+        kl=mean / 5,
+        k3=mean / 5,
+        top1=0.9,
+        noise_mean=noise,
+        noise_max=1.0,
+    )
+
+
+def test_the_advice_tells_noise_from_error_and_names_quiet_formats():
+    rows = advised(
+        [
+            Row(format="int8", error=error(0.28, 0.27)),
+            Row(format="weight-only", error=error(0.06, 1e-5)),
+            Row(format="bf16", error=error(0.002, 1e-5)),
+            Row(format="refused", says="not for this model: …"),
+        ]
+    )
+    int8, weight_only, bf16, refused = (row.says for row in rows)
+    assert "0.27 of it noise that no kernel and no alignment removes" in int8
+    assert "weight-only or bf16" in int8
+    assert "qarl" in weight_only and "as it is" in bf16 and refused.startswith("not for")
+
+
+def test_conversations_keep_their_answers_and_prompts_get_one(model, tmp_path):
+    tokenizer, file = CharTokenizer(), tmp_path / "data.jsonl"
+    chat = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}]
+    file.write_text("".join(json.dumps(x) + "\n" for x in ({"messages": chat}, {"prompt": "4+5="})))
+    given, asked = read_conversations(file, tokenizer, 8)
+    assert given.ids[given.prompt :] == [*tokenizer.encode("3"), tokenizer.eos_id]
+    first, second = answered(model, [given, asked], frozenset(), 5)
+    assert first == given
+    assert second.ids[: asked.prompt] == asked.ids and len(second.ids) == asked.prompt + 5
+    file.write_text('{"question": 1}\n')
+    with pytest.raises(TaskError, match=r"data\.jsonl:1"):
+        read_conversations(file, tokenizer, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not REAL_MODEL.is_dir(), reason=f"no models/{REAL_MODEL.name}: make real-model")
+def test_a_pretrained_model_is_noisy_where_activations_are_rounded(tmp_path):
+    out = tmp_path / "formats.json"
+    command = [sys.executable, "-m", "areal_q", "formats", str(REAL_MODEL)]
+    options = ["--no-speed", "--problems", "3", "--tokens", "16", "--out", str(out)]
+    text = subprocess.run([*command, *options], check=True, text=True, capture_output=True).stdout
+    rows = {row["format"]: row["error"] for row in json.loads(out.read_text())["formats"]}
+    assert {*rows} == {*FORMATS} and all(f"\n{name} " in text for name in FORMATS)
+    assert rows["int8"]["noise_mean"] > 0.03
+    assert rows["int8"]["noise_mean"] > 0.4 * rows["int8"]["error_mean"]
+    quiet = np.array(
+        [rows[name]["noise_mean"] for name in ("bf16", "int4", "nf4", "nvfp4", "mxfp4")]
+    )
+    assert quiet.max() < 1e-3
