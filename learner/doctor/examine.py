@@ -72,7 +72,8 @@ def examine(directory: Path, first: int | None, stop: int | None, console: Conso
     metrics = [r.metrics for r in records if r.step >= first]
     disagreement = mean(metrics, "routing/disagreement")
     experts = bool(model and model.sparse_layers)
-    findings = diagnose(Case(run, facts, tokens, disagreement, experts, metrics))
+    case = Case(run, facts, tokens, disagreement, experts, metrics, probe.noise_rms())
+    findings = diagnose(case)
     return Examined(directory, run, first, stop, facts, tokens, findings, exact, note)
 
 

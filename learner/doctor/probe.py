@@ -15,6 +15,7 @@ import numpy as np
 from areal_q.messages import Group
 from areal_q.models import Decoder
 from areal_q.models.low_bit.bf16_rounding import round_frozen, round_rest
+from areal_q.models.low_bit.engine_policy import perturbed
 from areal_q.models.low_bit.lora import adapted
 from areal_q.models.low_bit.published_state import published_state
 from areal_q.models.low_bit.quantized_forward import QuantLinear, linears, use
@@ -82,6 +83,8 @@ class Probe:
     versions: dict[int, VersionPolicies] = field(default_factory=dict)
     parts: list[TokenTable] = field(default_factory=list)
     responses: int = 0
+    rounding: list[np.ndarray] = field(default_factory=list)
+    """What a perturbed pass of each version's engine changes, float64 [N] nats of tokens that count"""
 
     def __call__(
         self, policy: TorchPolicy, step: int, groups: Sequence[Group], history: VersionHistory
@@ -102,6 +105,11 @@ class Probe:
     def table(self) -> TokenTable:
         """Returns all measured tokens that count and have finite log-probs."""
         return _joined(self.parts)
+
+    def noise_rms(self) -> float:
+        """Returns the root mean square of `rounding`, in nats; 0 if nothing was measured."""
+        found = np.concatenate([np.zeros(0), *self.rounding])
+        return float(np.sqrt(np.mean(found**2))) if len(found) else 0.0
 
     def _measure(
         self,
@@ -175,6 +183,10 @@ class Probe:
         quiet = version.noisy is version.learnt
         found.append(found[0] if quiet else score(version.noisy, some, learner)[0])
         found += [score(m, some, learner)[0] for m in (version.dequantized, version.engine)]
+        with perturbed(version.engine):
+            noisy = score(version.engine, some, learner)[0]
+        counted = mine[places] & (_tokens(some, "loss_mask") != 0)
+        self.rounding.append((noisy - found[-1])[counted])
         last = found[-1].copy()
         recorded = np.repeat(
             [temperatures[i] for i in chosen], [samples[i].trajectory.num_tokens for i in chosen]

@@ -132,8 +132,9 @@ def vllm_on_cpu(rollout: RolloutConfig) -> Iterator[CheckResult]:
     yield CheckResult(
         "vllm on this CPU",
         "ok",
-        f"{format} in {dtype} by {kernel.product}, on every processor (this one has {has}); log-probs within "
-        f"{kernel.tolerance_nats:g} nats of the same arithmetic elsewhere: {kernel.why}",
+        f"{format} in {dtype} by {kernel.product}, on every processor (this one has {has}); log-probs of the "
+        f"tests' small model within {kernel.tolerance_nats:g} nats of the same arithmetic elsewhere: "
+        f"{kernel.why}; areal-q formats says how far on yours",
     )
 
 

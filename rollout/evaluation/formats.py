@@ -156,21 +156,16 @@ def _advice(row: Row, rows: Sequence[Row]) -> str:
     e = row.error
     if e is None:
         return row.says
-    off = f"{e.error_mean:.2g} nats off"
-    if e.noise_mean > max(SMALL_NATS, e.error_mean / 3):
+    text = f"{e.error_mean:.2g} nats off"
+    if e.noise_mean > SMALL_NATS:
+        noise = min(e.noise_mean, e.error_mean)
+        text += f", {noise:.2g} of it noise that no kernel and no alignment removes"
         quiet = [r.format for r in rows if _is_quiet(r) and r.error and r.error.kl < e.kl]
-        instead = f", or take {' or '.join(quiet)}, which have no noise" if quiet else ""
-        text = (
-            f"{off}, {min(e.noise_mean, e.error_mean):.2g} of it noise that no kernel and no alignment "
-            f"removes: smooth the weights{instead}"
-        )
+        text += f": take {' or '.join(quiet)}" if quiet else ": keep activations in 16 bits"
     elif e.error_mean > SMALL_NATS:
-        text = (
-            f'{off}, next to nothing of it noise: learner.precision = "qarl" or learner.lora closes it, '
-            "the objectives correct it"
-        )
+        text += ', none of it noise: learner.precision = "qarl" or learner.lora closes it'
     else:
-        text = f"{off}: take it as it is"
+        text += ": take it as it is"
     return f"{text}; {row.says}" if row.says else text
 
 

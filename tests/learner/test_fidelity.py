@@ -10,12 +10,13 @@ import pytest
 import torch
 from helpers.engines import ask_for, serving
 from helpers.fixture_types import MakeRun
+from helpers.paths import REAL_MODEL
 from helpers.policies import initial_model
 
-from areal_q.config import Run, TorchEngine
+from areal_q.config import Run, Sampling, TorchEngine
 from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan
-from areal_q.models import Decoder
-from areal_q.models.low_bit.engine_policy import engine_policy
+from areal_q.models import Decoder, PackedLayout, load_decoder
+from areal_q.models.low_bit.engine_policy import engine_policy, perturbed
 from areal_q.quant import is_quantized
 from areal_q.weights.version import WeightVersion
 from learner.measure.fidelity import FidelityMeter, reach
@@ -209,3 +210,64 @@ def test_measuring_draws_no_random_number_and_changes_no_weight(make_run, make_v
     assert torch.equal(torch.random.get_rng_state(), state)
     assert torch.equal(version.payload, before)
     assert Scorer(run.learner).cfg is run.learner
+
+
+QUESTION = [
+    1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411, 407, 19712, 8182, 2,
+    198, 1, 4093, 198, 1780, 314, 216, 37, 41, 1232, 216, 35, 39, 47, 19842, 351, 915, 260, 1230, 30, 2, 198, 1,
+    520, 9531, 198,
+]  # fmt: skip
+"""The ids of "What is 59 + 37? Answer with just the number." in SmolLM2's template"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not REAL_MODEL.is_dir(), reason=f"no models/{REAL_MODEL.name}: make real-model")
+def test_a_wrong_scale_shows_beside_a_real_models_noise(make_run, make_ticket):
+    """Engines: one that differs by rounding alone, and one with twice the scale in one of 210 linears."""
+    run = make_run(EVERY, "rollout.format=int8")
+    model = load_decoder(REAL_MODEL)
+    version = VersionBuilder(VersionSettings.of(run)).build(model, 0)
+    meter = meter_of(run, [version])
+    engine = engine_policy(model.config, version.tensors, "int8")
+    prompt = torch.tensor(QUESTION)
+    texts = []
+    for seed in range(4):
+        ids, generator = prompt, torch.Generator().manual_seed(seed)
+        for _ in range(24):
+            with torch.no_grad():
+                logits = engine.logits(engine(ids, PackedLayout.of([len(ids)]))[-1])
+            ids = torch.cat((ids, torch.multinomial(logits.softmax(-1), 1, generator=generator)))
+        texts.append(ids)
+
+    def measured(policy: Decoder, name: str) -> dict[str, float]:
+        done = []
+        with torch.no_grad():
+            hidden = policy(torch.cat(texts), PackedLayout.of([len(t) for t in texts]))
+        for text, states in zip(texts, hidden.split([len(t) for t in texts]), strict=True):
+            drawn = text[len(prompt) :]
+            logs = policy.logits(states[len(prompt) - 1 : -1]).log_softmax(-1)
+            logs = logs.gather(1, drawn[:, None])[:, 0]
+            spans = [VersionSpan(0, len(drawn), version.manifest.digest)]
+            done.append(
+                Completion(
+                    response_ids=drawn.int().numpy(),
+                    logprobs=logs.numpy(),
+                    spans=spans,
+                    finish_reason="length",
+                )
+            )
+        ids = Array.of(QUESTION, "int32")
+        ticket = make_ticket(0, prompt_ids=ids, group_size=4, sampling=Sampling(max_tokens=24))
+        values = meter.measure([group_of(ticket, done, name, 0.0)])
+        prefix = f"fidelity/engine_{name}/"
+        return {k.removeprefix(prefix): v for k, v in values.items() if k.startswith(prefix)}
+
+    with perturbed(engine, seed=7):
+        faithful = measured(engine, "faithful")
+    assert 0.03 < faithful["gap_mean_nats"] <= faithful["bound_nats"]
+    assert faithful["noise_mean_nats"] > 0.03
+    key = "model.layers.15.mlp.down_proj.weight_scale"
+    wrong = engine_policy(model.config, {**version.tensors, key: version.tensors[key] * 2}, "int8")
+    broken = measured(wrong, "broken")
+    assert broken["gap_mean_nats"] > broken["bound_nats"]

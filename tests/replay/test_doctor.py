@@ -418,6 +418,24 @@ def test_the_screen_has_its_verdict_first_and_fits_80_columns(tmp_path, world, v
     assert drawn.removeprefix(" lag 0  ").rstrip() == whole.rstrip()
 
 
+@pytest.mark.parametrize(
+    ("noise", "name", "severity"),
+    [(0.18, "rounding noise", "warning"), (0.05, "engine", "error"), (0.0, "engine", "error")],
+)
+def test_a_gap_within_the_noise_is_no_fault_of_the_engine(noise, name, severity):
+    n = 1000
+    gap = np.resize([0.2, -0.2], n)
+    terms = np.zeros((n, len(TERMS)))
+    terms[:, TERMS.index("engine")] = gap
+    whole = dict.fromkeys(("step", "lag", "position", "response"), np.zeros(n, int))
+    real = {"advantage": np.zeros(n), "behavior": np.full(n, -1.0), "entropy": np.ones(n)}
+    table = TokenTable(**whole, **real, proximal=gap - 1, terms=terms)
+    facts = LogFacts(responses=n, tokens=n)
+    found = diagnose(Case(RUN, facts, table, noise_rms=noise))
+    assert (name, severity) in {(f.name, f.severity) for f in found}
+    assert len({f.name for f in found} & {"rounding noise", "engine"}) == 1
+
+
 def test_staleness_in_bounds_is_a_note_until_few_samples_count():
     def examined(gap):
         n = 1000

@@ -26,6 +26,9 @@ class Case:
     """True if the model has experts."""
     metrics: Sequence[Mapping[str, float | None]] = ()
     """The metrics of each examined step."""
+    noise_rms: float = 0.0
+    """How far float32's own rounding moves the log-probs of π_Q, in nats, root mean square
+    (areal_q/models/low_bit/engine_policy.py)."""
 
 
 @dataclass(frozen=True)
