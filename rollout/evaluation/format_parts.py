@@ -1,4 +1,4 @@
-"""Where a format's error and noise come from: which linears, and which tokens' activations."""
+"""The sources of a format's error and noise: which linears, and which tokens' activations."""
 
 from collections import defaultdict
 from collections.abc import Iterator

@@ -42,7 +42,7 @@ class Row(Struct, frozen=True, kw_only=True):
     format: str
     error: Error | None = None
     bytes: int = 0
-    """Of all published tensors, those that are not quantized in bfloat16"""
+    """Size of all published tensors, with those that are not quantized in bfloat16"""
     tokens_per_s: float | None = None
     """Pace of decoding with eight responses at once; None if it was not measured"""
     says: str = ""

@@ -115,7 +115,7 @@ def error(mean: float, noise: float) -> Error:
     )
 
 
-def test_the_advice_tells_noise_from_error_and_names_quiet_formats():
+def test_the_advice_tells_noise_and_names_quiet_formats():
     rows = advised(
         [
             Row(format="int8", error=error(0.28, 0.27)),
@@ -147,7 +147,7 @@ def test_conversations_keep_their_answers_and_prompts_get_one(model, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not REAL_MODEL.is_dir(), reason=f"no models/{REAL_MODEL.name}: make real-model")
-def test_a_pretrained_model_is_noisy_where_activations_are_rounded(tmp_path):
+def test_a_pretrained_model_is_noisy_in_eight_bits(tmp_path):
     out = tmp_path / "formats.json"
     command = [sys.executable, "-m", "areal_q", "formats", str(REAL_MODEL)]
     options = ["--no-speed", "--problems", "3", "--tokens", "16", "--out", str(out)]
