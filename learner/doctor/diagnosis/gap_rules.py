@@ -13,8 +13,8 @@ _MAIN_SHARE = 0.3
 _HEAVY_ESS = 0.8
 """Effective share of the samples under weights w below which the tail of w matters."""
 _NOISE_MARGIN = 1.5
-"""How far a faithful engine's gap may exceed the noise, both rms: on 96 tokens of SmolLM2-135M in int8, passes
-that differ by rounding alone are within 1.3 of each other; one linear with twice its scale is at 2.4."""
+"""How far a faithful engine's gap may exceed the noise, both rms. Their means, on 96 tokens of SmolLM2-135M in
+int8, are within 1.3 of each other for passes that differ by rounding alone."""
 _GROWTH = 2.0
 """Least ratio of the gap late in responses to its mean before with which the gap counts as growing."""
 _ENOUGH_TOKENS = 50
