@@ -17,14 +17,15 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from areal_q.config import Run, Sampling, TorchEngine, override
+from areal_q.config import Run, Sampling, TorchEngine
 from areal_q.messages import Array, Group, Ticket, Trajectory
 from areal_q.models import Decoder
 from areal_q.quant.rescaling import apply_uaq
+from areal_q.quant.smoothing import SmoothingScales
 from areal_q.tasks import (
     Problem,
     Reward,
@@ -37,7 +38,7 @@ from areal_q.tasks import (
 from areal_q.weights.version import WeightVersion
 from buffer.in_memory import MemoryBuffer, MemoryLearner
 from learner.backends.single_device import TorchPolicy
-from learner.build import build_model
+from learner.build import build_model, first_prompts
 from learner.data.admission import Admission, AdmissionSettings
 from learner.data.sft_warmup import warm_start
 from learner.data.staleness import VersionHistory
@@ -122,7 +123,7 @@ class Drawer:
         )
 
     async def score(self, problem: Problem, completion: Completion):
-        ids = [i for i in completion.response_ids.tolist() if i != self.tokenizer.eos_id]
+        ids = [i for i in completion.response_ids.tolist() if i not in self.tokenizer.stops]
         return await self.reward(problem, self.tokenizer.decode(ids), len(ids))
 
     async def accuracy(self, problems: Sequence[Problem], max_tokens: int) -> float:
@@ -157,16 +158,21 @@ async def train(run: Run, flaky: Reward | None = None) -> AsyncIterator[Values]:
     policy = TorchPolicy(
         warm_model(run, task, tokenizer), run.learner, run.rollout.sampling.temperature
     )
+    if run.rollout.smoothing:
+        policy.smoothing = SmoothingScales(run.rollout.smoothing, policy.model.config.head_dim)
+        policy.smooth(*first_prompts(task, tokenizer, run, run.rollout.smoothing.tokens))
     tickets = Tickets(run.name)
     admission = Admission(AdmissionSettings.of(run), task, tokenizer, tickets, 0, set())
     history = VersionHistory(run.learner.versions_kept)
+    # The numbers with which the policy itself computes
+    own = "bf16" if run.learner.precision == "full" else run.rollout.format
     builders = (
-        VersionBuilder(VersionSettings.of(run)),
-        VersionBuilder(VersionSettings.of(override(run, "rollout.format=bf16"))),
+        VersionBuilder(VersionSettings.of(run), smoothing=policy.smoothing),
+        VersionBuilder(replace(VersionSettings.of(run), format=own)),
     )
     engines = build_engines(run)
     drawer = Drawer(engines[0], tokenizer, flaky or reward, run.rollout.format)
-    judge = Drawer(engines[1], tokenizer, reward, "bf16")
+    judge = Drawer(engines[1], tokenizer, reward, own)
     heldout = task.heldout[: run.eval.problems]
     kept: list[WeightVersion] = []
     """The newest versions, oldest first: the groups of the next step are drawn by the first"""

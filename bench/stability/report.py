@@ -16,6 +16,7 @@ COLUMNS = {
     "reward": "reward/mean",
     "accuracy": "eval/accuracy",
     "kl": "mismatch/kl",
+    "k3": "mismatch/kl_k3",
     "weight_max": "mismatch/weight_max",
     "ess": "mismatch/ess",
     "truncated": "mismatch/truncated_fraction",

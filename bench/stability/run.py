@@ -3,6 +3,7 @@
     python -m bench.stability                  # what is missing of arms × seeds, then table and figure
     python -m bench.stability --only "int3 acr,bf16 ppo"
     python -m bench.stability --plot           # table and figure again, from bench/results/stability.csv
+    python -m bench.stability --study sums     # the same of a pretrained model, after `make real-model`
 
 An arm runs in this process (bench/stability/lab.py); the result of each is a file in runs/bench/stability,
 named by arm, seed and settings. One that is there is not run again, nor is one that another process has begun:
@@ -25,36 +26,86 @@ from areal_q.system.files import replacing
 from bench.common import RESULTS, ROOT, commit, device, say
 from bench.stability.int3 import with_format
 from bench.stability.lab import Values, train
-from bench.stability.report import COLUMNS, Row, figure, read, summary, write
+from bench.stability.report import COLUMNS, CSV, FIGURE, Row, figure, read, summary, write
 
 RUNS = RESULTS / "stability"
-SETTING = [
-    "steps=100",
-    "warmstart.until_accuracy=0.45",
-    "learner.groups=32",
-    "learner.max_lag=1",
-    "learner.minibatches=2",
-    "learner.optimizer.lr=2e-4",
-    "learner.optimizer.decay_steps=0",
-    "eval.every=25",
-    "eval.problems=256",
-]
-"""What all arms share, on top of configs/quickstart.toml. Chosen on seeds from 100 on, then fixed."""
-TOKENS = 5
-"""Of the longest response"""
-BAND = (16384 / TOKENS) ** 0.5
-"""Widens GSPO's bounds as `response_tokens` does TBPO's"""
-OBJECTIVES: dict[str, list[str]] = {
-    "naive": [],
-    "tis": [],
-    "acr": [],
-    "ppo": [],
-    "tbpo": [f"learner.objective.response_tokens={TOKENS}"],
-    "mis": [],
-    "gspo": [
-        f"learner.objective.clip_low={BAND * Gspo().clip_low}",
-        f"learner.objective.clip_high={BAND * Gspo().clip_high}",
-    ],
+BAND = 16384**0.5
+"""Widens GSPO's bounds, divided by the root of a response's length, as `response_tokens` does TBPO's"""
+
+
+@dataclass(frozen=True)
+class Study:
+    """What all arms of a table share."""
+
+    config: str
+    """A file of configs/"""
+    shared: tuple[str, ...]
+    """Settings on top of it"""
+    tokens: int
+    """Of the longest response"""
+    seeds: tuple[int, ...]
+    csv: Path
+    figure: Path | None = None
+    uaq: float = 1.0
+    """The scale that an arm has unless its name says otherwise"""
+
+    def objective(self, name: str) -> list[str]:
+        """Returns the settings of an objective, with bounds for responses of this length."""
+        band = BAND / self.tokens**0.5
+        bounds = {
+            "tbpo": [f"learner.objective.response_tokens={self.tokens}"],
+            "gspo": [
+                f"learner.objective.clip_low={band * Gspo().clip_low}",
+                f"learner.objective.clip_high={band * Gspo().clip_high}",
+            ],
+        }
+        return [f"learner.objective.type={name}", *bounds.get(name, [])]
+
+
+STUDIES = {
+    "toy": Study(
+        "quickstart.toml",
+        (
+            "steps=100",
+            "warmstart.until_accuracy=0.45",
+            "learner.groups=32",
+            "learner.max_lag=1",
+            "learner.minibatches=2",
+            "learner.optimizer.lr=2e-4",
+            "learner.optimizer.decay_steps=0",
+            "eval.every=25",
+            "eval.problems=256",
+        ),
+        tokens=5,
+        seeds=(4, 5, 6),
+        csv=CSV,
+        figure=FIGURE,
+    ),
+    "sums": Study(
+        "smollm2-sums.toml",
+        (
+            "steps=60",
+            "learner.max_lag=1",
+            "learner.precision=full",
+            "learner.drop_uniform=false",
+            "eval.every=20",
+        ),
+        tokens=24,
+        seeds=(1, 2, 3),
+        csv=CSV.with_name("stability-sums.csv"),
+        uaq=1.5,
+    ),
+}
+"""The settings of `toy` were chosen on seeds from 100 on, then fixed, and its seeds not looked at before: see
+docs/stability.md."""
+FORMAT_SETTINGS = {"bf16": ["learner.precision=qarl"]}
+"""What a format needs in `sums`: beside rollouts in bf16 a learner in float32 has to round as they do, since
+its steps of 5e-6 are less than the spacing of bfloat16."""
+VARIANTS = {
+    "smoothed": ["rollout.smoothing.alpha=0.5"],
+    "qarl": ["learner.precision=qarl"],
+    "lag0": ["learner.max_lag=0"],
+    "lag4": ["learner.max_lag=4"],
 }
 
 
@@ -63,20 +114,31 @@ class Arm:
     objective: str
     format: str = "int3"
     uaq: float = 1.0
+    study: str = "toy"
+    variant: str = ""
+    """One of VARIANTS, or none"""
 
     @property
     def name(self) -> str:
-        """Example: "int3 acr uaq1.5"; scale 1 is not named."""
-        return f"{self.format} {self.objective}" + (f" uaq{self.uaq:g}" if self.uaq != 1 else "")
+        """Example: "int3 acr uaq1.5"; the study's own scale is not named."""
+        uaq = f" uaq{self.uaq:g}" if self.uaq != STUDIES[self.study].uaq else ""
+        return f"{self.format} {self.objective}{uaq}" + f" {self.variant}".rstrip()
 
     def settings(self, seed: int) -> list[str]:
-        """On top of configs/quickstart.toml; the format is not among them (bench/stability/int3.py)."""
-        chosen = [f"learner.objective.type={self.objective}", *OBJECTIVES[self.objective]]
-        return [*SETTING, *chosen, f"learner.uaq={self.uaq}", f"seed={seed}"]
+        """On top of the study's configuration; int3 is not among them (bench/stability/int3.py)."""
+        study = STUDIES[self.study]
+        format = [] if self.format == "int3" else [f"rollout.format={self.format}"]
+        needed = FORMAT_SETTINGS.get(self.format, []) if self.study == "sums" else []
+        chosen = [*study.objective(self.objective), *needed, *VARIANTS.get(self.variant, [])]
+        return [*study.shared, *format, *chosen, f"learner.uaq={self.uaq}", f"seed={seed}"]
 
     def run(self, seed: int, *overrides: str) -> Run:
         base = [*self.settings(seed), *overrides]
-        return with_format(load(ROOT / "configs" / "quickstart.toml", base), self.format)
+        return with_format(load(ROOT / "configs" / STUDIES[self.study].config, base), self.format)
+
+
+def sums(objective: str, format: str, variant: str = "") -> Arm:
+    return Arm(objective, format, 1.5, "sums", variant)
 
 
 PARTS = [
@@ -85,11 +147,13 @@ PARTS = [
     [Arm("acr", uaq=2.0), *(Arm(x, uaq=1.5) for x in ("tis", "ppo", "tbpo"))],
     [Arm("tis", "bf16", 1.5), *(Arm("naive", x) for x in ("int4", "int8", "fp8-channel", "bf16"))],
     [Arm("mis", uaq=1.5), Arm("gspo", uaq=1.5)],
+    [sums("tis", "bf16"), sums("acr", "int8"), sums("acr", "int8", "smoothed")],
+    [sums("acr", "int8-weight"), sums("naive", "int8"), sums("acr", "int8", "qarl")],
+    [sums("naive", "int8", "smoothed"), sums("tbpo", "int8"), sums("mis", "int8")],
+    [sums("acr", "fp8-channel"), sums("acr", "fp8-channel", "smoothed"), sums("acr", "int4")],
 ]
 """In the order of their run: all seeds of a part before the next part"""
 ARMS = [arm for part in PARTS for arm in part]
-SEEDS = (4, 5, 6)
-"""Not looked at before the setting was fixed: docs/stability.md"""
 WINDOW = 10
 """Steps that are one row of the results"""
 
@@ -155,21 +219,31 @@ def finished(runs: Sequence[tuple[Arm, int]], *overrides: str) -> list[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
+    parser.add_argument("--study", choices=STUDIES, default="toy")
+    parser.add_argument("--seeds", help="default: the study's own")
     parser.add_argument("--only", help="names of arms, with commas between them")
     parser.add_argument("--plot", action="store_true", help="train nothing")
     parser.add_argument("settings", nargs="*", help="a.b=c, for all arms; nothing is kept of them")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    wanted = args.only.split(",") if args.only else [arm.name for arm in ARMS]
-    seeds = [*map(int, args.seeds.split(","))]
-    runs = [(a, seed) for part in PARTS for seed in seeds for a in part if a.name in wanted]
+    study = STUDIES[args.study]
+    arms = [arm for arm in ARMS if arm.study == args.study]
+    wanted = args.only.split(",") if args.only else [arm.name for arm in arms]
+    seeds = [*map(int, args.seeds.split(","))] if args.seeds else [*study.seeds]
+    runs = [
+        (arm, seed)
+        for part in PARTS
+        for seed in seeds
+        for arm in part
+        if arm.name in wanted and arm.study == args.study
+    ]
     if not args.plot:
         work(runs, *args.settings)
-    if args.settings or {*seeds} - {*SEEDS}:
+    if args.settings or {*seeds} - {*study.seeds}:
         print(summary(finished(runs, *args.settings)))
         return
     if not args.plot:
-        write(finished([(a, s) for a in ARMS for s in SEEDS]))
-    print(summary(read()))
-    figure(read())
+        write(finished([(a, s) for a in arms for s in study.seeds]), study.csv)
+    print(summary(read(study.csv)))
+    if study.figure:
+        figure(read(study.csv), study.figure)

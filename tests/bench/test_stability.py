@@ -139,7 +139,8 @@ def test_final_value_is_the_mean_of_the_last_fifth_of_the_steps():
 
 def test_every_arm_has_settings_of_its_own():
     hashes = {settings_hash(arm.run(0)) for arm in stability.ARMS}
-    assert len(hashes) == len(stability.ARMS) == len({arm.name for arm in stability.ARMS})
+    names = {(arm.study, arm.name) for arm in stability.ARMS}
+    assert len(hashes) == len(stability.ARMS) == len(names)
 
 
 def test_int3_has_seven_levels_and_errs_by_half_a_step():
