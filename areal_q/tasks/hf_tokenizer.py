@@ -1,6 +1,7 @@
 """The tokenizer of a Hugging Face directory, with or without its chat template. Imports no torch."""
 
 import importlib
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,15 @@ from areal_q.tasks.stops import collect_stops
 
 _FILES = ("*tokenizer*", "vocab*", "*.model", "*.tiktoken")
 """Names of files that hold a tokenizer"""
+_QWEN2 = ("Qwen2Tokenizer", "Qwen2TokenizerFast")
+_OTHERS = ("TokenizersBackend", "PreTrainedTokenizerFast", "GPT2Tokenizer", "GPT2TokenizerFast")
+_TAKEN = {
+    "llama": _QWEN2 + _OTHERS,
+    "qwen2": _QWEN2,
+    "qwen3": _QWEN2 + _OTHERS,
+    "qwen3_moe": _QWEN2 + _OTHERS,
+}
+"""Classes that AutoTokenizer takes as tokenizer_config.json names them, by the model_type of config.json"""
 
 
 class HFTokenizer:
@@ -90,7 +100,22 @@ def _load(path: str | Path) -> Any:
         # Of config.json alone transformers may make a tokenizer without a token.
         raise CheckpointError(f"{path}: no tokenizer can be read: the directory has no file of one")
     try:
-        return transformers.AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        loader = getattr(transformers, _class_of(Path(path)))
+        return loader.from_pretrained(str(path), local_files_only=True)
     except Exception as error:  # `tokenizers` raises bare ones for files of other versions
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"{path}: no tokenizer can be read: {line}") from error
+
+
+def _class_of(directory: Path) -> str:
+    """Returns the name of the class that AutoTokenizer would choose, where the files say it plainly: its own
+    imports, torch and the code of models, take seconds in each of a run's processes. Else AutoTokenizer."""
+    files = (directory / name for name in ("config.json", "tokenizer_config.json"))
+    try:
+        model, tokenizer = (json.loads(file.read_bytes()) for file in files)
+        name = tokenizer["tokenizer_class"]
+        if name in _TAKEN[model["model_type"]] and "auto_map" not in tokenizer:
+            return name if (directory / "tokenizer.json").is_file() else "AutoTokenizer"
+    except (OSError, ValueError, LookupError, TypeError):
+        pass  # AutoTokenizer says what is wrong with a file.
+    return "AutoTokenizer"

@@ -1,6 +1,7 @@
 """Tokenizers of public models beside transformers: prompts, turns, ends, control tokens in data, streams."""
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -131,6 +132,22 @@ def test_the_template_s_end_of_a_turn_is_a_stop(name: str) -> None:
     assert tokenizer.decode([tokenizer.eos_id]) == ENDS[name]
     assert "chat template" in tokenizer.stops[tokenizer.eos_id].sources
     assert tokenizer.prefill == ""
+
+
+@pytest.mark.parametrize("name", [*ENDS, PLAIN])
+def test_a_tokenizer_saves_what_transformers_would(name: str, tmp_path: Path) -> None:
+    read, saved, expected = (tmp_path / part for part in ("read", "saved", "expected"))
+    for new in (read, saved):
+        new.mkdir()
+    for file in directory(name).iterdir():
+        (read / file.name).symlink_to(file)
+    if not (read / "config.json").exists():  # which a model's directory has
+        (read / "config.json").write_text('{"model_type": "qwen3"}')
+    load_tokenizer(read).save(str(saved))
+    AutoTokenizer.from_pretrained(read, local_files_only=True).save_pretrained(expected)
+    assert sorted(f.name for f in saved.iterdir()) == sorted(f.name for f in expected.iterdir())
+    for file in expected.iterdir():
+        assert (saved / file.name).read_bytes() == file.read_bytes(), file.name
 
 
 @pytest.mark.parametrize("name", [*ENDS, PLAIN])

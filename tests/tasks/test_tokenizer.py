@@ -1,21 +1,34 @@
 """Our character tokenizer against `transformers.AutoTokenizer`, and the wrapper of the latter."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
 from areal_q.config import Arithmetic, Chat, PretrainedModel, SmallModel
 from areal_q.errors import CheckpointError, ConfigError, TaskError
+from areal_q.models.config import FAMILIES
 from areal_q.tasks import CharTokenizer, HFTokenizer, build_tokenizer, load_tokenizer
 from areal_q.tasks.datasets.calculator import EXPRESSION, parse_number
 from areal_q.tasks.tokenizer import CHARACTERS
 
 TEMPLATE = "{% for m in messages %}({{ m['content'] }}){% endfor %}{% if add_generation_prompt %}={% endif %}"
+
+CLASSES = [
+    "TokenizersBackend",
+    "PreTrainedTokenizerFast",
+    "GPT2Tokenizer",
+    "GPT2TokenizerFast",
+    "Qwen2Tokenizer",
+    "Qwen2TokenizerFast",
+]
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +45,24 @@ def chat_directory(tmp_path_factory: pytest.TempPathFactory, directory: Path) ->
     hf.chat_template = TEMPLATE
     hf.add_tokens(["!"])
     hf.save_pretrained(path)
+    return path
+
+
+def bpe_directory(path: Path, family: str, **settings: Any) -> Path:
+    """Returns a model's directory without weights, whose tokenizer is of bytes, as those of GPT-2 and Qwen."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    bpe.train_from_iterator(["what is the sum of 12 and 34, and of both? " * 9], trainer)
+    bpe.save(str(path / "tokenizer.json"))
+    settings |= {"eos_token": "<|endoftext|>"}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (path / "config.json").write_text(json.dumps({"model_type": family}))
     return path
 
 
@@ -96,6 +127,32 @@ def test_plain_prompts_are_bare_text(chat_directory: Path) -> None:
 def test_a_saved_hugging_face_tokenizer_loads_again(chat_directory: Path, tmp_path: Path) -> None:
     load_tokenizer(chat_directory, Chat()).save(str(tmp_path))
     assert load_tokenizer(tmp_path, Chat()).encode_prompt("2") == CharTokenizer().encode("(2)=")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", [*CLASSES, "LlamaTokenizerFast", "PreTrainedTokenizer", None])
+def test_a_tokenizer_is_the_one_of_auto_tokenizer(tmp_path: Path, family: str, name: str) -> None:
+    read, ours, theirs = (tmp_path / name for name in ("read", "ours", "theirs"))
+    for directory in (read, ours):
+        directory.mkdir()
+    bpe_directory(read, family, **({"tokenizer_class": name} if name else {}))
+    load_tokenizer(read).save(str(ours))
+    AutoTokenizer.from_pretrained(read, local_files_only=True).save_pretrained(theirs)
+    saved = [{file.name: file.read_bytes() for file in d.iterdir()} for d in (ours, theirs)]
+    assert saved[0] == saved[1]
+    assert len(saved[0]) > 1
+
+
+@pytest.mark.parametrize("name", ["PreTrainedTokenizerFast", "Qwen2Tokenizer"])
+def test_a_tokenizer_whose_class_is_named_needs_no_torch(tmp_path: Path, name: str) -> None:
+    bpe_directory(tmp_path, "qwen3", tokenizer_class=name, chat_template=TEMPLATE)
+    program = (
+        "import sys\nfrom areal_q.config import Chat\nfrom areal_q.tasks import load_tokenizer\n"
+        f"tokenizer = load_tokenizer({str(tmp_path)!r}, Chat())\n"
+        "print(tokenizer.decode(tokenizer.encode_prompt('1+1')), 'torch' in sys.modules)"
+    )
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert said.stdout == b"(1+1)= False\n"
 
 
 def test_chat_without_a_chat_template_is_refused(chat_directory: Path, tmp_path: Path) -> None:
