@@ -329,3 +329,13 @@ def test_light_modules_import_nothing_heavy(module):
 )
 def test_the_launcher_needs_no_torch(module):
     assert printed(f"import sys, {module}; print('torch' in sys.modules)") == "False\n"
+
+
+def test_checking_a_model_loads_no_compiler():
+    code = (
+        "import sys, torch\nfrom areal_q.checks.model import check_format\nfrom areal_q.quant import FORMATS\n"
+        "layer = torch.nn.ModuleDict({'down_proj': torch.nn.Linear(64, 4)})\n"
+        "for format in FORMATS:\n    check_format(torch.nn.ModuleDict({'mlp': layer}), format)\n"
+        "print('numba' in sys.modules)"
+    )
+    assert printed(code) == "False\n"

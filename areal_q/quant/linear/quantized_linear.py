@@ -30,7 +30,6 @@ from areal_q.quant.activations import (
     quantize_rows,
     quantize_rows_e4m3,
 )
-from areal_q.quant.kernels.cpu_tile import has
 
 _EXACT = (1 << 24) // INT8_MAX**2
 """Products of int8 numbers whose sum float32 holds exactly: whole numbers up to 2²⁴"""
@@ -137,8 +136,11 @@ def has_int_mm(device: str) -> bool:
     int16, or one after the other)."""
     if not hasattr(torch, "_int_mm") or device not in ("cpu", "cuda"):
         return False
-    if device == "cpu" and not (has("avx512vnni") or has("avxvnni")):
-        return False
+    if device == "cpu":
+        from areal_q.quant.kernels.cpu_tile import has  # numba, which reading a model does not need
+
+        if not (has("avx512vnni") or has("avxvnni")):
+            return False
     a = torch.full((32, 64), INT8_MAX, dtype=torch.int8, device=device)
     a[1::2] = -INT8_MAX
     exact = a.to(torch.float32) @ a.to(torch.float32).t()
