@@ -11,8 +11,9 @@ from areal_q.checks.machine import check_device
 from areal_q.checks.model import check_fit, check_reference
 from areal_q.config import BroadcastConfig, ModelConfig, Run, SmallModel, dump_toml, workers_hash
 from areal_q.errors import ConfigError
-from areal_q.models import Decoder, PackedLayout, init_weights, load_config, load_decoder
+from areal_q.models import Decoder, init_weights, load_config, load_decoder
 from areal_q.models.shape import shape_of
+from areal_q.models.smoothed_state import packed
 from areal_q.observability.metrics_log import MetricsLog
 from areal_q.quant.rescaling import apply_uaq
 from areal_q.quant.smoothing import SmoothingScales
@@ -108,25 +109,13 @@ def build_policy(
             )
         return policy, state
     if policy.smoothing:
-        policy.smooth(*first_prompts(task, tokenizer, run, policy.smoothing.cfg.tokens))
+        first = (problem_at(task, n, run.seed).asked for n in range(len(task.train)))
+        prompts = map(tokenizer.encode_prompt, first)
+        policy.smooth(*packed(prompts, policy.smoothing.cfg.tokens, run.learner.device))
     if run.learner.reference_kl and run.learner.reference_kl.path:
         policy.reference = build_reference(run.learner.reference_kl.path, model)
         set_precision(policy.reference, precision)
     return policy, None
-
-
-def first_prompts(
-    task: Task, tokenizer: Tokenizer, run: Run, tokens: int
-) -> tuple[torch.Tensor, PackedLayout]:
-    """Returns the prompts of the run's first problems, with at least `tokens` tokens in all or of one epoch, as
-    one packed batch."""
-    prompts: list[list[int]] = []
-    while len(prompts) < len(task.train) and sum(map(len, prompts)) < tokens:
-        problem = problem_at(task, len(prompts), run.seed)
-        prompts.append(tokenizer.encode_prompt(problem.asked))
-    device = run.learner.device
-    ids = torch.tensor([token for prompt in prompts for token in prompt], device=device)
-    return ids, PackedLayout.of([len(prompt) for prompt in prompts], device)
 
 
 def build_reference(path: str, policy: Decoder) -> Decoder:

@@ -1,16 +1,14 @@
-"""What the learner measures in forward passes of its own: the scales of an FP8 KV cache, and the inputs of
-linear layers."""
+"""What the learner measures in a forward pass of its own: the scales of an FP8 KV cache."""
 
 from collections.abc import Sequence
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from areal_q.config.run import KvScales
-from areal_q.models import Decoder, PackedLayout
+from areal_q.models import Decoder
 from areal_q.models.decoder import Attention
-from areal_q.models.layers.linear import Linear
 from areal_q.quant.kv_scales import NAMES, name_of, scale_for
 from learner.data.packing import Sample, pack_samples
 
@@ -40,30 +38,6 @@ def kv_scales(
     finally:
         for layer in layers:
             layer.observe = None
-    return found
-
-
-@torch.no_grad()
-def largest_inputs(model: Decoder, token_ids: Tensor, layout: PackedLayout) -> dict[str, Tensor]:
-    """Returns the largest magnitude of each input channel of every linear layer within the decoder's layers,
-    float32 [in], by the name of its weight, on `token_ids` int64 [T]. The pass is in float32."""
-    found: dict[str, Tensor] = {}
-
-    def observe(name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        found[name] = (
-            args[0].abs().amax(0) if len(args[0]) else args[0].new_zeros(args[0].shape[-1])
-        )
-
-    hooks = [
-        module.register_forward_pre_hook(partial(observe, f"{name}.weight"))
-        for name, module in model.named_modules()
-        if isinstance(module, Linear) and module is not model.lm_head
-    ]
-    try:
-        model.model(token_ids, layout)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return found
 
 

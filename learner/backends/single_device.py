@@ -15,10 +15,11 @@ from areal_q.models import Decoder, DecoderConfig, PackedLayout
 from areal_q.models.logprobs import head_logprobs
 from areal_q.models.low_bit.lora import adapters_off
 from areal_q.models.low_bit.quantized_forward import materialise
+from areal_q.models.smoothed_state import largest_inputs
 from areal_q.quant.smoothing import SmoothingScales
 from areal_q.quant.sticky_scales import StickyRanges
 from learner.backends.base import LossOf, Scores
-from learner.backends.calibration import first_of, kv_scales, largest_inputs
+from learner.backends.calibration import first_of, kv_scales
 from learner.backends.critic import Critic
 from learner.backends.data_parallel import ALONE, Ranks, reshard, summed
 from learner.backends.microbatch_threads import MicrobatchThreads

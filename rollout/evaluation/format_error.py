@@ -18,9 +18,11 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
+from areal_q.config import Smoothing
 from areal_q.models import Decoder, PackedLayout
 from areal_q.models.low_bit.engine_policy import engine_policy, perturbed
 from areal_q.models.low_bit.quantized_forward import QuantLinear, linears
+from areal_q.models.smoothed_state import smoothed_state
 from areal_q.quant import quantize_state
 from areal_q.quant.linear.quantized_linear import FloatLinear
 
@@ -54,6 +56,7 @@ class Reference:
 
     def __init__(self, model: Decoder, texts: Sequence[Text]) -> None:
         self.model = model
+        self.prompts = [text.ids[: text.prompt] for text in texts]
         self.ids = torch.tensor([i for text in texts for i in text.ids])
         self.layout = PackedLayout.of([len(text.ids) for text in texts])
         begins = torch.tensor([0, *(len(text.ids) for text in texts)]).cumsum(0).tolist()
@@ -64,9 +67,12 @@ class Reference:
         """Places of the answers' tokens, int64 [N]; the hidden state before each predicts it."""
         self._hidden = self._states(model)
 
-    def published(self, format: str) -> dict[str, Tensor]:
-        """Returns the tensors that a learner publishes. Raises QuantizationError, which names the tensor."""
-        return quantize_state(self.model.state_dict(), format)
+    def published(self, format: str, smoothing: Smoothing | None = None) -> dict[str, Tensor]:
+        """Returns the tensors that a learner publishes as its first version, smoothed by the prompts if there
+        are settings for it. Raises QuantizationError, which names the tensor."""
+        if smoothing is None:
+            return quantize_state(self.model.state_dict(), format)
+        return quantize_state(smoothed_state(self.model, self.prompts, smoothing), format)
 
     def error_of(self, policy: Decoder) -> Error:
         """Measures a policy with linears in a format, by one pass and a perturbed one."""
@@ -85,8 +91,8 @@ class Reference:
             noise_max=float(noise.max()),
         )
 
-    def policy(self, format: str) -> Decoder:
-        return engine_policy(self.model.config, self.published(format), format)
+    def policy(self, format: str, smoothing: Smoothing | None = None) -> Decoder:
+        return engine_policy(self.model.config, self.published(format, smoothing), format)
 
     def _compare(
         self, policy: Decoder, quiet: Tensor, noisy: Tensor, rows: slice

@@ -14,7 +14,8 @@ import msgspec
 import typer
 from msgspec import Struct
 
-from areal_q.config import Chat
+from areal_q.config import Chat, Smoothing
+from areal_q.config.run import ROUNDS_ACTIVATIONS
 from areal_q.errors import ConfigError, QuantizationError
 from areal_q.models import load_decoder
 from areal_q.models.hf.vllm_shapes import vllm_refuses
@@ -30,8 +31,10 @@ from rollout.evaluation.format_texts import PROMPTS, answered, decoding_pace, re
 
 SMALL_NATS = 0.03
 """Error or noise below which a format needs no remedy: the default of learner.fidelity.bound_nats"""
+PAYS = 0.8
+"""Share of the error that smoothing may leave to be worth its settings"""
 HEAD = (
-    f"{'format':<14}{'error':>7}{'largest':>9}{'KL':>10}{'k3':>9}{'top-1':>8}{'noise':>8}{'largest':>9}"
+    f"{'format':<22}{'error':>7}{'largest':>9}{'KL':>10}{'k3':>9}{'top-1':>8}{'noise':>8}{'largest':>9}"
     f"{'MB':>7}{'tokens/s':>10}"
 )
 
@@ -40,13 +43,20 @@ class Row(Struct, frozen=True, kw_only=True):
     """One format; `error` is None where `says` is why the model cannot take it."""
 
     format: str
+    smoothed: bool = False
+    """With scales by channel, as `rollout.smoothing` publishes them"""
     error: Error | None = None
     bytes: int = 0
     """Size of all published tensors, with those that are not quantized in bfloat16"""
     tokens_per_s: float | None = None
-    """Pace of decoding with eight responses at once; None if it was not measured"""
+    """Pace of decoding with eight responses at once; None if it was not measured, as that of a smoothed row,
+    which runs the same kernels"""
     says: str = ""
     """What it would take to use the format"""
+
+    @property
+    def name(self) -> str:
+        return f"{self.format}, smoothed" if self.smoothed else self.format
 
 
 class Report(Struct, frozen=True, kw_only=True):
@@ -98,7 +108,7 @@ def main(
             rows.append(row)
         rows = advised(rows)
         for row in rows:
-            typer.echo(f"{row.format}: {row.says}")
+            typer.echo(f"{row.name}: {row.says}")
     else:
         found, far = _show_layers(reference, layers, tokenizer)
     if out:
@@ -130,21 +140,23 @@ def prepared(model: Path, data: Path | None, problems: int) -> tuple[Path, Token
 
 
 def measured(reference: Reference, speed: bool) -> Iterator[Row]:
-    """Yields a row for each format. Rows of the same model with other weights, such as smoothed ones, would be
-    made here: a format's row depends on the published tensors alone."""
+    """Yields a row for each format, and for each that rounds activations a second one, smoothed."""
     for format in FORMATS:
-        try:
-            published = reference.published(format)
-        except QuantizationError as error:
-            yield Row(format=format, says=f"not for this model: {error}")
-            continue
-        yield Row(
-            format=format,
-            error=reference.error_of(reference.policy(format)),
-            bytes=sum(t.nbytes for t in rest_in_bf16(published, format).values()),
-            tokens_per_s=decoding_pace(reference.model, published, format) if speed else None,
-            says=vllm_refuses(reference.model.config, format) or "",
-        )
+        for smoothing in (None, Smoothing()) if format in ROUNDS_ACTIVATIONS else (None,):
+            try:
+                published = reference.published(format, smoothing)
+            except QuantizationError as error:
+                yield Row(format=format, says=f"not for this model: {error}")
+                break
+            timed = speed and smoothing is None
+            yield Row(
+                format=format,
+                smoothed=smoothing is not None,
+                error=reference.error_of(reference.policy(format, smoothing)),
+                bytes=sum(t.nbytes for t in rest_in_bf16(published, format).values()),
+                tokens_per_s=decoding_pace(reference.model, published, format) if timed else None,
+                says=vllm_refuses(reference.model.config, format) or "",
+            )
 
 
 def advised(rows: Sequence[Row]) -> list[Row]:
@@ -160,8 +172,7 @@ def _advice(row: Row, rows: Sequence[Row]) -> str:
     if e.noise_mean > SMALL_NATS:
         noise = min(e.noise_mean, e.error_mean)
         text += f", {noise:.2g} of it noise that no kernel and no alignment removes"
-        quiet = [r.format for r in rows if _is_quiet(r) and r.error and r.error.kl < e.kl]
-        text += f": take {' or '.join(quiet)}" if quiet else ": keep activations in 16 bits"
+        text += f": take {' or '.join(_better(row, e, rows)) or 'a format of 16-bit activations'}"
     elif e.error_mean > SMALL_NATS:
         text += ', none of it noise: learner.precision = "qarl" or learner.lora closes it'
     else:
@@ -169,16 +180,28 @@ def _advice(row: Row, rows: Sequence[Row]) -> str:
     return f"{text}; {row.says}" if row.says else text
 
 
-def _is_quiet(row: Row) -> bool:
-    return row.error is not None and row.error.noise_mean < SMALL_NATS / 3
+def _better(row: Row, e: Error, rows: Sequence[Row]) -> Iterator[str]:
+    """Yields the settings that mend a noisy `row` of error `e`, each with what it leaves: smoothing if it pays,
+    and the nearest format without noise, of those of no more bytes if there is one."""
+    for other in rows:
+        smoothed = other.error
+        if other.format != row.format or not smoothed or row.smoothed or not other.smoothed:
+            continue
+        if smoothed.error_mean <= PAYS * e.error_mean:
+            yield f"rollout.smoothing.alpha={Smoothing().alpha} ({smoothed.error_mean:.2g} off)"
+    quiet = [(r, r.error) for r in rows if r.error and r.error.noise_mean < SMALL_NATS / 3]
+    quiet = [(r, found) for r, found in quiet if found.kl < e.kl]
+    small = [(r, found) for r, found in quiet if r.bytes <= 1.02 * row.bytes] or quiet
+    for other, found in sorted(small, key=lambda pair: pair[1].kl)[:1]:
+        yield f"rollout.format={other.format} ({found.error_mean:.2g} off, no noise)"
 
 
 def shown(row: Row) -> str:
     e = row.error
     if e is None:
-        return f"{row.format:<14}{row.says}"
+        return f"{row.name:<22}{row.says}"
     pace = "–" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}"
-    return f"{row.format:<14}{_figures(e)}{row.bytes / 1e6:>7.0f}{pace:>10}"
+    return f"{row.name:<22}{_figures(e)}{row.bytes / 1e6:>7.0f}{pace:>10}"
 
 
 def _figures(e: Error) -> str:
@@ -196,7 +219,7 @@ def _show_layers(
     found = []
     try:
         for part in parts(reference, format):
-            typer.echo(f"{part.name:<14}{_figures(part.error)}")
+            typer.echo(f"{part.name:<22}{_figures(part.error)}")
             found.append(part)
     except QuantizationError as error:
         raise ConfigError(f"--layers {format}: not for this model: {error}") from error

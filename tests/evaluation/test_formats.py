@@ -11,10 +11,15 @@ import torch
 from helpers.paths import REAL_MODEL
 from transformers import AutoModelForCausalLM
 
+from areal_q.config import Smoothing, load
+from areal_q.config.run import ROUNDS_ACTIVATIONS
 from areal_q.errors import TaskError
-from areal_q.models import Decoder, DecoderConfig, init_weights, save_decoder
+from areal_q.models import Decoder, DecoderConfig, PackedLayout, init_weights, save_decoder
 from areal_q.quant import FORMATS, dequantize_state
+from areal_q.quant.smoothing import SmoothingScales
 from areal_q.tasks import CharTokenizer
+from learner.backends.single_device import TorchPolicy
+from learner.publishing.version_builder import VersionBuilder, VersionSettings
 from rollout.evaluation.format_error import Error, Reference, Text, quantize_only
 from rollout.evaluation.format_parts import outliers, parts
 from rollout.evaluation.format_texts import answered, read_conversations
@@ -95,11 +100,36 @@ def test_a_planted_outlier_is_found_where_it_is(model):
     )
 
 
+def test_smoothed_rows_are_of_what_a_learner_publishes_first(model):
+    for layer in model.model.layers:
+        layer.post_attention_layernorm.weight[5] *= 200
+    reference = Reference(model, TEXTS)
+    run = load(None, ["rollout.format=int8", "rollout.smoothing={}", "rollout.unquantized=fp32"])
+    policy = TorchPolicy(model, run.learner, 1.0)
+    policy.smoothing = SmoothingScales(Smoothing(), CONFIG.head_dim)
+    prompts = torch.tensor([i for t in TEXTS for i in t.ids[: t.prompt]])
+    policy.smooth(prompts, PackedLayout.of([t.prompt for t in TEXTS]))
+    first = VersionBuilder(VersionSettings.of(run), smoothing=policy.smoothing).build(model, 0)
+    found = reference.published("int8", Smoothing())
+    assert {*found} == {*first.tensors}
+    assert all(torch.equal(tensor, first.tensors[name]) for name, tensor in found.items())
+    assert not torch.equal(
+        found["model.layers.0.post_attention_layernorm.weight"],
+        model.model.layers[0].post_attention_layernorm.weight,
+    )
+
+
 def test_every_format_has_a_row_and_a_refusal_is_one_line(model):
     rows = advised(list(measured(Reference(model, TEXTS), speed=False)))
-    assert [row.format for row in rows] == [*FORMATS]
+    names = [row.name for row in rows]
+    assert names == [
+        name
+        for format in FORMATS
+        for name in (format, f"{format}, smoothed")
+        if name == format or format in ROUNDS_ACTIVATIONS
+    ]
     assert all(len(shown(row).splitlines()) == 1 and row.says for row in rows)
-    sizes = {row.format: row.bytes for row in rows}
+    sizes = {row.name: row.bytes for row in rows}
     assert sizes["int4"] < sizes["int8"] < sizes["bf16"]
 
 
@@ -118,15 +148,24 @@ def error(mean: float, noise: float) -> Error:
 def test_the_advice_tells_noise_and_names_quiet_formats():
     rows = advised(
         [
-            Row(format="int8", error=error(0.28, 0.27)),
-            Row(format="weight-only", error=error(0.06, 1e-5)),
-            Row(format="bf16", error=error(0.002, 1e-5)),
+            Row(format="bf16", error=error(0.002, 1e-5), bytes=200),
+            Row(format="int8", error=error(0.28, 0.27), bytes=100),
+            Row(format="int8", smoothed=True, error=error(0.15, 0.12), bytes=100),
+            Row(format="weight-only", error=error(0.06, 1e-5), bytes=101),
+            Row(format="fp8", error=error(0.3, 0.2), bytes=100),
+            Row(format="fp8", smoothed=True, error=error(0.29, 0.2), bytes=100),
+            Row(format="four bits", error=error(0.9, 0.2), bytes=50),
             Row(format="refused", says="not for this model: …"),
         ]
     )
-    int8, weight_only, bf16, refused = (row.says for row in rows)
+    bf16, int8, smoothed, weight_only, fp8, _, four, refused = (row.says for row in rows)
     assert "0.27 of it noise that no kernel and no alignment removes" in int8
-    assert "weight-only or bf16" in int8
+    quiet = "take rollout.format=weight-only (0.06 off, no noise)"
+    assert int8.endswith(
+        f"{quiet.replace('take', 'take rollout.smoothing.alpha=0.5 (0.15 off) or')}"
+    )
+    assert smoothed.endswith(quiet) and fp8.endswith(quiet)
+    assert four.endswith("take rollout.format=bf16 (0.002 off, no noise)")
     assert "qarl" in weight_only and "as it is" in bf16 and refused.startswith("not for")
 
 
@@ -152,8 +191,12 @@ def test_a_pretrained_model_is_noisy_in_eight_bits(tmp_path):
     command = [sys.executable, "-m", "areal_q", "formats", str(REAL_MODEL)]
     options = ["--no-speed", "--problems", "3", "--tokens", "16", "--out", str(out)]
     text = subprocess.run([*command, *options], check=True, text=True, capture_output=True).stdout
-    rows = {row["format"]: row["error"] for row in json.loads(out.read_text())["formats"]}
+    found = json.loads(out.read_text())["formats"]
+    smoothed = {row["format"]: row["error"] for row in found if row["smoothed"]}
+    rows = {row["format"]: row["error"] for row in found if not row["smoothed"]}
     assert {*rows} == {*FORMATS} and all(f"\n{name} " in text for name in FORMATS)
+    assert {*smoothed} == {*ROUNDS_ACTIVATIONS}
+    assert smoothed["int8"]["error_mean"] < rows["int8"]["error_mean"]
     assert rows["int8"]["noise_mean"] > 0.03
     assert rows["int8"]["noise_mean"] > 0.4 * rows["int8"]["error_mean"]
     quiet = np.array(

@@ -15,11 +15,11 @@ from areal_q.config import Run, Smoothing
 from areal_q.errors import ConfigError
 from areal_q.models import Decoder, PackedLayout, load_decoder, save_decoder
 from areal_q.models.low_bit.quantized_forward import QuantLinear, use
+from areal_q.models.smoothed_state import largest_inputs
 from areal_q.quant import dequantize_state
 from areal_q.quant.rescaling import apply_uaq, pairs_of
 from areal_q.quant.smoothing import SmoothingScales, wanted_log2
 from learner import checkpoint
-from learner.backends.calibration import largest_inputs
 from learner.backends.single_device import TorchPolicy
 from learner.doctor.probe import VersionPolicies
 from learner.policy_update import update_policy

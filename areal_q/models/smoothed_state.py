@@ -1,0 +1,66 @@
+"""Measures the inputs of a decoder's linear layers, from which smoothing's scales follow
+(areal_q/quant/smoothing.py)."""
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from areal_q.config import Smoothing
+from areal_q.models.decoder import Decoder
+from areal_q.models.layers.linear import Linear
+from areal_q.models.packed_layout import PackedLayout
+from areal_q.quant.smoothing import SmoothingScales
+
+
+def smoothed_state(
+    model: Decoder, prompts: Iterable[Sequence[int]], cfg: Smoothing
+) -> dict[str, Tensor]:
+    """Returns the state dict of `model` with scales folded in, as a learner does before its first version. They
+    are measured on the first `prompts`, token ids, with at least `cfg.tokens` tokens in all."""
+    scales = SmoothingScales(cfg, model.config.head_dim)
+    state = model.state_dict()
+    ids, layout = packed(prompts, cfg.tokens)
+    scales.update(state, largest_inputs(model, ids, layout))
+    return scales.smoothed(state)
+
+
+def packed(
+    prompts: Iterable[Sequence[int]], tokens: int, device: str = "cpu"
+) -> tuple[Tensor, PackedLayout]:
+    """Returns the first `prompts` with at least `tokens` tokens in all, or all of them, as one packed batch:
+    token ids int64 [T] and their layout."""
+    taken: list[Sequence[int]] = []
+    count = 0
+    for prompt in prompts:
+        if count >= tokens:
+            break
+        taken.append(prompt)
+        count += len(prompt)
+    ids = torch.tensor([token for prompt in taken for token in prompt], device=device)
+    return ids, PackedLayout.of([len(prompt) for prompt in taken], device)
+
+
+@torch.no_grad()
+def largest_inputs(model: Decoder, token_ids: Tensor, layout: PackedLayout) -> dict[str, Tensor]:
+    """Returns the largest magnitude of each input channel of every linear layer within the decoder's layers,
+    float32 [in], by the name of its weight, on `token_ids` int64 [T]. The pass is in float32."""
+    found: dict[str, Tensor] = {}
+
+    def observe(name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        found[name] = (
+            args[0].abs().amax(0) if len(args[0]) else args[0].new_zeros(args[0].shape[-1])
+        )
+
+    hooks = [
+        module.register_forward_pre_hook(partial(observe, f"{name}.weight"))
+        for name, module in model.named_modules()
+        if isinstance(module, Linear) and module is not model.lm_head
+    ]
+    try:
+        model.model(token_ids, layout)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
