@@ -109,13 +109,21 @@ def build_policy(
             )
         return policy, state
     if policy.smoothing:
-        first = (problem_at(task, n, run.seed).asked for n in range(len(task.train)))
-        prompts = map(tokenizer.encode_prompt, first)
-        policy.smooth(*packed(prompts, policy.smoothing.cfg.tokens, run.learner.device))
+        begin_smoothing(policy, policy.smoothing, run, task, tokenizer)
     if run.learner.reference_kl and run.learner.reference_kl.path:
         policy.reference = build_reference(run.learner.reference_kl.path, model)
         set_precision(policy.reference, precision)
     return policy, None
+
+
+def begin_smoothing(
+    policy: TorchPolicy, scales: SmoothingScales, run: Run, task: Task, tokenizer: Tokenizer
+) -> None:
+    """Gives `policy` its `scales`, and chooses them for the first version on prompts of the first problems."""
+    policy.smoothing = scales
+    first = (problem_at(task, n, run.seed).asked for n in range(len(task.train)))
+    prompts = map(tokenizer.encode_prompt, first)
+    policy.smooth(*packed(prompts, scales.cfg.tokens, run.learner.device))
 
 
 def build_reference(path: str, policy: Decoder) -> Decoder:

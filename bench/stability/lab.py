@@ -38,7 +38,7 @@ from areal_q.tasks import (
 from areal_q.weights.version import WeightVersion
 from buffer.in_memory import MemoryBuffer, MemoryLearner
 from learner.backends.single_device import TorchPolicy
-from learner.build import build_model, first_prompts
+from learner.build import begin_smoothing, build_model
 from learner.data.admission import Admission, AdmissionSettings
 from learner.data.sft_warmup import warm_start
 from learner.data.staleness import VersionHistory
@@ -159,8 +159,8 @@ async def train(run: Run, flaky: Reward | None = None) -> AsyncIterator[Values]:
         warm_model(run, task, tokenizer), run.learner, run.rollout.sampling.temperature
     )
     if run.rollout.smoothing:
-        policy.smoothing = SmoothingScales(run.rollout.smoothing, policy.model.config.head_dim)
-        policy.smooth(*first_prompts(task, tokenizer, run, run.rollout.smoothing.tokens))
+        scales = SmoothingScales(run.rollout.smoothing, policy.model.config.head_dim)
+        begin_smoothing(policy, scales, run, task, tokenizer)
     tickets = Tickets(run.name)
     admission = Admission(AdmissionSettings.of(run), task, tokenizer, tickets, 0, set())
     history = VersionHistory(run.learner.versions_kept)
