@@ -15,7 +15,8 @@ def main() -> None:
     run = parse(sys.stdin.read(), "settings", recorded=True)
     for found in findings(run, check_model(run)):
         mark = "warning: " if found.level == "warning" else ""
-        print(f"{mark}{found.name}: {found.says}")
+        fix = f"; take {found.fix}" if found.fix else ""
+        print(f"{mark}{found.name}: {found.says}{fix}")
 
 
 if __name__ == "__main__":

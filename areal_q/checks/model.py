@@ -15,6 +15,7 @@ from torch import nn
 from areal_q.checks.machine import CheckResult
 from areal_q.checks.memory import memory_of
 from areal_q.config import LearnerConfig, PretrainedModel, RolloutConfig, Run, VllmEngine
+from areal_q.config.run import ROUNDS_ACTIVATIONS
 from areal_q.errors import CheckpointError, ConfigError, QuantizationError, TaskError
 from areal_q.models import DecoderConfig, load_config
 from areal_q.models.hf.checkpoint import check_tensors, meta_decoder
@@ -88,6 +89,7 @@ def findings(run: Run, found: FoundModel) -> Iterator[CheckResult]:
     else:
         yield CheckResult("prompts", "ok", room)
     yield from _hidden_updates(run, shape)
+    yield from _noisy_activations(run)
     yield from memory_of(run, shape, len(found.prompt))
 
 
@@ -111,6 +113,30 @@ def _hidden_updates(run: Run, shape: DecoderConfig) -> Iterator[CheckResult]:
             "weight, but not in the float32 learner, so the two drift apart",
             "learner.precision=qarl, which computes with the rollouts' weights",
         )
+
+
+def _noisy_activations(run: Run) -> Iterator[CheckResult]:
+    """Yields a warning if a pretrained model's activations are to be rounded as they come."""
+    rollout, learner = run.rollout, run.learner
+    exposed = rollout.format in ROUNDS_ACTIVATIONS and rollout.smoothing is None
+    full = learner.precision == "full" and not learner.lora
+    if isinstance(run.model, PretrainedModel) and exposed and full:
+        yield CheckResult(
+            "activations",
+            "warning",
+            f"{rollout.format} rounds the outliers of a pretrained model's activations into noise, with which "
+            "SmolLM2-135M in int8 fell apart within 40 steps (docs/aligned.md)",
+            without_noise(rollout),
+        )
+
+
+def without_noise(rollout: RolloutConfig) -> str:
+    """Returns settings that lessen the noise of a format that rounds activations, or end it: smoothing for one
+    scale a token, which outliers spoil most, and weights alone in as many bits."""
+    weights = {"int8": "int8-weight", "fp8-channel": "fp8-weight", "fp8": "fp8-weight"}
+    alone = f"rollout.format={weights.get(rollout.format, 'int4')}"
+    smooth = rollout.format in ("int8", "fp8-channel") and rollout.smoothing is None
+    return f"rollout.smoothing.alpha=0.5 or {alone}" if smooth else alone
 
 
 def check_fit(run: Run, shape: DecoderConfig, tokenizer: Tokenizer, task: Task) -> Task:

@@ -23,8 +23,8 @@ from areal_q.checks.memory import (
     learner_bytes,
     worker_bytes,
 )
-from areal_q.checks.model import check_model, findings, longest_prompt
-from areal_q.config import Run, dump_toml, load
+from areal_q.checks.model import _noisy_activations, check_model, findings, longest_prompt
+from areal_q.config import Run, dump_toml, load, override
 from areal_q.errors import UserError
 from areal_q.models import Decoder, DecoderConfig, init_weights, save_decoder
 from areal_q.models.shape import shape_of
@@ -219,6 +219,35 @@ def test_steps_that_bfloat16_rounds_away_are_a_warning(
     typical = torch.tensor(SHAPE["width"] ** -0.5).bfloat16()
     half = (torch.nextafter(typical, torch.tensor(1.0).bfloat16()) - typical).item() / 2
     assert all(f"{half:.0e}" in one.says for one in found)
+
+
+@pytest.mark.parametrize(
+    ("settings", "fix"),
+    [
+        (["rollout.format=int8"], "rollout.smoothing.alpha=0.5 or rollout.format=int8-weight"),
+        (["rollout.format=fp8"], "rollout.format=fp8-weight"),
+        (["rollout.format=int8", "rollout.smoothing.alpha=0.5"], None),
+        (["rollout.format=int8-weight"], None),
+        (["rollout.format=int8", "learner.precision=qarl"], None),
+    ],
+)
+def test_rounded_outliers_of_a_pretrained_model_are_a_warning(
+    model: Path, settings: list[str], fix: str | None
+):
+    run = run_of(model, *settings)
+    found = [one for one in model_of(run) if one.name == "activations"]
+    assert [(one.level, one.fix) for one in found] == ([("warning", fix)] if fix else [])
+    for advised in fix.split(" or ") if fix else ():
+        assert [*_noisy_activations(override(run, advised))] == []
+
+
+def test_the_preflight_says_what_to_take_instead(model: Path):
+    settings = dump_toml(run_of(model, "rollout.format=int8"))
+    done = subprocess.run(
+        module_command("areal_q.checks"), input=settings, capture_output=True, text=True, check=True
+    )
+    (line,) = (x for x in done.stdout.splitlines() if x.startswith("warning: activations: int8 "))
+    assert line.endswith("; take rollout.smoothing.alpha=0.5 or rollout.format=int8-weight")
 
 
 @pytest.mark.slow

@@ -418,22 +418,39 @@ def test_the_screen_has_its_verdict_first_and_fits_80_columns(tmp_path, world, v
     assert drawn.removeprefix(" lag 0  ").rstrip() == whole.rstrip()
 
 
+def case_of(term: str, run: Run, noise: float) -> Case:
+    """Returns a case of 1,000 tokens with a gap of ± 0.2 nats, all of it the term `term`."""
+    n = 1000
+    gap = np.resize([0.2, -0.2], n)
+    terms = np.zeros((n, len(TERMS)))
+    terms[:, TERMS.index(term)] = gap
+    whole = dict.fromkeys(("step", "lag", "position", "response"), np.zeros(n, int))
+    real = {"advantage": np.zeros(n), "behavior": np.full(n, -1.0), "entropy": np.ones(n)}
+    table = TokenTable(**whole, **real, proximal=gap - 1, terms=terms)
+    facts = LogFacts(responses=n, tokens=n)
+    return Case(run, facts, table, noise_rms=noise)
+
+
 @pytest.mark.parametrize(
     ("noise", "name", "severity"),
     [(0.18, "rounding noise", "warning"), (0.05, "engine", "error"), (0.0, "engine", "error")],
 )
 def test_a_gap_within_the_noise_is_no_fault_of_the_engine(noise, name, severity):
-    n = 1000
-    gap = np.resize([0.2, -0.2], n)
-    terms = np.zeros((n, len(TERMS)))
-    terms[:, TERMS.index("engine")] = gap
-    whole = dict.fromkeys(("step", "lag", "position", "response"), np.zeros(n, int))
-    real = {"advantage": np.zeros(n), "behavior": np.full(n, -1.0), "entropy": np.ones(n)}
-    table = TokenTable(**whole, **real, proximal=gap - 1, terms=terms)
-    facts = LogFacts(responses=n, tokens=n)
-    found = diagnose(Case(RUN, facts, table, noise_rms=noise))
+    found = diagnose(case_of("engine", RUN, noise))
     assert (name, severity) in {(f.name, f.severity) for f in found}
     assert len({f.name for f in found} & {"rounding noise", "engine"}) == 1
+
+
+@pytest.mark.parametrize("term", ["activations", "engine"])
+def test_noise_of_rounded_activations_has_settings_that_mend_it(term):
+    smooth = {"int8": True, "fp8-channel": True, "fp8": False, "int4-fp8": False}
+    for format, pays in smooth.items():
+        run = load(None, [f"rollout.format={format}"])
+        found = diagnose(case_of(term, run, 0.18))
+        (cause,) = (f for f in found if f.name in ("rounding noise", "quantization"))
+        assert ("rollout.smoothing.alpha=0.5 or" in cause.change) == pays
+        weights = "int4" if "int4" in format else f"{format.partition('-')[0]}-weight"
+        assert f"rollout.format={weights}" in cause.change
 
 
 def test_staleness_in_bounds_is_a_note_until_few_samples_count():

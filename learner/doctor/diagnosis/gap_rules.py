@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from areal_q.checks.model import without_noise
+from areal_q.config.run import ROUNDS_ACTIVATIONS
 from learner.doctor.diagnosis.findings import Case, Finding, Rule
 from learner.doctor.diagnosis.token_ratios import Split, by_position, split_by_term
 
@@ -44,12 +46,17 @@ def _quantization(case: Case) -> Finding | None:
     if not parts or share < _MAIN_SHARE or max(x.rms for x in parts.values()) < _LARGE_RMS:
         return None
     told = ", ".join(f"{name} {x.rms:.3f}" for name, x in parts.items())
+    change = (
+        "raise learner.uaq, take rollout.format=bf16, or an objective that caps w (acr, tis, tbpo)"
+    )
+    if "activations" in parts and case.run.rollout.format in ROUNDS_ACTIVATIONS:
+        change = f"{without_noise(case.run.rollout)}, or an objective that caps w (acr, tis, tbpo)"
     return Finding(
         "quantization",
         "warning",
         share,
         f"quantization ({case.run.rollout.format}) makes {share:.0%} of the gap (nats rms: {told})",
-        "raise learner.uaq, take rollout.format=bf16, or an objective that caps w (acr, tis, tbpo)",
+        change,
     )
 
 
@@ -88,7 +95,7 @@ def _engine(case: Case) -> Finding | None:
             f"{x.share:.0%} of the gap ({x.rms:.3f} nats rms) is noise: activations in "
             f"{case.run.rollout.format} turn float32's own rounding into {case.noise_rms:.3f} nats rms on this "
             "model, which no kernel and no alignment removes",
-            "compare formats: areal-q formats RUN; one that keeps activations in 16 bits has none",
+            f"{without_noise(case.run.rollout)}; areal-q formats RUN measures what each leaves",
         )
     return Finding(
         "engine",
