@@ -12,7 +12,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import msgspec
 import typer
@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from areal_q.checks.automatic import settled
 from areal_q.config import Run, Sampling, load
+from areal_q.config.run import FormatName
 from areal_q.errors import ConfigError, RecordError
 from areal_q.evaluation.benchmarks import BENCHMARKS, PRESETS, Preset
 from areal_q.evaluation.estimates import Answered, Estimate, Evaluation, estimates
@@ -75,7 +76,13 @@ def main(
 ) -> None:
     """Scores MODEL: greedy accuracy, and avg@k, pass@k and majority@k of sampled answers."""
     chosen = _preset(preset)
-    run, path = settings_of(model, task, data, [f"rollout.format={format}", *(settings or [])])
+    if format not in get_args(FormatName):
+        raise ConfigError(f"--format {format}: none of {', '.join(get_args(FormatName))}")
+    if any(setting.startswith("rollout.format=") for setting in settings or []):
+        raise ConfigError("rollout.format: the format of an evaluation is --format")
+    run, path = settings_of(model, task, data, settings or [])
+    # Rules of a training run, such as that smoothing needs a format to smooth, are none of an evaluation.
+    run = msgspec.structs.replace(run, rollout=msgspec.structs.replace(run.rollout, format=format))
     samples = chosen.samples if samples is None else samples
     sampling = _sampling(chosen, run.rollout.sampling, temperature, top_p, max_tokens)
     if samples and sampling.temperature == 0:

@@ -2,16 +2,18 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from areal_q.config import Run, Sampling, TorchEngine
+from areal_q.config.run import ROUNDS_ACTIVATIONS
 from areal_q.errors import ConfigError
 from areal_q.evaluation.estimates import Answered, Reply
 from areal_q.messages import Array, Ticket
 from areal_q.models import load_config, load_decoder
+from areal_q.models.smoothed_state import smoothed_state
 from areal_q.quant import quantize_state
 from areal_q.quant.state_dict import rest_in_bf16
 from areal_q.tasks import Problem, Reward, Tokenizer, answer_of, build_reward
@@ -62,7 +64,8 @@ async def answered(
     try:
         await reward.start()
         await engine.start()
-        await _load(engine, run, model)
+        prompts = (tokenizer.encode_prompt(problem.asked) for problem in problems)
+        await _load(engine, run, model, prompts)
         for index, problem in enumerate(problems):
             work = answering.one(index, problem, greedy, samples, sampling)
             tasks.append(asyncio.create_task(work))
@@ -141,9 +144,13 @@ def _engine_config(run: Run) -> TorchEngine:
     return engine if isinstance(engine, TorchEngine) else TorchEngine()
 
 
-async def _load(engine: Engine, run: Run, path: Path) -> None:
-    model = load_decoder(path)
-    published = quantize_state(model.state_dict(), run.rollout.format)
+async def _load(engine: Engine, run: Run, path: Path, prompts: Iterable[Sequence[int]]) -> None:
+    """Loads the model as a learner publishes it; smoothing's scales are those of `prompts`."""
+    model, smoothing = load_decoder(path).requires_grad_(False), run.rollout.smoothing
+    state = model.state_dict()
+    if smoothing and run.rollout.format in ROUNDS_ACTIVATIONS:
+        state = smoothed_state(model, prompts, smoothing)
+    published = quantize_state(state, run.rollout.format)
     if run.rollout.unquantized == "bf16":
         published = rest_in_bf16(published, run.rollout.format)
     await engine.load_weights(

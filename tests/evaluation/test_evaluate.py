@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 import typer
 from helpers.commands import refused, run_here
 from helpers.fixture_types import MakeRun
@@ -19,11 +20,16 @@ from rich.console import Console
 import rollout.engines
 from areal_q.cli.final_screen import last_screen
 from areal_q.config import Run, Sampling, ScriptedEngine, dump_toml
+from areal_q.config.engines import EngineConfig
 from areal_q.errors import CheckpointError, ConfigError, TaskError
 from areal_q.evaluation.estimates import Answered, estimates, read_evaluations, wilson
-from areal_q.models import save_decoder
+from areal_q.models import load_decoder, save_decoder
+from areal_q.models.smoothed_state import smoothed_state
 from areal_q.observability.metrics_log import MetricsLog
+from areal_q.quant import quantize_state
 from areal_q.tasks import build_task, build_tokenizer
+from areal_q.weights.version import WeightVersion
+from rollout.engines.base import Engine
 from rollout.engines.scripted import scripted_engine
 from rollout.evaluation import evaluate
 
@@ -363,3 +369,54 @@ def test_a_reward_of_ones_own_scores_an_evaluation(
 def test_wrong_options_are_errors_of_the_user(run_dir: Path, options: dict, named: str):
     with pytest.raises(ConfigError, match=named):
         main(run_dir, **options)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["learner.precision=full", "rollout.format=int8", "rollout.smoothing.alpha=0.5"],
+        ["learner.precision=full", "rollout.format=int8", "rollout.sticky_scales=0.05"],
+        ["rollout.format=fp8", "learner.precision=jet"],
+    ],
+)
+def test_a_run_is_scored_in_formats_that_it_could_not_train_in(
+    settings: list[str], run_dir: Path, make_run: MakeRun, capsys: pytest.CaptureFixture[str]
+):
+    (run_dir / "config.toml").write_text(dump_toml(make_run("name=demo", *settings)))
+    main(run_dir, problems=2)
+    assert "(2 problems, bf16" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="--format"):
+        main(run_dir, "rollout.format=int4", problems=2)
+
+
+def test_an_evaluation_is_smoothed_where_the_run_is(
+    run_dir: Path, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+):
+    smooth = ("learner.precision=full", "rollout.format=int8", "rollout.smoothing.alpha=0.5")
+    run = make_run("name=demo", *smooth, "rollout.unquantized=fp32")
+    (run_dir / "config.toml").write_text(dump_toml(run))
+    loaded: list[WeightVersion] = []
+    build = rollout.engines.build_engine
+
+    def watched(cfg: EngineConfig) -> Engine:
+        engine = build(cfg)
+        load = engine.load_weights
+
+        async def load_weights(version: WeightVersion) -> None:
+            loaded.append(version)
+            await load(version)
+
+        monkeypatch.setattr(engine, "load_weights", load_weights)
+        return engine
+
+    monkeypatch.setattr(rollout.engines, "build_engine", watched)
+    main(run_dir, problems=2, format="int8")
+    tokenizer, task = build_tokenizer(run.model, run.task), build_task(run.task)
+    prompts = [tokenizer.encode_prompt(problem.asked) for problem in task.heldout[:2]]
+    model = load_decoder(run_dir / "hf").requires_grad_(False)
+    assert run.rollout.smoothing
+    wanted = quantize_state(smoothed_state(model, prompts, run.rollout.smoothing), "int8")
+    (version,) = loaded
+    assert all(torch.equal(version.tensors[name], tensor) for name, tensor in wanted.items())
+    norm = "model.layers.0.input_layernorm.weight"
+    assert not torch.equal(wanted[norm], model.state_dict()[norm])
