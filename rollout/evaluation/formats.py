@@ -44,7 +44,7 @@ class Row(Struct, frozen=True, kw_only=True):
 
     format: str
     smoothed: bool = False
-    """With scales by channel, as `rollout.smoothing` publishes them"""
+    """True for scales by channel, as `rollout.smoothing` publishes them"""
     error: Error | None = None
     bytes: int = 0
     """Size of all published tensors, with those that are not quantized in bfloat16"""
