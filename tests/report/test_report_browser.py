@@ -231,7 +231,8 @@ def test_many_runs_share_one_legend_with_their_final_figures(show, write_run, tm
         "all => all.map(e => getComputedStyle(e).stroke + getComputedStyle(e).strokeDasharray)"
     )
     assert len(set(looks)) == 12
-    assert page.locator("figure[data-plot=mismatch_kl] .legend .key").count() == 1
+    # One for each of its two metrics, and none for each of the runs.
+    assert page.locator("figure[data-plot=mismatch_kl] .legend .key").count() == 2
     page.get_by_role("checkbox", name="10 run9").uncheck()
     expect(line).to_have_count(11)
     assert page.evaluate("document.documentElement.scrollWidth") == 1400

@@ -74,13 +74,11 @@ def load_published(
 def perturbed(model: nn.Module, seed: int = 0) -> Iterator[None]:
     """Multiplies inputs of the linears that a format applies to by 1 + ROUNDING · z, with standard normal z,
     while the context lasts. The numbers depend on `seed` alone."""
-    generators: dict[torch.device, torch.Generator] = {}
+    generator = torch.Generator().manual_seed(seed)  # of the CPU, so that every device is given the same
 
     def nudge(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         x, *rest = inputs
-        if x.device not in generators:
-            generators[x.device] = torch.Generator(x.device).manual_seed(seed)
-        z = torch.randn(x.shape, generator=generators[x.device], device=x.device, dtype=x.dtype)
+        z = torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device)
         return (x * (1 + ROUNDING * z), *rest)
 
     hooks = [linear.register_forward_pre_hook(nudge) for linear in linears(model).values()]
