@@ -15,7 +15,6 @@ import os
 import signal
 import tempfile
 from collections.abc import AsyncGenerator, Awaitable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -32,12 +31,7 @@ from rollout.engines.process.generation_backend import CompletionDelta
 from rollout.engines.process.own_directory import OwnDirectory
 from rollout.engines.process.process_end import first_end
 from rollout.engines.process.streaming_engine import StreamingEngine
-from rollout.engines.vllm_backend import (
-    cpu_kernels,
-    lora_requests,
-    sampling_params,
-    start_error,
-)
+from rollout.engines.vllm_backend import cpu_kernels, lora_requests, sampling_params
 from rollout.engines.vllm_backend.cache_size import cache_for
 from rollout.engines.vllm_backend.weight_stager import WeightStager
 
@@ -131,7 +125,7 @@ class VllmBackend:
             await asyncio.to_thread(
                 checkpoint_backend.write_version, lora_requests.without_adapters(weights), directory
             )
-            self._llm = await self._construct(directory, settings)
+            self._llm = await self._construct(str(directory), settings)
             self._stager = WeightStager(directory)
             await self._connect(self._llm, self._stager, manifest.format)
             own.note_segments(self.pids)
@@ -220,12 +214,10 @@ class VllmBackend:
             self._directory.close()
             self._directory = None
 
-    async def _construct(self, directory: Path, settings: dict[str, Any]) -> "AsyncLLM":
+    async def _construct(self, path: str, settings: dict[str, Any]) -> "AsyncLLM":
         """Constructs vLLM in a thread, since it takes seconds. When cancelled it waits for the thread, so
-        that nothing stays behind. Raises ConfigError for what every further start would meet again."""
-        report = directory / "start-error"
-        os.environ[start_error.FILE] = str(report)
-        starting = asyncio.ensure_future(asyncio.to_thread(_start_vllm, str(directory), settings))
+        that nothing stays behind."""
+        starting = asyncio.ensure_future(asyncio.to_thread(_start_vllm, path, settings))
         try:
             return await asyncio.shield(starting)
         except asyncio.CancelledError:
@@ -233,14 +225,15 @@ class VllmBackend:
             if starting.exception() is None:
                 starting.result().shutdown(timeout=SHUTDOWN_S)
             raise
-        except ValueError as error:
-            raise ConfigError(_refusal(" ".join(str(error).split()))) from error
+        except ValueError as error:  # it would be raised again by every further start
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"vLLM refuses the settings or the model: {reason}") from error
         except RuntimeError as error:
-            found = start_error.reported(report)
-            if found and found.repeats and self._first is None:  # these settings have never worked
-                raise ConfigError(_refusal(found.says)) from error
-            why = found.says if found else f"{error}"
-            raise EngineDied(f"vLLM did not start: {why}{_settings_named(why)}") from error
+            raise EngineDied(
+                f"vLLM did not start: {error} For what it says above of max_model_len, "
+                "gpu_memory_utilization or the KV cache, the settings are rollout.engine.max_positions and "
+                "rollout.engine.kv_cache_bytes."
+            ) from error
 
     async def _connect(self, llm: "AsyncLLM", stager: WeightStager, format: str) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
@@ -283,20 +276,6 @@ class VllmBackend:
             raise EngineDied(f"vLLM died ({what})") from error
         except Exception as error:  # vLLM passes on every error of its worker as a bare Exception
             raise EngineDied(f"vLLM failed ({what}): {error}") from error
-
-
-def _refusal(reason: str) -> str:
-    return f"vLLM refuses the settings or the model: {reason}{_settings_named(reason)}"
-
-
-def _settings_named(reason: str) -> str:
-    """Returns what our settings call what `reason` calls otherwise, if it does."""
-    ours = {
-        "max_model_len": "rollout.engine.max_positions",
-        "gpu_memory_utilization": "rollout.engine.kv_cache_bytes",
-    }
-    named = [f"{theirs} is {name}" for theirs, name in ours.items() if theirs in reason]
-    return f" (here {', '.join(named)})" if named else ""
 
 
 def _formats() -> frozenset[str]:

@@ -4,7 +4,7 @@
     adapter ─swap(digest)─▶ Worker: layerwise reload between two steps of the engine
 
 vLLM imports this module by name in its worker (`worker_extension_cls`), which registers the transfer
-backend, and what reports why a start fails. Method names must not be those of vLLM's own Worker.
+backend. Method names must not be those of vLLM's own Worker.
 """
 
 # pyright: reportMissingImports=false
@@ -39,7 +39,6 @@ from vllm.model_executor.model_loader.reload import (
 from areal_q import messages
 from areal_q.errors import RecordError, WeightVersionError
 from areal_q.weights.version import PayloadPool, WeightVersion, check_version, unpack_version
-from rollout.engines.vllm_backend.start_error import report_first
 from rollout.engines.vllm_backend.worker_cpu import (
     draw_discarded_tokens_without_seed,
     keep_float32_off_sgl,
@@ -175,7 +174,6 @@ class ZmqTransfer(WeightTransferEngine[StagerAddress, Staged]):
             self._stage = None
 
 
-report_first()
 WeightTransferEngineFactory.register_engine(BACKEND, ZmqTransfer)
 if not torch.cuda.is_available():
     keep_float32_off_sgl()

@@ -1,9 +1,5 @@
 """What vLLM is asked to compute with on a CPU, and what is refused, as far as it shows without vLLM."""
 
-import subprocess
-import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +7,12 @@ from helpers.engines import initial_version
 from helpers.fixture_types import MakeRun
 
 from areal_q.config import RolloutConfig, VllmEngine, load
-from areal_q.errors import ConfigError, EngineDied
+from areal_q.errors import ConfigError
 from areal_q.models import DecoderConfig
 from areal_q.quant import FORMATS
 from rollout.commands.check import vllm_on_cpu
 from rollout.engines.process.streaming_engine import StreamingEngine
-from rollout.engines.vllm_backend import cpu_kernels, start_error, vllm_engine
+from rollout.engines.vllm_backend import cpu_kernels, vllm_engine
 from rollout.engines.vllm_backend.cache_size import cache_for
 from rollout.engines.vllm_backend.vllm_engine import VllmBackend
 
@@ -134,82 +130,4 @@ async def test_a_value_that_vllm_refuses_is_tried_once(make_run: MakeRun, starts
     with pytest.raises(ConfigError, match="or the model: 1 validation error max_model_len: Value"):
         await engine.load_weights(initial_version(make_run("rollout.format=int8")))
     assert (len(starts), engine.deaths) == (1, 0)
-    await engine.close()
-
-
-PROGRAM = """
-import logging
-from start_error import report_first  # its package would import torch
-report_first()
-try:
-    raise {error}
-except Exception:
-    logging.getLogger("vllm.v1.engine.core").exception("EngineCore failed to start.")
-try:
-    raise TypeError("as a consequence")
-except Exception:
-    logging.getLogger("vllm.v1.engine.core").exception("EngineCore encountered a fatal error.")
-"""
-"""A process that fails as vLLM's core does"""
-FOLDER = Path(start_error.__file__).parent
-
-
-@pytest.fixture
-def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
-    """Makes each start of vLLM fail since a process of it raises `error`; returns the list of starts."""
-
-    def make(error: str) -> list[str]:
-        seen: list[str] = []
-
-        def start(path: str, settings: dict[str, Any]) -> None:
-            seen.append(path)
-            program = PROGRAM.format(error=error)
-            command = [sys.executable, "-c", program]
-            subprocess.run(command, cwd=FOLDER, check=True, capture_output=True)
-            raise RuntimeError("Engine core initialization failed. See root cause above.")
-
-        monkeypatch.setenv(start_error.FILE, "")
-        monkeypatch.setattr(vllm_engine, "_start_vllm", start)
-        return seen
-
-    return make
-
-
-@pytest.mark.parametrize(
-    ("error", "told"),
-    [
-        ("ValueError('cache too small\\n for max_model_len')", "ValueError: cache too small for "),
-        ("AssertionError()", "AssertionError: $"),
-        ("KeyError('layers.0.weight')", "KeyError: 'layers.0.weight'$"),
-    ],
-)
-async def test_a_cause_in_vllms_process_is_told_and_met_once(
-    make_run: MakeRun, failing: Callable[[str], list[str]], error: str, told: str
-):
-    starts, engine = failing(error), StreamingEngine(VllmBackend(VllmEngine()))
-    with pytest.raises(ConfigError, match=f"^vLLM refuses the settings or the model: {told}"):
-        await engine.load_weights(initial_version(make_run("rollout.format=int8")))
-    assert (len(starts), engine.deaths) == (1, 0)
-    await engine.close()
-
-
-async def test_a_lack_of_memory_is_told_and_tried_again(
-    make_run: MakeRun, failing: Callable[[str], list[str]]
-):
-    starts = failing("RuntimeError('out of memory')")
-    engine = StreamingEngine(VllmBackend(VllmEngine(restarts=1)))
-    with pytest.raises(EngineDied, match=r"^vLLM did not start: RuntimeError: out of memory$"):
-        await engine.load_weights(initial_version(make_run("rollout.format=int8")))
-    assert (len(starts), engine.deaths) == (2, 2)
-    await engine.close()
-
-
-async def test_what_no_process_reports_is_as_vllm_says_it(
-    make_run: MakeRun, failing: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch
-):
-    failing("ValueError('unseen')")
-    monkeypatch.setattr(start_error, "FILE", "UNREAD")
-    engine = StreamingEngine(VllmBackend(VllmEngine(restarts=0)))
-    with pytest.raises(EngineDied, match=r"^vLLM did not start: Engine core initialization failed"):
-        await engine.load_weights(initial_version(make_run("rollout.format=int8")))
     await engine.close()
