@@ -212,7 +212,7 @@ def test_a_missing_model_is_one_line_and_exit_code_2(
 
 
 def test_an_unknown_format_is_an_error_of_the_user(run_dir: Path):
-    with pytest.raises(ConfigError, match=r"rollout\.format"):
+    with pytest.raises(ConfigError, match=r"--format int3: none of bf16, "):
         main(run_dir, format="int3")
 
 
