@@ -74,7 +74,7 @@ def load_published(
 def perturbed(model: nn.Module, seed: int = 0) -> Iterator[None]:
     """Multiplies inputs of the linears that a format applies to by 1 + ROUNDING · z, with standard normal z,
     while the context lasts. The numbers depend on `seed` alone."""
-    generator = torch.Generator().manual_seed(seed)  # of the CPU, so that every device is given the same
+    generator = torch.Generator().manual_seed(seed)  # the CPU's: every device is given the same
 
     def nudge(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         x, *rest = inputs
