@@ -276,7 +276,7 @@ def test_planted_cause_is_named_with_a_number_and_a_remedy(tmp_path, healthy, ca
 def test_padding_after_an_end_not_in_config_json_is_found(tmp_path):
     planted = World(tmp_path / "run", plant=with_in_the_middle(TURN_END)).play()
     assert planted.facts.after_end == STEPS * GROUPS * SIZE * (TOKENS - 31)
-    (tmp_path / "run" / STOPS_FILE).unlink()
+    (tmp_path / "run" / STOPS_FILE).write_text("{")
     with pytest.raises(LogError, match=STOPS_FILE):
         examine(tmp_path / "run", 0, None, Console())
 
