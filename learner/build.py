@@ -5,6 +5,7 @@ import threading
 from contextlib import ExitStack
 from pathlib import Path
 
+import msgspec
 import torch
 
 from areal_q.checks.machine import check_device
@@ -267,6 +268,21 @@ def _recorded(directory: Path, start: int) -> dict[int, str]:
     return {record.step + 1: record.digest for record in iter_steps(directory / "steps", start)}
 
 
+def _changed_settings(run: Run, directory: Path, start: int) -> str:
+    """Returns a sentence on the settings that are others from step `start` on; empty if there are none."""
+    for record in iter_steps(directory / "steps", start - 1, start):
+        before = run_dir.settings_of(directory, record.settings)
+        old, new = (run_dir.flat(msgspec.to_builtins(settings)) for settings in (before, run))
+        changed = [
+            f"{key} = {new.get(key)}, was {old.get(key)}"
+            for key in run_dir.differences(before, run)
+            if key not in ("name", "root")
+        ]
+        if changed:
+            return f"from step {start} on: {'; '.join(changed)}"
+    return ""
+
+
 def _build(
     run: Run,
     directory: Path,
@@ -294,6 +310,10 @@ def _build(
     ends = f"a response {stops_text(tokenizer.stops)}"
     logger.info("%s", ends)
     metrics.write("note", start, {}, message=ends)
+    if run.buffer.log:
+        if changed := _changed_settings(run, directory, start):
+            metrics.write("note", start, {}, message=changed)
+        run_dir.keep_settings(directory, run)
     admission = build_admission(run, task, tokenizer, buffer, state)
     recorded = _recorded(directory, start) | buffer.unread_digests() if state else {}
     keep = run.learner.versions_kept

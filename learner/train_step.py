@@ -64,10 +64,17 @@ def set_arithmetic(threads: int) -> None:
     torch.set_num_threads(threads)
 
 
-def machine_name(device: str, backend: str = "torch", *, processor: str | None = None) -> str:
+def machine_name(
+    device: str,
+    backend: str = "torch",
+    *,
+    processor: str | None = None,
+    threads: int | None = None,
+) -> str:
     """Returns what a step's rounding depends on, as text: torch, device, processor, threads, ranks, backend.
 
     `processor` is this machine's by default; "" leaves it out, as in records of earlier program versions.
+    `threads` are torch's at present by default.
     """
     where = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
     if name := _processor() if processor is None else processor:
@@ -76,8 +83,8 @@ def machine_name(device: str, backend: str = "torch", *, processor: str | None =
     ranks = os.environ.get("WORLD_SIZE", "1")
     several = f", {ranks} ranks" if ranks != "1" else ""
     other = f", {backend}" if backend != "torch" else ""
-    threads = f"{torch.get_num_threads()} threads"
-    return f"torch {torch.__version__}, {where}, {capability}, {threads}{several}{other}"
+    count = torch.get_num_threads() if threads is None else threads
+    return f"torch {torch.__version__}, {where}, {capability}, {count} threads{several}{other}"
 
 
 @cache

@@ -2,6 +2,7 @@
 
 runs/NAME/
     config.toml       the settings in force
+    settings/         all that ever were, each under the hash by which steps/ names it
     run-id            distinguishes this run from others of the same name, on any machine
     stops.json        the ids that end a response, and what says so (areal_q/tasks/stops.py)
     problems-digest   a hash of the problems, by which a resumed run notices others
@@ -30,15 +31,17 @@ from typing import Any
 
 import msgspec
 
-from areal_q.config import Run, as_before, dump_toml, load, override
+from areal_q.config import Run, as_before, dump_toml, load, override, settings_hash
 from areal_q.config.tasks import chat_of
 from areal_q.errors import CheckpointError, ConfigError
 from areal_q.system.files import replacing
 
 METRICS_FILE, RUN_ID_FILE, STOPS_FILE = "metrics.jsonl", "run-id", "stops.json"
+SETTINGS_DIR = "settings"
 OF_A_START = {
     *(
         "config.toml",
+        SETTINGS_DIR,
         RUN_ID_FILE,
         STOPS_FILE,
         "problems-digest",
@@ -167,6 +170,23 @@ def resumes(run: Run) -> Run | None:
     again = as_before(run, saved)
     _check_unchanged(saved, again)
     return again
+
+
+def keep_settings(directory: Path, run: Run) -> None:
+    """Writes the settings of the steps that follow to where `settings_of` finds them, even after a resumption
+    with others."""
+    path = directory / SETTINGS_DIR / f"{settings_hash(run)}.toml"
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        with replacing(path) as scratch:
+            scratch.write_text(dump_toml(run), "utf-8")
+
+
+def settings_of(directory: Path, step_settings: str) -> Run:
+    """Returns the settings with the hash `step_settings`, as the step log names them, or those in force if they
+    were not kept, as in runs of earlier program versions."""
+    kept = {path.stem: path for path in (directory / SETTINGS_DIR).glob("*.toml")}
+    return load(kept.get(step_settings, directory / "config.toml"), recorded=True)
 
 
 def _check_unchanged(saved: Run, again: Run) -> None:

@@ -21,7 +21,7 @@ import typer
 from areal_q.errors import CheckpointError, ConfigError, LogError
 from areal_q.system.command import run_command
 from areal_q.system.files import by_number
-from areal_q.system.run_dir import METRICS_FILE, STOPS_FILE
+from areal_q.system.run_dir import METRICS_FILE, SETTINGS_DIR, STOPS_FILE
 
 SMALL = ("config.toml", "run-id", STOPS_FILE, "problems-digest", METRICS_FILE)
 LOGS = ("trajectories", "steps", "tokens")
@@ -60,11 +60,12 @@ def fetch(directory: Path, first: int | None, stop: int | None, out: BinaryIO) -
         parts = list(_parts(directory, begins, stop))
         _check_logged(directory, begins if first is None else first)
         small = [path for name in SMALL if (path := directory / name).exists()]
+        settings = sorted(directory.glob(f"{SETTINGS_DIR}/*.toml"))
         logs = sorted(directory.glob("logs/*.log"))
         with tarfile.open(fileobj=out, mode="w|") as tar:
             for file in held:
                 _add(tar, directory, file)
-            for path in (*small, *logs, *parts):
+            for path in (*small, *settings, *logs, *parts):
                 with path.open("rb") as file:
                     _add(tar, directory, file)
 

@@ -6,6 +6,9 @@
 
 `train_step` is the learner's own (learner/train_step.py). A token's lag is counted with the recorded digests,
 not with those of the replay, so that it is as it was even if other settings give other weights.
+
+Each step is replayed with the settings that its record names, since a resumed run may have had others from some
+step on (areal_q/system/run_dir.py, MAY_CHANGE_ON_RESUME).
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +22,7 @@ from areal_q.errors import CheckpointError, ConfigError, LogError
 from areal_q.messages import Group
 from areal_q.models import Decoder, DecoderConfig
 from areal_q.quant.smoothing import SmoothingScales
-from areal_q.system.run_dir import differences
+from areal_q.system.run_dir import differences, settings_of
 from areal_q.weights.version import WeightVersion
 from buffer.logs.step_log import StepRecord, iter_steps
 from buffer.logs.trajectory_log import iter_log, logged_steps
@@ -80,8 +83,8 @@ class Replay:
         self.directory = directory
         self.settings = settings or []
         self.recorded = recorded_settings(directory)
-        self.run = as_before(override(self.recorded, *(settings or [])), self.recorded)
-        self.changes = _changes(self.recorded, self.run)
+        """The settings that the run had last."""
+        self.run = _changed(self.recorded, self.settings)
         self.checkpoint = _nearest(directory, first)
         self.state = checkpoint.read_state(self.checkpoint)
         self.first = self.state.step if first is None else first
@@ -90,7 +93,16 @@ class Replay:
             raise LogError(f"{directory}: no record of step {self.first}: {_end_of(directory)}")
         self.records = records
         self.stop = records[-1].step + 1
-        set_arithmetic(self.run.learner.threads)
+        in_force = {h: settings_of(directory, h) for h in {r.settings for r in records}}
+        rounding = [s for s in self.settings if s.partition("=")[0].strip() in ROUNDING_ONLY]
+        self._before_first = {h: _changed(run, rounding) for h, run in in_force.items()}
+        self._from_first = {h: _changed(run, self.settings) for h, run in in_force.items()}
+        self.changes = {
+            key for h, run in in_force.items() for key in _changes(run, self._from_first[h])
+        }
+        self.present = self._before_first[records[0].settings]
+        """The settings of `policy`"""
+        set_arithmetic(self.present.learner.threads)
         self.policy = self._restored()
         self.machine = machine_name(self.run.learner.device)
         self.recorder: TokenRecorder | None = None
@@ -109,18 +121,25 @@ class Replay:
     @property
     def exact(self) -> bool:
         """True if every bit must be as recorded, because settings, machine and micro-batches are the same."""
-        cut = self.run.learner.microbatch_tokens
-        device = self.run.learner.device
-        here = (self.machine, machine_name(device, processor=""))
-        alike = all(
-            r.machine in here and r.metrics.get(MICROBATCH, cut) == cut for r in self.records
-        )
-        return not self.changes and alike
+        return not self.changes and all(self._alike(record) for record in self.records)
+
+    def _alike(self, record: StepRecord) -> bool:
+        cfg = self.settings_at(record).learner
+        here = [machine_name(cfg.device, processor=p, threads=cfg.threads) for p in (None, "")]
+        cut = cfg.microbatch_tokens
+        return record.machine in here and record.metrics.get(MICROBATCH, cut) == cut
+
+    def settings_at(self, record: StepRecord) -> Run:
+        """Returns the settings with which the step of `record` is replayed: those of the record, changed by the
+        given ones, of which only ROUNDING_ONLY apply before `first`."""
+        return (self._from_first if record.step >= self.first else self._before_first)[
+            record.settings
+        ]
 
     def steps(self, before: Before | None = None) -> Iterator[Replayed]:
         """Yields one replayed step after the other, beginning at the checkpoint, which may be before
         `first`."""
-        history = VersionHistory(self.recorded.learner.versions_kept, self.state.digests)
+        history = VersionHistory(self.present.learner.versions_kept, self.state.digests)
         builder = VersionBuilder(
             VersionSettings.of(self.run), self.policy.sticky, smoothing=self.policy.smoothing
         )
@@ -128,8 +147,8 @@ class Replay:
         for record in self.records:
             groups = _groups_of(record, next(logged, None), self.directory)
             weights = record.weights
-            if record.step == self.first and self.what_if:
-                self.policy = with_settings(self.policy, self.run)
+            self._take_up(self.settings_at(record))
+            history.keep = self.present.learner.versions_kept
             if record.step >= self.first and "reward.on_error" in self.changes:
                 on_error, fewest = self.run.reward.on_error, self.run.learner.fewest_valid
                 groups, weights = judged(groups, weights, on_error, fewest)
@@ -141,6 +160,17 @@ class Replay:
             history.add(record.step + 1, record.digest)
             made = self._build(builder, record.step + 1) if self.publishes else None
             yield Replayed(record, groups, metrics, made.manifest.digest if made else "")
+
+    def _take_up(self, run: Run) -> None:
+        """Goes on with the settings `run`, as the learner does that resumes with them."""
+        before, self.present = self.present, run
+        if not any(key.startswith(("learner.", *REPLAYABLE)) for key in differences(before, run)):
+            return
+        set_arithmetic(run.learner.threads)
+        old, self.policy = self.policy, with_settings(self.policy, run)
+        if self.publishes:
+            self.policy.calibrate, self.policy.kv_scales = old.calibrate, old.kv_scales
+            self.policy.sticky, self.policy.smoothing = old.sticky, old.smoothing
 
     def _build(self, builder: VersionBuilder, version: int) -> WeightVersion:
         return builder.build(self.policy.model, version, self.policy.kv_scales)
@@ -161,23 +191,14 @@ class Replay:
     def _restored(self) -> TorchPolicy:
         if not self.state.model:
             raise CheckpointError(f"{self.checkpoint}: written before checkpoints held their model")
-        cfg = self.run.learner
-        model = Decoder(DecoderConfig.from_hf(self.state.model)).to(cfg.device)
-        # Other settings apply from `first` on; only the device and the micro-batches apply from the checkpoint
-        # on.
-        start = override(
-            self.recorded,
-            f'learner.device="{cfg.device}"',
-            f"learner.microbatch_tokens={cfg.microbatch_tokens}",
-        )
-        set_precision(model, PrecisionSettings.of(self.recorded))
-        policy = TorchPolicy(model, start.learner, self.recorded.rollout.sampling.temperature)
-        policy.calibrate = self.recorded.rollout.kv_scales
-        policy.sticky = VersionSettings.of(self.recorded).new_ranges()
-        if self.recorded.rollout.smoothing:
-            policy.smoothing = SmoothingScales(
-                self.recorded.rollout.smoothing, model.config.head_dim
-            )
+        run = self.present
+        model = Decoder(DecoderConfig.from_hf(self.state.model)).to(run.learner.device)
+        set_precision(model, PrecisionSettings.of(run))
+        policy = TorchPolicy(model, run.learner, run.rollout.sampling.temperature)
+        policy.calibrate = run.rollout.kv_scales
+        policy.sticky = VersionSettings.of(run).new_ranges()
+        if run.rollout.smoothing:
+            policy.smoothing = SmoothingScales(run.rollout.smoothing, model.config.head_dim)
         checkpoint.load(self.checkpoint, self.state, policy)
         return policy
 
@@ -214,6 +235,10 @@ def take_over(new: torch.optim.Optimizer, old: torch.optim.Optimizer) -> None:
     """Copies the moments of `old` into `new`, which keeps its own settings."""
     moments, groups = old.state_dict()["state"], new.state_dict()["param_groups"]
     new.load_state_dict({"state": moments, "param_groups": groups})
+
+
+def _changed(run: Run, settings: list[str]) -> Run:
+    return as_before(override(run, *settings), run) if settings else run
 
 
 def _changes(recorded: Run, run: Run) -> list[str]:

@@ -24,6 +24,7 @@ from areal_q.config import load, settings_hash
 from areal_q.errors import CheckpointError, LogError, RecordError, UserError
 from areal_q.messages import Array, VersionSpan
 from areal_q.observability.metrics_log import read_metrics
+from areal_q.system.run_dir import keep_settings
 from buffer.logs.step_log import StepLog, iter_steps
 from buffer.logs.token_log import iter_tokens, tokens_to_table
 from buffer.logs.trajectory_log import iter_log
@@ -77,13 +78,13 @@ def areal_q(cwd: Path, *args: str, **more) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Path:
-    """The directory of a run of STEPS steps, resumed at FORK, with checkpoints at 0, 6 and 8."""
+    """A run of STEPS steps, resumed at FORK with smaller micro-batches; its checkpoints are of 0, 6 and 8."""
     cwd = tmp_path_factory.mktemp("replay")
     quickstart = str(ROOT / "configs" / "quickstart.toml")
     directory = cwd / "runs" / "quickstart"
     for args in (
         [quickstart, *SETTINGS, f"steps={FORK}"],
-        [str(directory), "--resume", f"steps={STEPS}"],
+        [str(directory), "--resume", f"steps={STEPS}", "learner.microbatch_tokens=64"],
     ):
         result = areal_q(cwd, "run", *args)
         assert result.returncode == 0, result.stderr
@@ -214,6 +215,35 @@ def test_the_step_log_names_batch_order_seeds_and_settings(finished):
     assert len(set(hashes[:FORK])) == len(set(hashes[FORK:])) == 1 < len(set(hashes))
 
 
+def test_what_a_resumption_changed_is_told_with_its_first_step(finished):
+    notes = [r["message"] for r in read_metrics(finished / "metrics.jsonl") if r["kind"] == "note"]
+    told = f"from step {FORK} on: learner.microbatch_tokens = 64, was 16384; steps = 8, was 5"
+    assert told in notes
+
+
+def test_each_step_is_replayed_with_the_threads_that_it_had(run_dir):
+    """As if the run had been resumed with two threads; what two threads give is not compared."""
+    records = list(iter_steps(run_dir / "steps"))
+    resumed = load(run_dir / "config.toml", ["learner.threads=2"])
+    keep_settings(run_dir, resumed)
+    two = machine_name("cpu", threads=2)
+    shutil.rmtree(run_dir / "steps")
+    log = StepLog(run_dir / "steps")
+    for r in records:
+        new = {"machine": two, "settings": settings_hash(resumed)} if r.step >= FORK else {}
+        log.append(msgspec.structs.replace(r, **new))
+    log.close()
+    replay, threads = Replay(run_dir), {}
+
+    def look(policy, step, *_) -> None:
+        threads[step] = (policy.cfg.threads, torch.get_num_threads())
+
+    for _ in replay.steps(look):
+        pass
+    assert threads == {step: (1, 1) if step < FORK else (2, 2) for step in range(STEPS)}
+    assert replay.exact
+
+
 def test_another_objective_is_shown_beside_the_first(run_dir, here):
     code, out = here(run_dir, first=2, settings=["learner.objective.type=tbpo"])
     assert code == 0 and "learner.objective.type=tbpo: another history" in out
@@ -246,7 +276,7 @@ def test_other_settings_stop_at_the_first_difference_if_asked(run_dir, here):
 
 
 def test_other_micro_batches_are_allowed_nothing_but_rounding(finished, here):
-    code, out = here(finished, settings=["learner.microbatch_tokens=64"])
+    code, out = here(finished, settings=["learner.microbatch_tokens=128"])
     assert code == 0, out
     assert "within tolerances" in out and "bit for bit" not in out
 
