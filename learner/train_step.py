@@ -10,7 +10,13 @@ from pathlib import Path
 import torch
 
 from areal_q.messages import Group
-from learner.data.packing import failure_metrics, lag_metrics, part_metrics, samples_of
+from learner.data.packing import (
+    failure_metrics,
+    lag_metrics,
+    part_metrics,
+    response_metrics,
+    samples_of,
+)
 from learner.data.staleness import VersionHistory
 from learner.measure.token_recorder import TokenRecorder
 from learner.policy_update import PolicyUpdater
@@ -47,9 +53,9 @@ def train_step(
         **lag_metrics(samples),
         **part_metrics(samples),
         **failure_metrics(groups),
+        **response_metrics(groups),
         "reward/mean": mean,
         "reward/std": (sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5,
-        "response/tokens_mean": sum(s.trajectory.num_tokens for s in samples) / len(samples),
     }
 
 

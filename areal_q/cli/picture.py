@@ -96,11 +96,15 @@ def _rows(history: History) -> list[tuple[str, str]]:
     clipped = (
         f"{n('policy/clip_fraction_up', '.2%')} up, {n('policy/clip_fraction_down', '.2%')} down"
     )
+    lengths = (
+        f"{n('response/tokens_mean', '.1f')} tokens, {n('response/cut_off_share', '.0%')} cut off"
+    )
     return [
         ("reward", f"{n('reward/mean', '.3f')} ± {n('reward/std', '.3f')}"),
         ("held-out", accuracy),
         ("staleness", f"{n('lag/mean', '.2f')} mean, {n('lag/max', '.0f')} max"),
         ("mismatch KL", f"{n('mismatch/kl_k3', '.2e')} (k3)"),
+        ("responses", lengths),
         ("clipped", clipped),
         ("entropy", f"{n('policy/entropy', '.3f')} nats"),
         ("rollout", f"{n('rollout/tokens_per_s', ',.0f')} tok/s, idle {n('rollout/idle_share', '.0%')}"),

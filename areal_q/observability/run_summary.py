@@ -158,6 +158,9 @@ def _step_rows(steps: list[Record]) -> Iterable[tuple[str, str]]:
     lag_max = max((r["lag/max"] for r in steps if r.get("lag/max") is not None), default=None)
     most = number({"max": lag_max}, "max", ".0f")
     yield "staleness", f"{n('lag/mean', '.2f')} versions on average, {most} at most"
+    if mean(steps, "response/cut_off_share") is not None:
+        length, cut = n("response/tokens_mean", ".1f"), n("response/cut_off_share", ".1%")
+        yield "responses", f"{length} tokens on average, {cut} cut off"
     yield "mismatch KL", f"{n('mismatch/kl_k3', '.2e')} nats per token (k3)"
     if mean(steps, "routing/disagreement") is not None:
         yield "other experts", f"{n('routing/disagreement', '.2%')} of the routes, without replay"

@@ -45,6 +45,7 @@ TABLE = [
     ("truncated weights", "mismatch/truncated_fraction", ""),
     ("entropy", "policy/entropy", ""),
     ("response tokens", "response/tokens_mean", ""),
+    ("responses cut off", "response/cut_off_share", ""),
     ("version lag, mean", "lag/mean", ""),
     ("version lag, max", "lag/max", ""),
     ("rollout tokens/s", "rollout/tokens_per_s", "max"),

@@ -11,6 +11,7 @@ from buffer.sampling.replay_pool import ReplayPool, SampledGroups
 from buffer.sampling.samplers import PooledGroup
 from learner.data.admission import Admission
 from learner.data.invalid_rewards import Failures
+from learner.data.packing import is_uniform
 from learner.data.staleness import VersionHistory
 from learner.data.starvation import Starvation, sentence
 
@@ -237,9 +238,3 @@ class GroupReader:
         logger.warning(message)
         self._buffer.starves(message)
         self.on_starvation(version, message)
-
-
-def is_uniform(group: Group) -> bool:
-    """Returns True if all rewards of the group are equal, so that every advantage would be 0 (DAPO's dynamic
-    sampling, arXiv 2503.14476 §3.2)."""
-    return len({t.reward for t in group.valid_trajectories}) == 1

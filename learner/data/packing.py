@@ -143,6 +143,25 @@ def failure_metrics(groups: Sequence[Group]) -> dict[str, float]:
     return {"reward/errors": float(errors), "reward/invalid": float(causes.total()), **by_cause}
 
 
+def response_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Returns the mean length of the valid responses, the share of those that were cut off before their end,
+    and the share of the groups with several valid responses whose rewards are all equal, if there are any."""
+    valid = [t for group in groups for t in group.valid_trajectories]
+    values = {
+        "response/tokens_mean": sum(t.num_tokens for t in valid) / len(valid),
+        "response/cut_off_share": sum(t.finish_reason != "stop" for t in valid) / len(valid),
+    }
+    if several := [group for group in groups if len(group.valid_trajectories) > 1]:
+        values["reward/uniform_share"] = sum(map(is_uniform, several)) / len(several)
+    return values
+
+
+def is_uniform(group: Group) -> bool:
+    """Returns True if all rewards of the group are equal, so that every advantage would be 0 (DAPO's dynamic
+    sampling, arXiv 2503.14476 §3.2)."""
+    return len({t.reward for t in group.valid_trajectories}) == 1
+
+
 def lag_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """Returns the mean over tokens, and the largest, of the versions by which tokens lag behind the learner."""
     lags = np.concatenate([sample.lag for sample in samples])

@@ -7,11 +7,19 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from areal_q.config import DrGrpo
 from areal_q.errors import RecordError
 from areal_q.messages import Array, Group, Ticket, VersionSpan
-from learner.data.packing import Sample, lag_metrics, microbatches, pack_samples, samples_of
+from learner.data.packing import (
+    Sample,
+    lag_metrics,
+    microbatches,
+    pack_samples,
+    response_metrics,
+    samples_of,
+)
 from learner.data.staleness import VersionHistory
 
 Make = Callable[..., list[Sample]]
@@ -132,3 +140,26 @@ def test_arrays_of_a_received_record_are_copied_not_written_to(make_samples: Mak
     batch.token_ids.zero_()
     assert [s.trajectory.behavior_logprobs.data for s in samples] == before
     assert all(isinstance(s.trajectory.response_ids, Array) for s in samples)
+
+
+def test_cut_responses_and_uniform_groups_are_counted_by_hand(
+    make_ticket: Callable[..., Ticket], make_group: Callable[..., Group]
+):
+    def group(number: int, *responses: tuple[float, str, bool]) -> Group:
+        """(reward, finish reason, whether the reward is valid) of each response, of 2, 3, … tokens."""
+        made = make_group(make_ticket(number, group_size=len(responses)))
+        fields = ("reward", "finish_reason", "valid")
+        trajectories = [
+            replace(t, **dict(zip(fields, response, strict=True)))
+            for t, response in zip(made.trajectories, responses, strict=True)
+        ]
+        return replace(made, trajectories=trajectories)
+
+    mixed = group(0, (0.0, "stop", True), (1.0, "length", True), (5.0, "length", False))
+    uniform = group(1, (0.5, "stop", True), (0.5, "timeout", True))
+    alone = group(2, (1.0, "stop", True), (0.0, "stop", False))
+    values = response_metrics([mixed, uniform, alone])
+    assert values["response/cut_off_share"] == pytest.approx(2 / 5)
+    assert values["response/tokens_mean"] == pytest.approx((2 + 3 + 2 + 3 + 2) / 5)
+    assert values["reward/uniform_share"] == pytest.approx(1 / 2)
+    assert "reward/uniform_share" not in response_metrics([alone])

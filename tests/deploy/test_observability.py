@@ -65,7 +65,6 @@ def test_every_exported_number_is_on_the_dashboard_or_alerted():
     left_out = {line.name for line in (*LEARNER, *WORKER) if PREFIX + line.name not in shown}
     assert left_out == {
         "buffer_open_tickets",
-        "response_tokens_mean",
         "train_learning_rate",
         "train_loss",
         "weights_bytes",
