@@ -115,15 +115,14 @@ def test_changed_setting_is_applied_after_the_job_is_deleted(cluster, deployed, 
     until(lambda: not cluster.kubectl("-n", space, "get", "job", "--ignore-not-found"))
     cluster.kubectl("apply", "-f", "-", text=text)
     cluster.pod(space, "learner", other_than=pod)
-    (source,) = cluster.get(space, "job", "learner")["spec"]["template"]["spec"]["containers"][0][
-        "envFrom"
-    ]
+    spec = cluster.get(space, "job", "learner")["spec"]["template"]["spec"]
+    source = spec["containers"][0]["envFrom"][-1]
     settings = cluster.get(space, "configmap", source["configMapRef"]["name"])["data"]
     assert settings["ARGS"] == "steps=7" and settings["RUN"] == "quickstart"
 
 
 def test_several_ranks_end_with_the_first_one(cluster, deployed):
-    space = deployed("base", "ranks")
+    space = deployed("base", "ranks", settings={"LEARNER_PODS": "2"})
     names = until(lambda: len(found := cluster.pods(space, "learner")) == 2 and found)
     first, second = sorted(pod["metadata"]["name"] for pod in names)
     cluster.end(space, second, "learner", 143)

@@ -16,7 +16,14 @@ import kubernetes_validate
 import pytest
 import redis
 import yaml
-from helpers.kubernetes.overlays import COMBINATIONS, NAMESPACE, build, kustomization
+from helpers.kubernetes.overlays import (
+    COMBINATIONS,
+    NAMESPACE,
+    blocks_of_the_page,
+    build,
+    kustomization,
+    written,
+)
 from helpers.paths import DOCKER, ROOT
 from redis.exceptions import AuthenticationError, NoPermissionError
 
@@ -53,9 +60,16 @@ def found(objects: Objects, kind: str, name: str) -> dict[str, Any]:
 
 
 def settings(objects: Objects) -> dict[str, str]:
-    """Returns the settings that services get in their environment."""
-    (one,) = [x["data"] for x in objects if x["kind"] == "ConfigMap" and "RUN" in x["data"]]
-    return one
+    """Returns the settings that services get in their environment: of two sources the later one wins."""
+    maps = {x["metadata"]["name"]: x["data"] for x in objects if x["kind"] == "ConfigMap"}
+    sources = [
+        [source["configMapRef"]["name"] for source in one["envFrom"]]
+        for _, spec in pods(objects)
+        for one in [*spec["containers"], *spec.get("initContainers", [])]
+        if "envFrom" in one
+    ]
+    assert all(names == sources[0] for names in sources)
+    return {key: value for name in sources[0] for key, value in maps[name].items()}
 
 
 def pods(objects: Objects) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -78,11 +92,7 @@ def test_every_combination_fits_the_schemas(built: Built, overlay: str, componen
         assert one["metadata"]["namespace"] == NAMESPACE
         if not one["apiVersion"].startswith(FOREIGN):
             kubernetes_validate.validate(one, SCHEMA, strict=True)
-    (name,) = [x["metadata"]["name"] for x in objects if "RUN" in x.get("data", {})]
-    for _, spec in pods(objects):
-        for one in [*spec["containers"], *spec.get("initContainers", [])]:
-            for source in one.get("envFrom", []):
-                assert source["configMapRef"]["name"] == name
+    assert settings(objects)["RUN"] == "quickstart"
 
 
 def test_the_schema_check_can_fail(built: Built):
@@ -370,17 +380,65 @@ def test_the_overlay_for_gpus_asks_for_one_each_and_for_vllm(built: Built):
     assert strategy == {"maxSurge": 0, "maxUnavailable": 1}
 
 
-def test_own_settings_model_and_data_are_where_they_are_named(built: Built):
+def test_own_settings_model_and_data_are_where_they_are_named(built: Built, tmp_path: Path):
     objects = built("base", "own-model")
-    (own,) = [x["data"]["own.toml"] for x in objects if "own.toml" in x.get("data", {})]
     assert settings(objects)["CONFIG"] == "/settings/own.toml"
     for name, places in (("learner", {"/own", "/settings"}), ("rollout", {"/own"})):
         mounts = container(objects, name)["volumeMounts"]
         assert places <= {m["mountPath"] for m in mounts if m.get("readOnly")}
-    run = load(KUBERNETES / "own-model" / "own.toml")
-    assert own == (KUBERNETES / "own-model" / "own.toml").read_text()
+    (tmp_path / "own.toml").write_text(own_settings(objects)["own.toml"])
+    run = load(tmp_path / "own.toml")
     assert str(getattr(run.model, "path", "")).startswith("/own/")
     assert str(getattr(run.task, "path", "")).startswith("/own/")
+
+
+def own_settings(objects: Objects) -> dict[str, str]:
+    """Returns the files that the learner sees at /settings."""
+    volumes = dict(pods(objects))["learner"]["volumes"]
+    (name,) = [v["configMap"]["name"] for v in volumes if v["name"] == "settings"]
+    return found(objects, "ConfigMap", name)["data"]
+
+
+def user_settings() -> dict[str, str]:
+    """Returns a value of one's own for each setting that a file of docker/kubernetes gives a value to."""
+    files = [yaml.safe_load(path.read_text()) for path in KUBERNETES.rglob("kustomization.yaml")]
+    maps = [one for file in files for one in file.get("configMapGenerator", [])]
+    given = {line.split("=")[0] for one in maps for line in one.get("literals", [])}
+    numbers = {"LEARNER_PODS": "4", "RANKS_PER_POD": "8"}
+    return {name: numbers.get(name, f"my-{name.lower()}") for name in given}
+
+
+@pytest.mark.parametrize(("overlay", "components"), COMBINATIONS)
+def test_what_the_user_sets_is_what_comes_out(built: Built, overlay: str, components: list[str]):
+    mine = user_settings()
+    assert {"CONFIG", "HUB_MODEL", "RUN", "LEARNER_PODS"} <= mine.keys()
+    assert settings(built(overlay, *components, settings=mine)).items() >= mine.items()
+
+
+PAGE = [text for text in blocks_of_the_page("yaml") if "kind: Pod" not in text]
+
+
+@pytest.mark.parametrize("text", PAGE, ids=range(len(PAGE)))
+def test_what_the_page_shows_is_what_comes_out(text: str, tmp_path: Path):
+    shown = {"namespace": "areal-q", "resources": ["../docker/kubernetes/gpu"]}
+    shown |= yaml.safe_load(text)
+    objects = build(written(tmp_path, shown))
+    for one in shown.get("configMapGenerator", []):
+        for line in one.get("literals", []):
+            name, value = line.split("=", 1)
+            assert settings(objects)[name] == value
+        for file in one.get("files", []):
+            assert own_settings(objects)[file] == (tmp_path / "own" / file).read_text()
+    images = {c["image"] for _, spec in pods(objects) for c in spec["containers"]}
+    for one in shown.get("images", []):
+        assert f"{one['newName']}@{one['digest']}" in images
+    for one in shown.get("patches", []):
+        for change in yaml.safe_load(one["patch"]):
+            value: Any = found(objects, one["target"]["kind"], one["target"]["name"])
+            for step in change["path"].strip("/").split("/"):
+                key = step.replace("~1", "/")
+                value = value[int(key)] if isinstance(value, list) else value[key]
+            assert value == change["value"]
 
 
 def test_every_pod_fetches_a_model_of_the_hub_beforehand(built: Built):
@@ -395,10 +453,10 @@ def test_every_pod_fetches_a_model_of_the_hub_beforehand(built: Built):
 
 
 def test_ranks_find_the_first_one_and_only_it_serves(built: Built):
-    objects = built("gpu", "ranks")
+    objects = built("gpu", "ranks", settings={"LEARNER_PODS": "4", "RANKS_PER_POD": "8"})
     spec = found(objects, "Job", "learner")["spec"]
-    assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 2, 2)
-    assert settings(objects)["LEARNER_PODS"] == str(spec["completions"])
+    assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 4, 4)
+    assert container(objects, "learner")["resources"]["limits"]["nvidia.com/gpu"] == "8"
     assert spec["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
     command = container(objects, "learner")["command"][2]
     ranks = found(objects, "Service", "ranks")["spec"]
