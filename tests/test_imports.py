@@ -23,8 +23,7 @@ LAYERS = {
         {"errors"},
         {"config"},
         {"messages"},
-        {"evaluation", "quant"},
-        {"algorithms"},
+        {"algorithms", "evaluation", "quant"},
         {"weights"},
         # Everything above this line computes; from here on there are files, processes and sockets.
         {"system"},

@@ -12,7 +12,6 @@ k3 = mean(ratio - 1 - log ratio).
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,9 +80,7 @@ class _Sums:
     def of(cls, inputs: LossInputs, x: Ratios, out: PolicyLoss) -> "_Sums":
         # Masked tokens go to an extra bucket, which is dropped.
         lag = inputs.version_lag.clamp(0, LAGS - 1)
-        by_lag = _lag_sums(
-            lag if x.all_count else torch.where(x.mask, lag, LAGS), x.log_ratio.dtype
-        )
+        by_lag = LagSums(lag if x.all_count else torch.where(x.mask, lag, LAGS))
         log_w, log_r = bounded(x.log_mismatch), bounded(x.log_ratio)
         columns = dict(_columns(inputs, x, out, log_w, log_r))
         return cls(
@@ -92,21 +89,6 @@ class _Sums:
             maxima=by_lag.maxima([log_w, log_r]),
             counts=by_lag.histograms([log_w, log_r]),
         )
-
-
-def _lag_sums(bucket: Tensor, dtype: torch.dtype) -> LagSums:
-    """Returns the sums by the lag classes in `bucket`, int64 [T], for log-ratios of this dtype."""
-    compiles = bucket.is_cpu and len(bucket) and dtype == torch.float32
-    return (_compiled() if compiles else LagSums)(bucket)
-
-
-@cache
-def _compiled() -> type[LagSums]:
-    try:
-        from areal_q.algorithms.compiled_sums import CompiledLagSums
-    except ImportError:  # a platform for which numba has no wheel
-        return LagSums
-    return CompiledLagSums
 
 
 def _columns(
