@@ -35,8 +35,6 @@ class TorchEngine(TaggedSettings, frozen=True, kw_only=True, tag="torch"):
     activations as the sum of two bfloat16 numbers; auto: bfloat16x2 if the processor multiplies bfloat16; int8:
     the activations of int4, nvfp4 and mxfp4 as INT8 has them, all else as in bfloat16. An output head that was
     not published in bfloat16 is rounded by bfloat16 and int8 alone. Elsewhere all is float32."""
-    compiled: bool = False
-    """torch.compile in place of both, on any device; takes a C++ compiler on a CPU, and a minute at first."""
 
 
 class ScriptedEngine(TaggedSettings, frozen=True, kw_only=True, tag="scripted"):

@@ -31,7 +31,6 @@ from areal_q.quant import dequantize_state, is_quantized
 from areal_q.quant.activations import quantize_rows
 from rollout.engines import build_engine
 from rollout.engines.reference.inference_model import InferenceModel
-from rollout.engines.reference.torch_engine import TorchStepper
 
 VOCAB = 29
 SHAPE = {
@@ -123,44 +122,6 @@ def test_log_probs_equal_transformers_under_every_sampling(family, fused):
                     model, request.prompt_ids.tolist(), c.response_ids, request.sampling
                 )
                 np.testing.assert_allclose(c.logprobs, want, atol=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.filterwarnings("ignore")  # of the compiler's own
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_compiled_the_engine_draws_the_same_tokens(family, monkeypatch):
-    """The compiler is done before the first step: it holds the event loop for longer than a claim lasts."""
-    torch._dynamo.reset()
-    before, in_steps, step = graphs_compiled(), [], TorchStepper.step
-
-    def counting(self: TorchStepper) -> int:
-        began = graphs_compiled()
-        drawn = step(self)
-        in_steps.append(graphs_compiled() - began)
-        return drawn
-
-    monkeypatch.setattr(TorchStepper, "step", counting)
-    weights = publish(random_model(family))
-    requests = [
-        ask([1, 2, 3], 4, seed=1),
-        ask([5] * 20, 2, seed=3, temperature=0.7),
-        ask([7], 1, seed=9, temperature=1.3, top_p=0.9, min_p=0.02),
-        ask([8, 9], 1, temperature=0.0),
-    ]
-    plain, compiled = (
-        generate(weights, *requests, config=TorchEngine(slots=16, fused=False, compiled=c))
-        for c in (False, True)
-    )
-    for want, found in zip(plain, compiled, strict=True):
-        for a, b in zip(want, found, strict=True):
-            assert a.response_ids.tolist() == b.response_ids.tolist()
-            np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
-    assert graphs_compiled() > before and not any(in_steps)
-
-
-def graphs_compiled() -> int:
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def test_the_prompt_of_a_group_is_computed_once(monkeypatch):

@@ -1,4 +1,4 @@
-"""Chooses the operations between the GEMMs for an engine's settings: plain torch, numba or torch.compile."""
+"""Chooses the operations between the GEMMs for an engine's settings: plain torch or numba."""
 
 import logging
 
@@ -10,10 +10,6 @@ logger = logging.getLogger(__name__)
 
 def build_ops(config: TorchEngine) -> Ops:
     """Returns the operations for `config`. Without numba they are plain torch, and a warning is logged."""
-    if config.compiled:
-        from rollout.engines.reference.ops_compiled import CompiledOps
-
-        return CompiledOps()
     if config.device != "cpu" or not config.fused:
         return TorchOps()
     try:

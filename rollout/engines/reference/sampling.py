@@ -83,29 +83,16 @@ def draw(logits: Tensor, knobs: Knobs, u: Tensor) -> tuple[Tensor, Tensor]:
     probability 0 adds nothing to the sum and so is never the first. Since u < 1, u · sum is below the sum in
     float64 too. Logits that are NaN or +inf (diverged weights) make the log-prob NaN.
     """
-    scaled, first = scaled_logits(logits, knobs.temperature)
+    greedy = (knobs.temperature == 0).unsqueeze(-1)
+    top, first = logits.max(-1, keepdim=True)
+    divisor = torch.where(greedy, 1.0, knobs.temperature.unsqueeze(-1))
+    scaled = (logits - top).div_(divisor)
     if knobs.truncated:
         truncate(scaled, knobs)
-    return draw_scaled(scaled, first, knobs.temperature, u)
-
-
-def scaled_logits(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the logits over the temperature [R, V], less the largest of each row, and the first id of the
-    largest, int64 [R, 1]. Greedy rows have a temperature of 1."""
-    top, first = logits.max(-1, keepdim=True)
-    divisor = torch.where(temperature == 0, 1.0, temperature).unsqueeze(-1)
-    return (logits - top).div_(divisor), first
-
-
-def draw_scaled(
-    scaled: Tensor, first: Tensor, temperature: Tensor, u: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Returns what `draw` does, from what `scaled_logits` returns."""
     cumulative = scaled.exp().cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, u.unsqueeze(-1) * total, right=True)
     tokens = tokens.clamp_(max=scaled.shape[-1] - 1)  # only NaN can reach the end
-    greedy = (temperature == 0).unsqueeze(-1)
     tokens = torch.where(greedy, first, tokens)
     logprobs = scaled.gather(-1, tokens) - torch.where(greedy, 0.0, total.log())
     return tokens.squeeze(-1), logprobs.squeeze(-1).float()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from areal_q.checks.machine import check_device
-from areal_q.config import Sampling, TorchEngine
+from areal_q.config import TorchEngine
 from areal_q.errors import RecordError, WeightVersionError
 from areal_q.quant import FORMATS
 from areal_q.weights.version import WeightVersion
@@ -37,9 +37,6 @@ from rollout.engines.reference.sampling import Knobs, truncates
 
 PREFILL_TOKENS = 8192
 """Most padded prompt tokens in one forward pass; a longer prompt is computed by itself."""
-MANY_ROWS = 19
-"""Number of rows with which operations for any number of rows are compiled. It is a number that is no dimension
-of a model: torch.compile would take equal dimensions to be equal always."""
 
 
 def torch_engine(config: TorchEngine) -> AsyncEngine:
@@ -88,25 +85,9 @@ class TorchStepper:
 
     def prepare(self, weights: WeightVersion) -> InferenceModel:
         model = InferenceModel(weights, self.config.device, self.ops)
-        if self.model is None and self.config.compiled:
-            self._compile(model)
         if self.model is not None and model.config != self.model.config:
             raise WeightVersionError(f"version {model.manifest.version} is of another model")
         return model
-
-    @torch.inference_mode()
-    def _compile(self, model: InferenceModel) -> None:
-        """Compiles each operation, by using it once with one row and once with many. That takes a minute,
-        for which no step should stand still."""
-        cache, device = build_cache(model.config, self.config), self.config.device
-        cache.new_version(model.kv_scales)
-        for rows in (1, min(MANY_ROWS, model.config.max_positions)):
-            cache.reserve(1, rows)
-            positions = torch.arange(rows, device=device)
-            prefill = PrefillAttention(cache, 0, positions[:1], 1)
-            logits = model.logits(model.forward(positions.clamp(max=1), positions, prefill))
-            knobs = Knobs.of([Sampling()] * len(logits), device)
-            self.ops.draw(logits, knobs, self.ops.uniform(positions, positions))
 
     @torch.inference_mode()
     def swap(self, prepared: InferenceModel) -> None:
