@@ -299,7 +299,6 @@ def _build(
     if not resume:
         metrics.write("start", 0, {}, doing="loading the model")
     policy, state = build_policy(run, directory, resume, task, tokenizer, metrics, stop)
-    buffer.check = fits(policy.model.config, run.learner.microbatch_tokens)
     start = state.step if state else 0
     updater = _updater(policy, run, ranks)
     # With several ranks there is no token log, because token scores stay on the rank that computed them.
@@ -315,6 +314,7 @@ def _build(
             metrics.write("note", start, {}, message=changed)
         run_dir.keep_settings(directory, run)
     admission = build_admission(run, task, tokenizer, buffer, state)
+    buffer.checks = [admission.check, fits(policy.model.config, run.learner.microbatch_tokens)]
     recorded = _recorded(directory, start) | buffer.unread_digests() if state else {}
     keep = run.learner.versions_kept
     forks = forks_at(start, state.forks, keep) if state else []

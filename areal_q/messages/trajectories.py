@@ -5,7 +5,7 @@ Notation: P prompt tokens, T response tokens, G responses to one prompt.
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import msgspec
 import numpy as np
@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     Bytes = bytes | memoryview
 else:
     Bytes = memoryview  # msgspec decodes into one type of bytes, and takes either when it encodes
+Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+"""A number that the logs' int64 columns hold"""
+Schema = Annotated[int, msgspec.Meta(ge=0, le=2**15)]
+GroupSize = Annotated[int, msgspec.Meta(ge=1, le=100_000)]
 _LITTLE_ENDIAN = {name: np.dtype(name).newbyteorder("<") for name in get_args(Dtype)}
 
 
@@ -83,24 +87,31 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     (130 < (0 + 2 + 1) · 64) and will be used by step 2 or, if stragglers pass it, soon after.
     """
 
-    schema: int = MESSAGE_SCHEMA
+    schema: Schema = MESSAGE_SCHEMA
     run: str
-    number: int
+    number: Natural
     """Position in the run's sequence of prompts; evaluation tickets count for themselves."""
     purpose: Literal["train", "eval"] = "train"
-    step: int
+    step: Natural
     """The learner's version when it admitted the ticket."""
     prompt: str
     answer: str
     """What the reward compares with; never shown to the model."""
     prompt_ids: Array
     """int32 [P]."""
-    group_size: int
+    group_size: GroupSize
     sampling: Sampling
-    seed: int
+    seed: Natural
     """Response i of the group draws with `seed + i`."""
     run_id: str = ""
     """Id of the run that admitted it, which its name alone does not tell; "" before there were ids."""
+
+    def validate(self) -> "Ticket":
+        """This ticket, if its prompt keeps the contract. Raises RecordError."""
+        prompt = self.prompt_ids
+        if prompt.dtype != "int32" or len(prompt.shape) != 1 or prompt.numpy().size == 0:
+            raise RecordError(f"ticket {self.number}: prompt_ids is not a non-empty int32 [P]")
+        return self
 
 
 class VersionSpan(msgspec.Struct, frozen=True, gc=False):
@@ -198,7 +209,7 @@ class PartialResponse(msgspec.Struct, frozen=True, kw_only=True):
 class PartialGroup(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker that ended had drawn of a ticket; whoever claims the ticket goes on from there."""
 
-    schema: int = MESSAGE_SCHEMA
+    schema: Schema = MESSAGE_SCHEMA
     ticket: int
     """Its number."""
     responses: list[PartialResponse]
@@ -208,7 +219,7 @@ class PartialGroup(msgspec.Struct, frozen=True, kw_only=True):
 class Group(msgspec.Struct, frozen=True, kw_only=True):
     """All responses to one ticket: the unit that is committed, consumed and logged."""
 
-    schema: int = MESSAGE_SCHEMA
+    schema: Schema = MESSAGE_SCHEMA
     ticket: Ticket
     worker: str
     engine: str
@@ -224,13 +235,11 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
         if self.schema > MESSAGE_SCHEMA:
             raise RecordError(f"{where}: schema {self.schema} is newer than {MESSAGE_SCHEMA}")
         in_order = all(t.index == i for i, t in enumerate(self.trajectories))
-        if not in_order or len(self.trajectories) != self.ticket.group_size:
+        if not in_order or not 0 < len(self.trajectories) == self.ticket.group_size:
             raise RecordError(
                 f"{where}: has not the {self.ticket.group_size} responses asked for, in order"
             )
-        prompt = self.ticket.prompt_ids
-        if prompt.dtype != "int32" or len(prompt.shape) != 1 or prompt.numpy().size == 0:
-            raise RecordError(f"{where}: prompt_ids is not a non-empty int32 [P]")
+        prompt = self.ticket.validate().prompt_ids
         # All together cost a fifth of one after the other, which says what is wrong, and where.
         together = _are_valid(self.trajectories)
         for t in self.trajectories:

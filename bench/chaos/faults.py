@@ -239,6 +239,10 @@ def _over_long(t: Trajectory) -> Trajectory:
     )
 
 
+def _of_ticket(group: Group, **changes: Any) -> Group:
+    return replace(group, ticket=replace(group.ticket, **changes))
+
+
 def _nan_logprobs(t: Trajectory) -> Trajectory:
     return replace(t, behavior_logprobs=Array.of([float("nan")] * t.num_tokens, "float32"))
 
@@ -249,7 +253,14 @@ SPOILT: dict[str, Callable[[Group], Group]] = {
         g, lambda t: replace(t, reward=float("inf"))
     ),
     "log-probs that are NaN": lambda g: _first_changed(g, _nan_logprobs),
-    "of another run": lambda g: replace(g, ticket=replace(g.ticket, run_id="0" * 32)),
+    "of another run": lambda g: _of_ticket(g, run_id="0" * 32),
+    "no responses": lambda g: replace(_of_ticket(g, group_size=0), trajectories=[]),
+    "a prompt beyond the vocabulary": lambda g: _of_ticket(
+        g, prompt_ids=Array.of([10**6], "int32")
+    ),
+    "a negative token in the prompt": lambda g: _of_ticket(g, prompt_ids=Array.of([-4], "int32")),
+    "a seed that no log holds": lambda g: _of_ticket(g, seed=2**63),
+    "a step that no log holds": lambda g: _of_ticket(g, step=2**63),
 }
 
 

@@ -284,7 +284,7 @@ def _quarantine(left: Left) -> Iterator[str]:
         if fields.get(b"source", b"").decode() == KEYS.groups:
             with suppress(RecordError):
                 group = decode_group(fields.get(b"record", b"")).validate()
-                if group.worker != FOREIGN:
+                if group.worker != FOREIGN and group.ticket.number < FORGED:
                     yield f"ticket {group.ticket.number}: a sound group in the quarantine"
 
 

@@ -48,9 +48,11 @@ class LearnerBuffer:
     ) -> None:
         self.keys = Keys(run)
         self.run_id = ""
-        self.check: Callable[[Group], None] = lambda group: None
-        """Function that is called with each valid group and raises RecordError for one that does not fit the
-        model"""
+        self.checks: list[Callable[[Group], None]] = []
+        """Functions that are called with each valid group and raise RecordError for one that is not of this
+        run, or does not fit the model"""
+        self.refused_heartbeats = 0
+        """Number of heartbeats that could not be read when `workers` last looked"""
         self._connection = LeasedConnection(url, self.keys, patience_s, stop)
         self._redis, self._call = self._connection.redis, self._connection.call
         self._change = self._connection.change
@@ -227,7 +229,8 @@ class LearnerBuffer:
         found = group.ticket.run_id
         if found and self.run_id and found != self.run_id:
             raise RecordError(f"group of ticket {group.ticket.number}: of run {found}")
-        self.check(group)
+        for check in self.checks:
+            check(group)
 
 
 def _statuses(beat: bytes) -> list[WorkerStatus]:

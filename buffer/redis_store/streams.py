@@ -24,6 +24,9 @@ PAGE_BYTES = 1_000_000
 """Bytes of groups that one read asks for. For much larger answers Redis takes fresh memory each time, and each
 byte costs it several times as much."""
 
+MOST_REASON = 1000
+"""Most characters that are kept of why a record was refused, which may quote the record"""
+
 
 class _TicketOf(msgspec.Struct):
     number: int
@@ -79,8 +82,8 @@ def groups_of_a_page(nbytes: float) -> int:
 
 
 class GroupStream:
-    """A stream of groups, read in order from `position`. A group that is not valid, or for which `check` raises
-    RecordError, goes to the quarantine."""
+    """A stream of groups, read in order from `position`. A group that cannot be decoded, is not valid, or for
+    which `check` raises goes to the quarantine."""
 
     def __init__(
         self, connection: LeasedConnection, stream: str, check: Callable[[Group], None]
@@ -168,11 +171,21 @@ class GroupStream:
             group = decode_group(fields.get(RECORD, b"")).validate()
             self._check(group)
             return group
-        except RecordError as error:
-            logger.warning("%s %s goes to the quarantine: %s", self._stream, entry.decode(), error)
+        except Exception as error:
+            # Of any type: the entry stays in Redis, and so would end every learner that resumes the run.
+            foreseen = isinstance(error, RecordError)
+            reason = str(error) if foreseen else f"{type(error).__name__}: {error}"
+            reason = reason[:MOST_REASON]
+            logger.warning(
+                "%s %s goes to the quarantine: %s",
+                self._stream,
+                entry.decode(),
+                reason,
+                exc_info=not foreseen,
+            )
             all = self._connection.keys
             keys = [self._stream, all.quarantine, all.set_aside]
-            self._connection.change("QUARANTINE", keys, [entry, str(error), ""])
+            self._connection.change("QUARANTINE", keys, [entry, reason, ""])
             self.quarantined += 1
             return None
 

@@ -210,7 +210,7 @@ class WorkerBuffer:
             if (stream, entry) in self._held:
                 continue  # this worker's own ticket, which it renewed too late
             try:
-                ticket = decode_ticket(record)
+                ticket = decode_ticket(record).validate()
                 claim = Claim(stream, entry, ticket, _partial(ticket, partial))
             except RecordError as error:
                 await self._to_quarantine(stream, entry, str(error))

@@ -19,7 +19,7 @@ from typing import Self
 from msgspec.structs import replace
 
 from areal_q.config import Run, Sampling
-from areal_q.errors import BufferFull
+from areal_q.errors import BufferFull, RecordError
 from areal_q.messages import Array, Group, Ticket
 from areal_q.tasks import Problem, Task, Tokenizer, problem_at
 from buffer.interface import LearnerSide
@@ -106,7 +106,7 @@ class Admission:
         there is no room for all of them, and then it puts none there."""
         cursor = max([self.cursor, *(n + 1 for n in numbers)])
         if numbers:
-            self._buffer.admit([self._ticket(n, version) for n in numbers], cursor)
+            self._buffer.admit([self.ticket(n, version) for n in numbers], cursor)
         self.cursor = cursor
         self.outstanding.update(numbers)
 
@@ -117,6 +117,22 @@ class Admission:
             self.lost.remove(number)
             self.outstanding.add(number)
         return number in self.outstanding
+
+    def check(self, group: Group) -> None:
+        """Raises RecordError if the ticket of `group` is not the one that this run admits under its number, at
+        whatever step: the learner computes on the ticket that came back with the responses."""
+        found = group.ticket
+        if found.purpose == "train":
+            admitted = self.ticket(found.number, found.step)
+        elif found.number < len(self._task.heldout):
+            problem = self._task.heldout[found.number]
+            admitted = self._eval_ticket(problem, found.number, found.step)
+        else:
+            raise RecordError(f"group of ticket {found.number}: there is no such held-out problem")
+        # A run keeps its tickets under another name, or another version of this program.
+        same = {name: getattr(found, name) for name in ("schema", "run", "run_id")}
+        if replace(admitted, **same) != found:
+            raise RecordError(f"group of ticket {found.number}: its ticket is not the one admitted")
 
     def done(self, group: Group) -> None:
         """Ends the ticket of `group`, which is finished or dropped, and so makes room for another."""
@@ -133,16 +149,17 @@ class Admission:
     def evaluate(self, version: int) -> int:
         """Admits tickets for one greedy response to each held-out problem; returns their number."""
         problems = self._task.heldout[: self._settings.eval_problems]
-        sampling = replace(self._settings.sampling, temperature=0.0)
-        self._buffer.admit_eval(
-            [
-                self._ticket_for(p, i, version, purpose="eval", group_size=1, sampling=sampling)
-                for i, p in enumerate(problems)
-            ]
-        )
+        self._buffer.admit_eval([self._eval_ticket(p, i, version) for i, p in enumerate(problems)])
         return len(problems)
 
-    def _ticket(self, number: int, version: int) -> Ticket:
+    def _eval_ticket(self, problem: Problem, number: int, version: int) -> Ticket:
+        sampling = replace(self._settings.sampling, temperature=0.0)
+        return self._ticket_for(
+            problem, number, version, purpose="eval", group_size=1, sampling=sampling
+        )
+
+    def ticket(self, number: int, version: int) -> Ticket:
+        """Returns the training ticket `number`, admitted at `version`."""
         problem = problem_at(self._task, number, self._settings.seed)
         size, sampling = self._settings.group_size, self._settings.sampling
         return self._ticket_for(

@@ -24,7 +24,10 @@ def fits(config: DecoderConfig, longest: int) -> Callable[[Group], None]:
 
     def check(group: Group) -> None:
         where = f"group of ticket {group.ticket.number}"
-        prompt = group.ticket.prompt_ids.shape[0]
+        ids = group.ticket.prompt_ids.numpy()
+        if ids.min() < 0 or ids.max() >= config.vocab_size:
+            raise RecordError(f"{where}: a token of the prompt outside of {config.vocab_size}")
+        prompt = len(ids)
         for t in group.trajectories:
             if prompt + t.num_tokens > most:
                 raise RecordError(

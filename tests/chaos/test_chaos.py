@@ -261,7 +261,7 @@ def test_what_the_foreign_hand_commits_cannot_be_learnt_from(
     """Each kind goes to the quarantine of a learner of such a model, and a sound group does not."""
     learner = LearnerBuffer(redis_url, RUN)
     learner.run_id = "a"
-    learner.check = fits(MODEL, longest=16384)
+    learner.checks = [fits(MODEL, longest=16384)]
     sound = make_group(make_ticket(1, run_id="a"), worker=FOREIGN)
     with redis.Redis.from_url(redis_url) as client:
         for group in (sound, faults.SPOILT[kind](sound)):

@@ -757,7 +757,7 @@ async def test_a_ticket_that_cannot_become_a_group_costs_itself_alone(
 ):
     """A prompt too long for the model, or a reward that no group may have, once ended every worker in turn."""
     side = learner(make_run("rollout.engine.type=torch", *ONE))
-    long = side.admission._ticket(0, 0)
+    long = side.admission.ticket(0, 0)
     ids = Array.of(np.ones(300, np.int32))
     side.buffer.admit([msgspec.structs.replace(long, prompt_ids=ids)], 1)
     async with working(side):

@@ -1,0 +1,111 @@
+"""Records of a foreign hand: whatever fails at a border of Redis is set aside there, and ends nobody."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import redis
+from helpers.fixture_types import MakeGroup, MakeRun
+from helpers.policies import new_admission
+from msgspec.structs import replace
+
+from areal_q.config import Sampling
+from areal_q.messages import (
+    Array,
+    Group,
+    Ticket,
+    encode,
+)
+from buffer.redis_store import LearnerBuffer, WorkerBuffer
+from buffer.redis_store.keys import Keys
+
+KEYS = Keys("run")
+FIELDS = {
+    "number": 2**62,
+    "purpose": "eval",
+    "prompt": "another",
+    "answer": "another",
+    "prompt_ids": Array.of([5, 6], "int32"),
+    "group_size": 3,
+    "seed": 7,
+    "sampling": Sampling(max_tokens=99),
+}
+
+
+@pytest.fixture
+def learner(redis_url: str) -> Iterator[LearnerBuffer]:
+    made = LearnerBuffer(redis_url, "run")
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("error", [IndexError, OverflowError, MemoryError, RecursionError])
+def test_a_group_at_which_a_check_fails_is_set_aside(
+    learner: LearnerBuffer,
+    client: redis.Redis,
+    make_group: MakeGroup,
+    make_ticket: Callable[..., Ticket],
+    error: type[Exception],
+):
+    """However it fails: the entry stays in Redis, and would end each learner that resumes."""
+
+    def check(group: Group) -> None:
+        if group.ticket.number == 1:
+            raise error("x" * 10**6)
+
+    learner.checks = [check]
+    for number in range(3):
+        group = encode(make_group(make_ticket(number)))
+        client.xadd(KEYS.groups, {"record": group})
+        client.xadd(KEYS.eval_groups, {"record": group})
+    assert [group.ticket.number for group in learner.take(3, 0.0)] == [0, 2]
+    assert [group.ticket.number for group in learner.take_eval()] == [0, 2]
+    kept = [fields[b"reason"] for _, fields in client.xrange(KEYS.quarantine)]
+    assert learner.quarantined == len(kept) == 2
+    assert all(reason.startswith(error.__name__.encode()) for reason in kept)
+    assert max(map(len, kept)) < 2000
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_group_of_another_ticket_than_admitted_is_set_aside(
+    learner: LearnerBuffer,
+    client: redis.Redis,
+    make_run: MakeRun,
+    make_group: MakeGroup,
+    field: str,
+):
+    """The learner computes on the ticket that comes back: on its prompt, its seed, its size."""
+    admission = new_admission(make_run(), learner)
+    learner.checks = [admission.check]
+    for number, changes in enumerate(
+        [{}, {field: FIELDS[field]}, {"step": 5, "run_id": "id", "run": "old"}]
+    ):
+        group = make_group(replace(admission.ticket(number, 0), **changes))
+        client.xadd(KEYS.groups, {"record": encode(group)})
+    assert [group.ticket.number for group in learner.take(3, 0.0)] == [0, 2]
+    assert learner.quarantined == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"group_size": 0},
+        {"group_size": 2**40},
+        {"seed": -1},
+        {"seed": 2**63},
+        {"step": 2**63},
+        {"number": -1},
+        {"prompt_ids": Array.of([], "int32")},
+        {"prompt_ids": Array.of([1.0], "float32")},
+        {"prompt_ids": Array.of([[1]], "int32")},
+        {"prompt_ids": Array("int32", (3,), b"")},
+    ],
+)
+async def test_a_ticket_that_no_worker_can_take_is_set_aside(
+    learner: LearnerBuffer, redis_url: str, make_ticket: Callable[..., Ticket], change: Any
+):
+    learner.admit([replace(make_ticket(0), **change), make_ticket(1)], cursor=2)
+    worker = WorkerBuffer(redis_url, "run", "w")
+    assert [claim.ticket.number for claim in await worker.claim(9, 0.0)] == [1]
+    await worker.close()
+    assert learner.set_aside() == 1
