@@ -116,7 +116,7 @@ def purge_run(client: redis.Redis, run: str, what: What) -> int:
         count = client.xtrim(keys.groups, maxlen=0, approximate=False)
     else:
         names: Any = client.smembers(keys.workers)
-        count = client.delete(*keys.fixed, *(keys.worker(n.decode()) for n in names))
+        count = client.delete(*keys.fixed, *map(keys.worker, names))
     return count
 
 

@@ -90,7 +90,7 @@ def read_status(client: redis.Redis, run: str) -> Status:
             _stream(client, "eval groups", keys.eval_groups),
             _stream(client, "quarantine", keys.quarantine),
         ],
-        workers=sorted(n.decode() for n in names if client.exists(keys.worker(n.decode()))),
+        workers=sorted(n.decode(errors="replace") for n in names if client.exists(keys.worker(n))),
     )
 
 

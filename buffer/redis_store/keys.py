@@ -106,9 +106,10 @@ class Keys:
         silent."""
         return f"{self.tag}:workers"
 
-    def worker(self, name: str) -> str:
-        """Key of a worker's last heartbeat, which expires after WORKER_TTL_S."""
-        return f"{self.tag}:worker:{name}"
+    def worker(self, name: str | bytes) -> bytes:
+        """Key of a worker's last heartbeat, which expires after WORKER_TTL_S. A name that Redis returns is
+        bytes, and need not be text: anybody may have put it there."""
+        return f"{self.tag}:worker:".encode() + (name.encode() if isinstance(name, str) else name)
 
     @cached_property
     def fixed(self) -> list[str]:

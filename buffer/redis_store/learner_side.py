@@ -97,7 +97,7 @@ class LearnerBuffer:
     def published_id(self) -> str:
         """Returns the id of the run whose state is in Redis; "" if there is no state, or the run has no id."""
         found: Any = self._call(lambda: self._redis.hget(self.keys.info, "run_id"))
-        return (found or b"").decode()
+        return (found or b"").decode(errors="replace")
 
     def admit(self, tickets: list[Ticket], cursor: int) -> None:
         self._admit_to([self.keys.tickets, self.keys.admission, self.keys.cursor], tickets, cursor)
@@ -179,7 +179,7 @@ class LearnerBuffer:
             return Claims(count, {})
         by_worker: dict[str, int] = {}
         for consumer in found["consumers"]:
-            name = consumer["name"].decode().rpartition("-")[0]
+            name = consumer["name"].decode(errors="replace").rpartition("-")[0]
             if name:  # tickets that were given back belong to no worker
                 by_worker[name] = by_worker.get(name, 0) + consumer["pending"]
         return Claims(count, by_worker)
@@ -207,9 +207,7 @@ class LearnerBuffer:
         if not names:
             return []
         names = sorted(names)
-        beats: Any = self._call(
-            lambda: self._redis.mget([self.keys.worker(name.decode()) for name in names])
-        )
+        beats: Any = self._call(lambda: self._redis.mget([*map(self.keys.worker, names)]))
         silent = [name for name, beat in zip(names, beats, strict=True) if beat is None]
         if silent:  # a worker that sends a heartbeat again adds itself
             self._call(lambda: self._redis.srem(self.keys.workers, *silent))
@@ -218,7 +216,7 @@ class LearnerBuffer:
     def forget(self) -> None:
         """Deletes every key of the run except the one that names its learner."""
         names: Any = self._call(lambda: self._redis.smembers(self.keys.workers))
-        beats = [self.keys.worker(name.decode()) for name in names]
+        beats = [*map(self.keys.worker, names)]
         state = [key for key in self.keys.fixed if key != self.keys.owner]
         self._change("FORGET", [*state, *beats], [])
 

@@ -248,7 +248,7 @@ async def test_no_key_is_left_that_keys_py_does_not_name(
     learner.take(9, 0.0)
     learner.take_eval()
     found = {key.decode() for key in client.keys("*")}
-    assert found == {*KEYS.fixed, KEYS.worker("w")}
+    assert found == {*KEYS.fixed, KEYS.worker("w").decode()}
     assert 0 < client.ttl(KEYS.worker("w")) <= 10
     client.delete(KEYS.worker("w"))
     assert learner.workers() == []

@@ -14,8 +14,10 @@ from areal_q.messages import (
     Array,
     Group,
     Ticket,
+    WorkerStatus,
     encode,
 )
+from buffer.admin import actions, inspect_state
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
 from buffer.redis_store.keys import Keys
 
@@ -30,6 +32,12 @@ FIELDS = {
     "seed": 7,
     "sampling": Sampling(max_tokens=99),
 }
+NAMES = [b"\xff\xfe", b"\xff\xfe-\xff", b"", b"\x00", b"x" * 10**5, "é".encode("latin-1")]
+"""Names that are no UTF-8, or no names"""
+BEAT = WorkerStatus(
+    worker="w", pid=1, version=0, active=1, tokens=1, tokens_per_s=1.0, idle_share=0.0, groups=0,
+    swaps=0, swap_s=0.0, time_s=1.0,
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -84,6 +92,33 @@ def test_a_group_of_another_ticket_than_admitted_is_set_aside(
         client.xadd(KEYS.groups, {"record": encode(group)})
     assert [group.ticket.number for group in learner.take(3, 0.0)] == [0, 2]
     assert learner.quarantined == 1
+
+
+async def test_names_that_are_no_text_end_neither_side(
+    learner: LearnerBuffer, client: redis.Redis, redis_url: str, make_ticket: Callable[..., Ticket]
+):
+    """In the set of workers, with heartbeats and without, and as consumers that have claims."""
+    learner.publish_run("", {})
+    learner.admit([make_ticket(n) for n in range(len(NAMES))], cursor=len(NAMES))
+    client.sadd(KEYS.workers, *NAMES)
+    for name in NAMES:
+        client.xreadgroup("workers", name, {KEYS.tickets: ">"}, count=1)
+    assert learner.workers() == []
+    assert client.smembers(KEYS.workers) == set()
+    assert learner.claims().open == len(NAMES)
+    client.sadd(KEYS.workers, *NAMES)
+    for name in NAMES:
+        client.set(KEYS.worker(name), encode(BEAT))
+    assert learner.workers() == [BEAT] * len(NAMES)
+    assert len(inspect_state.read_status(client, "run").workers) == len(NAMES)
+    worker = WorkerBuffer(redis_url, "run", "heir", claim_timeout_s=0.001)
+    assert len(await worker.claim(9, 0.0)) == len(NAMES)
+    await worker.close()
+    learner.forget()
+    assert client.keys("*") == []
+    client.sadd(KEYS.workers, *NAMES)
+    assert actions.purge_run(client, "run", "all") == 1
+    assert client.keys("*") == []
 
 
 @pytest.mark.parametrize(
