@@ -216,7 +216,7 @@ def _partial(t: Trajectory) -> PartialResponse:
 
 def _partials(data: bytes) -> None:
     for response in messages.decode_partial(data).responses:
-        response.validate()
+        response.validate(_group().ticket)
 
 
 def _ticket(data: bytes) -> None:

@@ -240,13 +240,15 @@ class Worker:
             await self._swapped.wait()
 
     def _take_up(self, work: GroupInFlight) -> None:
-        """Continues another worker's responses, unless their tokens are too old or of weights that have not
-        arrived here yet."""
-        newest = self._engine.version
+        """Continues another worker's responses, unless their tokens are too old, of weights that have not
+        arrived here yet, or of another vocabulary."""
+        newest, vocabulary = self._engine.version, self._tokenizer.vocab_size
         partial = work.claim.partial
         for index, half in enumerate(partial.responses if partial else []):
             versions = [span.version for span in half.spans]
-            if versions and newest - self._max_lag <= min(versions) and max(versions) <= newest:
+            if not versions or half.response_ids.numpy().max() >= vocabulary:
+                continue
+            if newest - self._max_lag <= min(versions) and max(versions) <= newest:
                 work.responses[index] = Response.of(half)
                 self._resumed += 1
 

@@ -185,8 +185,8 @@ class PartialResponse(msgspec.Struct, frozen=True, kw_only=True):
     ended: bool
     routes: Array | None = None
 
-    def validate(self) -> "PartialResponse":
-        """This, if it keeps its contract. Raises RecordError."""
+    def validate(self, ticket: Ticket) -> "PartialResponse":
+        """This, if it is the beginning of a response to `ticket`. Raises RecordError."""
         size = self.response_ids.shape[0] if len(self.response_ids.shape) == 1 else -1
         for array, dtype in (
             (self.response_ids, "int32"),
@@ -195,14 +195,22 @@ class PartialResponse(msgspec.Struct, frozen=True, kw_only=True):
         ):
             if array.dtype != dtype or array.shape != (size,) or array.numpy().size != size:
                 raise RecordError("partial response: its columns do not fit")
-        if size and not np.isfinite(self.behavior_logprobs.numpy()).all():
-            raise RecordError("partial response: a log-prob is not finite")
+        logprobs = self.behavior_logprobs.numpy()
+        if size and not (logprobs.min() > -np.inf and logprobs.max() <= LARGEST_LOGPROB):
+            raise RecordError("partial response: a behaviour log-prob is out of range")
+        if size and self.response_ids.numpy().min() < 0:
+            raise RecordError("partial response: negative token id")
         if any(s.tokens < 1 for s in self.spans) or sum(s.tokens for s in self.spans) != size:
             raise RecordError("partial response: version spans do not cover it")
-        if not (0 <= self.pending <= size and self.turns >= 0):
+        if not (0 <= self.pending <= size and 0 <= self.turns <= size):
             raise RecordError("partial response: impossible counts")
-        if self.routes is not None and len(self.routes.shape) != 3:
-            raise RecordError("partial response: routes are not [N, L, K]")
+        if self.loss_mask.numpy().sum() > ticket.sampling.max_tokens:
+            raise RecordError(
+                f"partial response: more than {ticket.sampling.max_tokens} tokens drawn"
+            )
+        if self.routes is not None:
+            prompt = ticket.prompt_ids.shape[0]
+            _validate_routes(self.routes, prompt + size, "partial response")
         return self
 
 
@@ -246,7 +254,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
             if not together:
                 _validate_trajectory(t, f"{where}, trajectory {t.index}")
             if t.routes is not None:
-                _validate_routes(t, prompt.shape[0], f"{where}, trajectory {t.index}")
+                tokens = prompt.shape[0] + t.num_tokens
+                _validate_routes(t.routes, tokens, f"{where}, trajectory {t.index}")
         return self
 
     @property
@@ -334,16 +343,14 @@ def _validate_trajectory(t: Trajectory, where: str) -> None:
         raise RecordError(f"{where}: reward is {t.reward}")
 
 
-def _validate_routes(t: Trajectory, prompt_tokens: int, where: str) -> None:
-    """Raises RecordError for routes of a wrong shape. learner/backends/routing_replay.py checks the numbers."""
-    routes = t.routes
-    if routes is None:
-        return
+def _validate_routes(routes: Array, tokens: int, where: str) -> None:
+    """Raises RecordError for routes of a wrong shape, or of all `tokens` of prompt and response: the last was
+    not computed. learner/backends/routing_replay.py checks the numbers."""
     fits = routes.dtype in ("uint8", "uint16") and len(routes.shape) == 3 and min(routes.shape) > 0
-    if not fits or routes.shape[0] >= prompt_tokens + t.num_tokens:
+    if not fits or routes.shape[0] >= tokens:
         raise RecordError(
             f"{where}: routes {routes.dtype}{list(routes.shape)} are not uint8 or uint16 [N, L, K] with "
-            f"N < {prompt_tokens + t.num_tokens} tokens"
+            f"N < {tokens} tokens"
         )
     routes.numpy()
 

@@ -237,7 +237,7 @@ def _partial(ticket: Ticket, record: bytes) -> PartialGroup | None:
     try:
         partial = decode_partial(record)
         for response in partial.responses:
-            response.validate()
+            response.validate(ticket)
         if (partial.ticket, len(partial.responses)) != (ticket.number, ticket.group_size):
             raise RecordError("partial group: of another ticket")
     except RecordError as error:

@@ -205,7 +205,10 @@ def _check_shape(request: Request, slots: int) -> None:
     ids = request.stop_ids
     if len(ids) > _MOST_STOP_IDS or not all(0 <= i < _LARGEST for i in ids):
         raise RecordError(f"stop ids are more than {_MOST_STOP_IDS}, or one is no id of a token")
-    if request.sampling.top_k >= _LARGEST or request.sampling.max_tokens >= _LARGEST:
-        raise RecordError(f"top_k or max_tokens is not below {_LARGEST}")
+    if (
+        not 0 <= request.sampling.top_k < _LARGEST
+        or not 1 <= request.sampling.max_tokens < _LARGEST
+    ):
+        raise RecordError(f"top_k is negative, max_tokens below 1, or one not below {_LARGEST}")
     if request.decode is None and any(isinstance(s, str) for s in request.sampling.stop):
         raise RecordError("stop strings need a tokenizer, which this request has not")

@@ -69,6 +69,8 @@ class Response:
         if completion.routes is not None:
             # Tokens keep the experts they had when later tokens were drawn after them, so earlier turns' stay.
             seen = completion.routes[:0] if self.routes is None else self.routes
+            if seen.shape[1:] != completion.routes.shape[1:]:  # another worker's, of another model
+                seen = completion.routes[:0]
             self.routes = np.concatenate((seen, completion.routes[len(seen) :]))
         if completion.finish_reason is None:
             self.pending += len(completion.response_ids)

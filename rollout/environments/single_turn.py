@@ -29,4 +29,7 @@ class SingleTurn:
             response.ended = True
 
         left = ticket.sampling.max_tokens - len(response.ids)
+        if left < 1:
+            response.finish_reason, response.ended = "length", True
+            return
         await self.client.generate_turn(ticket, index, response, self.client.stop_ids, left, end)

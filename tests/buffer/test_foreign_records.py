@@ -13,7 +13,10 @@ from areal_q.config import Sampling
 from areal_q.messages import (
     Array,
     Group,
+    PartialGroup,
+    PartialResponse,
     Ticket,
+    VersionSpan,
     WorkerStatus,
     encode,
 )
@@ -38,6 +41,37 @@ BEAT = WorkerStatus(
     worker="w", pid=1, version=0, active=1, tokens=1, tokens_per_s=1.0, idle_share=0.0, groups=0,
     swaps=0, swap_s=0.0, time_s=1.0,
 )  # fmt: skip
+
+
+def begun(tokens: int, **changes: Any) -> PartialResponse:
+    """The beginning of a response, of that many tokens, with `changes`."""
+    sound = PartialResponse(
+        response_ids=Array.of([2] * tokens, "int32"),
+        behavior_logprobs=Array.of([-1.0] * tokens, "float32"),
+        loss_mask=Array.of([1] * tokens, "uint8"),
+        spans=[VersionSpan(0, tokens, "a")],
+        finish_reason="length",
+        turns=0,
+        pending=tokens,
+        ended=False,
+    )
+    return replace(sound, **changes)
+
+
+SPOILT_PARTIALS: dict[str, PartialResponse] = {
+    "more than the budget": begun(9),
+    "far more, and ended": begun(300, ended=True),
+    "a negative token": begun(2, response_ids=Array.of([2, -1], "int32")),
+    "a log-prob above zero": begun(2, behavior_logprobs=Array.of([-1.0, 0.1], "float32")),
+    "no log-prob": begun(2, behavior_logprobs=Array.of([-1.0, float("nan")], "float32")),
+    "more turns than tokens": begun(2, turns=2**62),
+    "more pending than there are": begun(2, pending=3),
+    "spans that do not cover it": begun(2, spans=[VersionSpan(0, 1, "a")]),
+    "routes without bytes": begun(2, routes=Array("uint8", (1, 2, 3), b"")),
+    "routes of numbers": begun(2, routes=Array.of([[[1.0]]], "float32")),
+    "routes of more tokens": begun(2, routes=Array.of([[[1]]] * 9, "uint8")),
+    "no arrays": begun(2, response_ids=Array("int32", (-2,), b"")),
+}
 
 
 @pytest.fixture
@@ -119,6 +153,24 @@ async def test_names_that_are_no_text_end_neither_side(
     client.sadd(KEYS.workers, *NAMES)
     assert actions.purge_run(client, "run", "all") == 1
     assert client.keys("*") == []
+
+
+async def test_a_partial_that_is_no_beginning_is_left_out(
+    learner: LearnerBuffer, redis_url: str, make_ticket: Callable[..., Ticket]
+):
+    """The next worker begins the ticket anew; it goes on with one that is whole, and with one that is sound."""
+    sampling, kinds = Sampling(max_tokens=5), [*SPOILT_PARTIALS.values(), begun(5), begun(2)]
+    tickets = [make_ticket(n, group_size=1, sampling=sampling) for n in range(len(kinds))]
+    learner.admit(tickets, cursor=len(kinds))
+    worker = WorkerBuffer(redis_url, "run", "w")
+    claims = await worker.claim(99, 0.0)
+    partials = [PartialGroup(ticket=n, responses=[kind]) for n, kind in enumerate(kinds)]
+    pairs = zip(claims, partials, strict=True)
+    await worker.release([replace(claim, partial=partial) for claim, partial in pairs])
+    found = {claim.ticket.number: claim.partial for claim in await worker.claim(99, 0.0)}
+    await worker.close()
+    assert {n for n, partial in found.items() if partial} == {len(kinds) - 2, len(kinds) - 1}
+    assert len(found) == len(kinds)
 
 
 @pytest.mark.parametrize(

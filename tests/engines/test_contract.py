@@ -312,6 +312,9 @@ async def test_requests_wait_for_the_first_weights(new_engine, published):
 async def test_requests_that_can_never_be_served_are_refused_by_name(engine):
     with pytest.raises(RecordError, match="max_positions = 512"):
         await engine.generate(ask(max_tokens=510))
+    for tokens in (0, -1, -4, -300, 2**31):
+        with pytest.raises(RecordError, match="max_tokens"):
+            await engine.generate(ask(max_tokens=tokens))
     with pytest.raises(RecordError, match="prompt"):
         await engine.generate(ask(prompt=()))
     with pytest.raises(RecordError, match="slots"):
