@@ -373,6 +373,7 @@ class Learner:
             **self.rates.metrics(workers),
             **self.episodes.metrics(workers),
             "buffer/quarantined": self.buffer.set_aside(),
+            "buffer/refused_heartbeats": self.buffer.refused_heartbeats,
             "buffer/full": float(memory.full),
             "buffer/waiting_commits": sum(w.waiting for w in workers),
             "weights/behind_s": max((w.behind_s for w in workers), default=0.0),

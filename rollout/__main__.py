@@ -16,6 +16,8 @@ from typing import Annotated, Any
 import typer
 
 from areal_q.config import load
+from areal_q.errors import ConfigError
+from areal_q.messages import LONGEST_NAME
 from areal_q.observability import service_log
 from areal_q.observability.prometheus_exporter import WORKER, Exporter, serve_metrics
 from areal_q.system.command import WatchdogSeconds, run_command
@@ -87,6 +89,8 @@ def main(
     """Generates for a run until it is finished, or until told to stop."""
     service_log.set_up("rollout")
     name = id or f"{socket.gethostname()}-{os.getpid()}"
+    if len(name) > LONGEST_NAME or not name.isprintable():
+        raise ConfigError(f"--id {name[:LONGEST_NAME]!r}: not {LONGEST_NAME} printable characters")
     exporter = Exporter(WORKER, {"run": run, "worker": name})
     if metrics:
         logger.info("metrics on port %d", serve_metrics(metrics, exporter))

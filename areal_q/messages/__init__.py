@@ -24,6 +24,7 @@ from areal_q.messages.codec import (
     encode_group as encode_group,
 )
 from areal_q.messages.trajectories import (
+    LONGEST_NAME as LONGEST_NAME,
     MESSAGE_SCHEMA as MESSAGE_SCHEMA,
     Array as Array,
     Dtype as Dtype,

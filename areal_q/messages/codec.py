@@ -14,6 +14,8 @@ T = TypeVar("T")
 
 MAX_RECORD_BYTES = 256 << 20
 """The largest record a decoder looks at: 64 responses of 128k tokens stay well below."""
+MAX_STATUS_BYTES = 16 << 10
+"""The largest heartbeat"""
 
 LONG_BYTES = 8192
 """Bytes from which to take an array out of a record costs less than to copy it"""
@@ -65,20 +67,21 @@ def _header(nbytes: int) -> bytes:
     return b"\xc6" + nbytes.to_bytes(4, "big")
 
 
-def check_size(nbytes: int) -> None:
-    """Raises RecordError for a record that no decoder would look at."""
-    if nbytes > MAX_RECORD_BYTES:
-        raise RecordError(f"record of {nbytes} bytes is over the limit of {MAX_RECORD_BYTES}")
+def check_size(nbytes: int, limit: int | None = None) -> None:
+    """Raises RecordError for a record that no decoder would look at: one over `limit`, or MAX_RECORD_BYTES."""
+    limit = limit or MAX_RECORD_BYTES
+    if nbytes > limit:
+        raise RecordError(f"record of {nbytes} bytes is over the limit of {limit}")
 
 
 class MessageDecoder(Generic[T]):
     """Strict decoding of one type (or union) with a size limit; anything else is a RecordError."""
 
-    def __init__(self, kind: Any) -> None:
-        self._decoder = msgspec.msgpack.Decoder(kind)
+    def __init__(self, kind: Any, limit: int | None = None) -> None:
+        self._decoder, self._limit = msgspec.msgpack.Decoder(kind), limit
 
     def __call__(self, data: bytes | memoryview) -> T:
-        check_size(len(data))
+        check_size(len(data), self._limit)
         try:
             # From a view, the arrays' views take no further object each.
             return self._decoder.decode(memoryview(data))
@@ -93,4 +96,4 @@ decode_broadcast: MessageDecoder[Broadcast] = MessageDecoder(Broadcast)
 decode_manifest: MessageDecoder[Manifest] = MessageDecoder(Manifest)
 decode_request: MessageDecoder[FetchRequest] = MessageDecoder(FetchRequest)
 decode_reply: MessageDecoder[FetchReply] = MessageDecoder(FetchReply)
-decode_status: MessageDecoder[WorkerStatus] = MessageDecoder(WorkerStatus)
+decode_status: MessageDecoder[WorkerStatus] = MessageDecoder(WorkerStatus, MAX_STATUS_BYTES)

@@ -37,6 +37,11 @@ else:
 Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """A number that the logs' int64 columns hold"""
 Schema = Annotated[int, msgspec.Meta(ge=0, le=2**15)]
+Bounded = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+Finite = Annotated[float, msgspec.Meta(ge=-1e18, le=1e18)]
+LONGEST_NAME = 256
+Name = Annotated[str, msgspec.Meta(max_length=LONGEST_NAME)]
+Sentence = Annotated[str, msgspec.Meta(max_length=2 * LONGEST_NAME)]
 GroupSize = Annotated[int, msgspec.Meta(ge=1, le=100_000)]
 _LITTLE_ENDIAN = {name: np.dtype(name).newbyteorder("<") for name in get_args(Dtype)}
 
@@ -356,51 +361,52 @@ def _validate_routes(routes: Array, tokens: int, where: str) -> None:
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's heartbeat in Redis; expires when the worker falls silent."""
+    """A worker's heartbeat in Redis; expires when the worker falls silent. Its fields are bounded, as they go
+    into sums, logs and displays."""
 
-    worker: str
-    pid: int
-    version: int
-    active: int
+    worker: Name
+    pid: Bounded
+    version: Bounded
+    active: Bounded
     """Responses being generated."""
-    tokens: int
+    tokens: Bounded
     """Response tokens drawn since the worker started."""
-    tokens_per_s: float
+    tokens_per_s: Finite
     """Over the last ten heartbeats."""
-    idle_share: float
+    idle_share: Finite
     """Share of the time of these heartbeats in which the engine had nothing to do."""
-    groups: int
-    swaps: int
-    swap_s: float
+    groups: Bounded
+    swaps: Bounded
+    swap_s: Finite
     """Mean pause of generation for a swap of weights."""
-    time_s: float
-    waiting: int = 0
+    time_s: Finite
+    waiting: Bounded = 0
     """Finished groups that wait for room in Redis."""
-    full_s: float = 0.0
+    full_s: Finite = 0.0
     """Seconds that commits waited for room since the worker started."""
-    digest: str = ""
+    digest: Name = ""
     """The digest of the weights that the engine runs."""
-    behind_s: float = 0.0
+    behind_s: Finite = 0.0
     """Seconds for which a newer version has been known and none has arrived."""
-    stalls: int = 0
+    stalls: Bounded = 0
     """Times that this went on for longer than `broadcast.stall_s`"""
-    slots: int = 0
+    slots: Bounded = 0
     """Responses that the engine can generate at once."""
-    timeouts: int = 0
+    timeouts: Bounded = 0
     """Responses cut by `rollout.request_timeout_s`"""
-    run_id: str = ""
+    run_id: Name = ""
     """Id of the run that it works for."""
-    waits_for: str = ""
+    waits_for: Sentence = ""
     """What keeps it from generating; "" where nothing does."""
-    resumed: int = 0
+    resumed: Bounded = 0
     """Responses that went on from where another worker had to leave them."""
-    episodes: int = 0
+    episodes: Bounded = 0
     """Episodes of its tickets that agents play or may begin."""
-    open_episodes: int = 0
+    open_episodes: Bounded = 0
     """Those of them that an agent plays now."""
-    busy_s: float = 0.0
+    busy_s: Finite = 0.0
     """Seconds since the worker started in which the engine had something to do."""
-    loop_lag_s: float = 0.0
+    loop_lag_s: Finite = 0.0
     """How late the event loop was, in the worst hundredth of the last 30 s."""
-    loop_lag_max_s: float = 0.0
+    loop_lag_max_s: Finite = 0.0
     """The most that it was late in them."""

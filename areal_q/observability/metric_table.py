@@ -107,6 +107,7 @@ METRICS = (
     Metric("buffer/quarantined", "records", "Records that could not be read or broke the contract, and were set aside."),
     Metric("buffer/full", "0 or 1", "1 while Redis is at its memory limit."),
     Metric("buffer/refused_admissions", "since the start", "Times that Redis refused new tickets."),
+    Metric("buffer/refused_heartbeats", "heartbeats", "Heartbeats that cannot be read, so that their workers count for nothing here."),
     Metric("buffer/waiting_commits", "groups", "Finished groups that wait at workers for room in Redis."),
     Metric("redis/up", "0 or 1", "1 while Redis answers the learner; in Prometheus alone, every 5 seconds."),
     Metric("redis/used_bytes", "bytes", "Memory that Redis uses."),

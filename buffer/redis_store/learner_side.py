@@ -11,8 +11,16 @@ import msgspec
 import redis
 from msgspec.structs import replace
 
-from areal_q.errors import BufferFull, RecordError
-from areal_q.messages import Group, Ticket, WorkerStatus, decode_status, decode_ticket, encode
+from areal_q.errors import BufferFull, ConfigError, RecordError
+from areal_q.messages import (
+    LONGEST_NAME,
+    Group,
+    Ticket,
+    WorkerStatus,
+    decode_status,
+    decode_ticket,
+    encode,
+)
 from buffer.interface import START, Claims, Entry, Memory
 from buffer.redis_store.connection import PATIENCE_S, refuses_writes
 from buffer.redis_store.keys import WORKERS_GROUP, Keys
@@ -211,7 +219,11 @@ class LearnerBuffer:
         silent = [name for name, beat in zip(names, beats, strict=True) if beat is None]
         if silent:  # a worker that sends a heartbeat again adds itself
             self._call(lambda: self._redis.srem(self.keys.workers, *silent))
-        return [status for beat in beats if beat is not None for status in _statuses(beat)]
+        statuses, refused = read_heartbeats(names, beats)
+        if refused and not self.refused_heartbeats:
+            logger.warning("%s", refused[0])
+        self.refused_heartbeats = len(refused)
+        return statuses
 
     def forget(self) -> None:
         """Deletes every key of the run except the one that names its learner."""
@@ -231,9 +243,16 @@ class LearnerBuffer:
             check(group)
 
 
-def _statuses(beat: bytes) -> list[WorkerStatus]:
-    try:
-        return [decode_status(beat)]
-    except RecordError as error:
-        logger.warning("heartbeat ignored: %s", error)
-        return []
+def read_heartbeats(
+    names: list[bytes], beats: list[bytes | None]
+) -> tuple[list[WorkerStatus], list[str]]:
+    """Returns the heartbeats of the workers `names`, without the silent ones, whose heartbeat is None, and a
+    sentence for each that cannot be read."""
+    statuses, refused = [], []
+    for name, beat in zip(names, beats, strict=True):
+        try:
+            statuses += [] if beat is None else [decode_status(beat)]
+        except RecordError as error:
+            told = name[:LONGEST_NAME].decode(errors="replace")
+            refused.append(f"heartbeat of worker {told} ignored: {error}")
+    return statuses, refused

@@ -17,11 +17,12 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_q.errors import WeightVersionError
-from areal_q.messages import HeldVersion, WorkerStatus, decode_status
+from areal_q.messages import HeldVersion, WorkerStatus
 from areal_q.observability.run_summary import plural
 from areal_q.system.disk import size
 from buffer.admin import inspect_state, tables
 from buffer.redis_store.keys import Keys
+from buffer.redis_store.learner_side import read_heartbeats
 from buffer.weight_sync import WeightSource
 from buffer.weight_sync.client import WeightClient
 
@@ -52,7 +53,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
 def gather(client: redis.Redis, run: str, source: WeightSource, silent_s: float) -> Cluster:
     """Returns the state of run `run`. `silent_s` is how many seconds without news count as a fault. Raises
     redis.RedisError if Redis does not answer, and ConfigError for CURVE keys that cannot be used."""
-    beats = _workers(client, run)
+    beats, refused = _workers(client, run)
     buffer = inspect_state.read_status(client, run)
     newest, subscribers = _learner(client, run, source)
     since = None if newest is None else max(0.0, time.time() - newest.published_s)
@@ -66,15 +67,20 @@ def gather(client: redis.Redis, run: str, source: WeightSource, silent_s: float)
         subscribers=subscribers,
         workers=beats,
         redis=buffer,
-        wrong=[*_wrong(since, silent_s, newest, beats, buffer), *_starves(client, run)],
+        wrong=[
+            *_wrong(since, silent_s, newest, beats, buffer),
+            *refused,
+            *_starves(client, run),
+        ],
     )
 
 
-def _workers(client: redis.Redis, run: str) -> list[WorkerStatus]:
+def _workers(client: redis.Redis, run: str) -> tuple[list[WorkerStatus], list[str]]:
+    """Returns the workers' heartbeats, and a sentence for each that cannot be read."""
     keys = Keys(run)
-    names: Any = client.smembers(keys.workers)
-    beats: Any = client.mget([keys.worker(n.decode()) for n in sorted(names)]) if names else []
-    return [decode_status(beat) for beat in beats if beat is not None]
+    names: list[bytes] = sorted(client.smembers(keys.workers))  # pyright: ignore[reportArgumentType]
+    beats: Any = client.mget([*map(keys.worker, names)]) if names else []
+    return read_heartbeats(names, beats)
 
 
 def _learner(client: redis.Redis, run: str, source: WeightSource) -> tuple[HeldVersion | None, int]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import redis
 from helpers.fixture_types import MakeGroup, MakeRun
@@ -41,6 +42,20 @@ BEAT = WorkerStatus(
     worker="w", pid=1, version=0, active=1, tokens=1, tokens_per_s=1.0, idle_share=0.0, groups=0,
     swaps=0, swap_s=0.0, time_s=1.0,
 )  # fmt: skip
+SPOILT_BEATS = {
+    "no msgpack": b"\xff\x00",
+    "no UTF-8": encode(BEAT).replace(b"\xa1w", b"\xa1\xff"),
+    "a long name": encode(replace(BEAT, worker="w" * 300)),
+    "a long wait": encode(replace(BEAT, waits_for="w" * 10**5)),
+    "a long digest": encode(replace(BEAT, digest="w" * 10**5)),
+    "a long id": encode(replace(BEAT, run_id="w" * 10**5)),
+    "no number": encode(replace(BEAT, tokens_per_s=float("nan"))),
+    "no end": encode(replace(BEAT, busy_s=float("inf"))),
+    "no such version": encode(replace(BEAT, version=2**64 - 1)),
+    "many fields": msgspec.msgpack.encode(
+        msgspec.structs.asdict(BEAT) | {str(n): n for n in range(10**5)}
+    ),
+}
 
 
 def begun(tokens: int, **changes: Any) -> PartialResponse:
@@ -153,6 +168,18 @@ async def test_names_that_are_no_text_end_neither_side(
     client.sadd(KEYS.workers, *NAMES)
     assert actions.purge_run(client, "run", "all") == 1
     assert client.keys("*") == []
+
+
+def test_a_heartbeat_that_cannot_be_read_is_dropped(learner: LearnerBuffer, client: redis.Redis):
+    client.sadd(KEYS.workers, "sound", *SPOILT_BEATS)
+    client.set(KEYS.worker("sound"), encode(BEAT))
+    for name, record in SPOILT_BEATS.items():
+        client.set(KEYS.worker(name), record)
+    assert learner.workers() == [BEAT]
+    assert learner.refused_heartbeats == len(SPOILT_BEATS)
+    client.delete(*map(KEYS.worker, SPOILT_BEATS))
+    assert learner.workers() == [BEAT]
+    assert learner.refused_heartbeats == 0
 
 
 async def test_a_partial_that_is_no_beginning_is_left_out(

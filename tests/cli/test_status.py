@@ -16,6 +16,7 @@ from areal_q.config import BroadcastConfig
 from areal_q.messages import WorkerStatus
 from areal_q.weights.version import WeightVersion
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
+from buffer.redis_store.keys import Keys
 from buffer.weight_sync import WeightServer, WeightSource
 from rollout.commands.cluster import gather
 from rollout.commands.status import SILENT_S, main
@@ -137,6 +138,24 @@ def test_a_worker_with_other_bytes_or_without_new_ones_is_named(
     with redis.Redis.from_url(redis_url) as client:
         wrong = gather(client, "run", WeightSource(), SILENT_S).wrong
     assert [line.split(":")[0] for line in wrong] == ["late", "liar"]
+
+
+def test_a_heartbeat_that_cannot_be_read_hides_no_other(
+    learner, redis_url, weight_server, make_version: Make
+):
+    publish(weight_server, make_version(3, published_s=time.time()))
+    beat(redis_url, "sound", version=3)
+    keys = Keys("run")
+    with redis.Redis.from_url(redis_url) as client:
+        client.sadd(keys.workers, "junk", b"\xff\xfe")
+        client.set(keys.worker("junk"), b"\xff\x00")
+        client.set(keys.worker(b"\xff\xfe"), b"x" * 10**6)
+        found = gather(client, "run", WeightSource(), SILENT_S)
+    assert [worker.worker for worker in found.workers] == ["sound"]
+    assert [line.partition(" ignored")[0] for line in found.wrong] == [
+        "heartbeat of worker junk",
+        "heartbeat of worker \ufffd\ufffd",
+    ]
 
 
 def test_a_learner_that_does_not_answer_is_wrong(learner, redis_url, weight_server, monkeypatch):
