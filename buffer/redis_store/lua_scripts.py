@@ -130,8 +130,11 @@ return redis.call('XDEL', KEYS[1], unpack(ARGV))
 """
 
 FORGET = """
--- KEYS all that is to go
-return redis.call('DEL', unpack(KEYS))
+-- KEYS all that is to go. Lua unpacks 8,000 values at most.
+for i = 1, #KEYS, 1000 do
+  redis.call('DEL', unpack(KEYS, i, math.min(i + 999, #KEYS)))
+end
+return 1
 """
 
 ADMIT = """
@@ -233,7 +236,7 @@ return 1
 
 RENEW = """
 -- KEYS ticket stream; ARGV group, consumer, entry ids…
--- Sets the idle time of those still this consumer's to 0; returns the others.
+-- Sets the idle time of those still this consumer's to 0; returns the others. Lua unpacks 8,000 values at most.
 local mine, kept, lost = {}, {}, {}
 for _, pending in ipairs(redis.call('XPENDING', KEYS[1], ARGV[1], '-', '+', 1000000, ARGV[2])) do
   mine[pending[1]] = true
@@ -242,8 +245,11 @@ for i = 3, #ARGV do
   local ids = mine[ARGV[i]] and kept or lost
   ids[#ids + 1] = ARGV[i]
 end
-kept[#kept + 1] = 'JUSTID'
-if #kept > 1 then redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, unpack(kept)) end
+for i = 1, #kept, 1000 do
+  local ids = {unpack(kept, i, math.min(i + 999, #kept))}
+  ids[#ids + 1] = 'JUSTID'
+  redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, unpack(ids))
+end
 return lost
 """
 

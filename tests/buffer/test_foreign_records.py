@@ -182,6 +182,26 @@ def test_a_heartbeat_that_cannot_be_read_is_dropped(learner: LearnerBuffer, clie
     assert learner.refused_heartbeats == 0
 
 
+async def test_claims_and_names_may_be_more_than_lua_unpacks(
+    learner: LearnerBuffer, client: redis.Redis, redis_url: str, make_ticket: Callable[..., Ticket]
+):
+    """It unpacks 8,000 values."""
+    count = 8200
+    learner.publish_run("", {})
+    learner.admit([make_ticket(n) for n in range(count)], cursor=count)
+    client.sadd(KEYS.workers, *(f"w{n}" for n in range(count)))
+    worker = WorkerBuffer(redis_url, "run", "w")
+    claims = await worker.claim(count, 0.0)
+    assert len(claims) == count
+    assert await worker.renew(claims) == []
+    lost = claims[:: count // 2]
+    client.xack(KEYS.tickets, "workers", *(claim.entry for claim in lost))
+    assert await worker.renew(claims) == lost
+    await worker.close()
+    learner.forget()
+    assert client.keys("*") == []
+
+
 async def test_a_partial_that_is_no_beginning_is_left_out(
     learner: LearnerBuffer, redis_url: str, make_ticket: Callable[..., Ticket]
 ):
