@@ -52,6 +52,14 @@ class Memory(NamedTuple):
     used: int
     limit: int
     """Limit in bytes at which Redis refuses writes; 0 means that there is none."""
+    policy: str = "noeviction"
+    """What Redis does at the limit (`maxmemory-policy`)"""
+
+    @property
+    def evicts(self) -> bool:
+        """True if Redis deletes groups and tickets at its limit, in place of refusing writes. The `volatile-`
+        policies delete heartbeats alone, since nothing else expires."""
+        return self.limit > 0 and self.policy.startswith("allkeys")
 
     @property
     def full(self) -> bool:

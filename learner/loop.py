@@ -101,6 +101,8 @@ class Learner:
     """The time, by time.monotonic(), when the first evaluation's progress is told again."""
     stuck: bool = False
     """True once it was logged that no checkpoint can make room in Redis."""
+    evicts: bool = False
+    """True if Redis was seen to delete what the run keeps there, once it is at its limit."""
 
     @property
     def policy(self) -> TorchPolicy:
@@ -369,6 +371,10 @@ class Learner:
     def buffer_metrics(self, workers: list[WorkerStatus]) -> dict[str, float]:
         """Returns the metrics of Redis and of the workers' heartbeats."""
         memory = self.buffer.memory()
+        if memory.evicts and not self.evicts:
+            policy = f"maxmemory-policy is {memory.policy} now"
+            self.warn(self.step, f"redis deletes groups and tickets at its limit: {policy}")
+        self.evicts = memory.evicts
         return {
             **self.rates.metrics(workers),
             **self.episodes.metrics(workers),

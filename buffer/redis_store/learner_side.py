@@ -81,8 +81,13 @@ class LearnerBuffer:
 
     def acquire(self, owner: Owner, stop: threading.Event | None = None) -> None:
         """Makes this process the learner of the run until `close`, also of a run that was finished. Waits for
-        the end of the lease of a learner that is gone. Raises RunTaken if another learner is at work, and
-        Stopped if `stop` is set meanwhile."""
+        the end of the lease of a learner that is gone. Raises ConfigError if Redis may delete what the run
+        keeps there, RunTaken if another learner is at work, and Stopped if `stop` is set meanwhile."""
+        if (memory := self.memory()).evicts:
+            raise ConfigError(
+                f"redis would delete groups and tickets at its limit of {memory.limit >> 20} MiB: its "
+                f"maxmemory-policy is {memory.policy}; CONFIG SET maxmemory-policy noeviction"
+            )
         self._connection.acquire(owner, stop)
         self.run_id = owner.run_id
 
@@ -175,7 +180,8 @@ class LearnerBuffer:
 
     def memory(self) -> Memory:
         found: Any = self._call(lambda: self._redis.info("memory"))
-        return Memory(int(found["used_memory"]), int(found.get("maxmemory", 0)))
+        policy = str(found.get("maxmemory_policy", "noeviction"))
+        return Memory(int(found["used_memory"]), int(found.get("maxmemory", 0)), policy)
 
     def claims(self) -> Claims:
         count: Any = self._call(lambda: self._redis.xlen(self.keys.tickets))

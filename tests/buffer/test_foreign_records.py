@@ -1,6 +1,7 @@
 """Records of a foreign hand: whatever fails at a border of Redis is set aside there, and ends nobody."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ from helpers.policies import new_admission
 from msgspec.structs import replace
 
 from areal_q.config import Sampling
+from areal_q.errors import ConfigError
 from areal_q.messages import (
     Array,
     Group,
@@ -24,6 +26,7 @@ from areal_q.messages import (
 from buffer.admin import actions, inspect_state
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
 from buffer.redis_store.keys import Keys
+from buffer.redis_store.lease import owner_of
 
 KEYS = Keys("run")
 FIELDS = {
@@ -243,3 +246,19 @@ async def test_a_ticket_that_no_worker_can_take_is_set_aside(
     assert [claim.ticket.number for claim in await worker.claim(9, 0.0)] == [1]
     await worker.close()
     assert learner.set_aside() == 1
+
+
+async def test_a_redis_that_evicts_is_refused(
+    learner: LearnerBuffer, client: redis.Redis, tmp_path: Path
+):
+    """What it deletes at its limit looked like a Redis that had lost its memory."""
+    client.config_set("maxmemory", 100 << 20)
+    try:
+        client.config_set("maxmemory-policy", "allkeys-lru")
+        with pytest.raises(ConfigError, match="maxmemory-policy is allkeys-lru"):
+            learner.acquire(owner_of("id", tmp_path))
+        client.config_set("maxmemory-policy", "volatile-lru")
+        learner.acquire(owner_of("id", tmp_path))
+    finally:
+        client.config_set("maxmemory", 0)
+        client.config_set("maxmemory-policy", "noeviction")
