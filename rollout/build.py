@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from areal_q.config import Run, ScriptedEngine, parse
-from areal_q.errors import BufferUnavailable, ConfigError, RunChanged, RunFinished
+from areal_q.errors import BufferUnavailable, ConfigError, RecordError, RunChanged, RunFinished
 from areal_q.tasks import Tokenizer, build_reward, build_tokenizer
 from buffer.redis_store import WorkerBuffer
 from buffer.weight_sync import WeightSource, WeightSubscriber
@@ -82,7 +82,8 @@ async def serve(
 ) -> None:
     """Joins run `run_name` and works until the run is finished, or until cancelled. `observe` is called with
     the status of every heartbeat. If the run is finished already, a learner has `finished_wait_s` seconds to
-    resume it. Raises BufferUnavailable if Redis does not answer for a minute.
+    resume it. Raises BufferUnavailable if Redis does not answer for a minute, and RecordError if no ticket
+    becomes a group any more.
 
     If another run takes that name, or the run is resumed with other settings, the worker sets itself up anew
     from what the learner has stored. It does not exit, since not every worker has a service manager that would
@@ -97,7 +98,7 @@ async def serve(
         except* RunFinished as ended:
             logger.info("%s: this worker ends", ended.exceptions[0])
             finished = True
-        except* BufferUnavailable as errors:
+        except* (BufferUnavailable, RecordError) as errors:
             finished, gone = True, first_error(errors)
     if gone is not None:
         raise gone

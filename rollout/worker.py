@@ -200,9 +200,12 @@ class Worker:
             self._refused = 0
         except* RecordError as errors:
             self._refused += 1
+            reason = first_error(errors)
             if self._refused >= MOST_REFUSED:
-                raise
-            await self._buffer.set_aside(work.claim, str(first_error(errors)))
+                raise RecordError(
+                    f"gives up: {self._refused} tickets in a row became no group, the last one: {reason}"
+                ) from None
+            await self._buffer.set_aside(work.claim, str(reason))
         self._in_flight.pop(task, None)
         self._place_free.set()
 

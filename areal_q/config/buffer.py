@@ -1,6 +1,7 @@
 """The settings of the replay buffer: which groups a step draws, how often, and what leaves unused."""
 
 from areal_q.config.struct_types import (
+    AtLeastOne,
     Count,
     Fraction,
     NonNegative,
@@ -61,8 +62,9 @@ class Removal(Settings, frozen=True, kw_only=True):
     """What leaves the buffer, the oldest first, though it may still be drawn. None: no such bound. It frees its
     place, is counted, and goes from Redis with the next checkpoint."""
 
-    max_age_s: Positive | None = None
-    """The oldest group, since it was committed, by Redis's clock."""
+    max_age_s: AtLeastOne | None = None
+    """The oldest group, since it was committed, by Redis's clock. It must be well above what the groups of a
+    step and the step itself take, since no step is made of groups that leave before."""
     max_groups: Count | None = None
     """Groups in the buffer."""
     max_bytes: Count | None = None

@@ -194,6 +194,11 @@ def check_fits(request: Request, model: DecoderConfig, max_positions: int = 0) -
         raise RecordError(f"a prompt token is outside the vocabulary of {model.vocab_size}")
 
 
+def not_finite(version: int) -> RecordError:
+    """Returns the error of a response that weights `version` drew with log-probs that are no numbers."""
+    return RecordError(f"version {version}: a log-prob is not finite: the policy has diverged")
+
+
 def _check_shape(request: Request, slots: int) -> None:
     """Raises RecordError for a request that no engine can serve, whatever its weights."""
     if request.num_samples < 1 or np.ndim(request.prompt_ids) != 1 or not len(request.prompt_ids):

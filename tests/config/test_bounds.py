@@ -118,6 +118,12 @@ def test_a_setting_that_does_nothing_is_refused(settings: list[str], named: str)
         load(None, settings)
 
 
+@pytest.mark.parametrize("age_s", ["0.001", "0", "-1", "nan"])
+def test_an_age_at_which_no_step_is_made_is_refused(age_s: str):
+    with pytest.raises(ConfigError, match=r"buffer\.removal\.max_age_s"):
+        load(None, [f"buffer.removal.max_age_s={age_s}"])
+
+
 def test_a_soft_length_penalty_inside_the_budget_is_taken():
     overlong = load(None, ["reward.overlong={max_tokens=16,cache_tokens=4}"]).reward.overlong
     assert overlong is not None and overlong.cache_tokens == 4

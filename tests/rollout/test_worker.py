@@ -25,7 +25,15 @@ from helpers.weight_sync import publish
 from msgspec.structs import asdict
 
 from areal_q.config import Run, ScriptedEngine, TorchEngine, dump_toml
-from areal_q.messages import Array, Group, Ticket, VersionSpan
+from areal_q.errors import RecordError
+from areal_q.messages import (
+    Array,
+    Group,
+    PartialGroup,
+    PartialResponse,
+    Ticket,
+    VersionSpan,
+)
 from areal_q.models import Decoder
 from areal_q.quant.state_dict import is_quantized
 from areal_q.tasks import (
@@ -40,12 +48,12 @@ from areal_q.tasks import (
 from buffer.redis_store import Claim, LearnerBuffer, WorkerBuffer
 from buffer.redis_store.connection import Patience, insist_async
 from buffer.redis_store.keys import WORKERS_GROUP, Keys
-from buffer.weight_sync import WeightServer, WeightSubscriber
+from buffer.weight_sync import WeightServer, WeightSource, WeightSubscriber
 from learner.backends.single_device import token_logprobs
 from learner.data.packing import pack_samples, samples_of
 from learner.data.staleness import VersionHistory
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
-from rollout.build import worker_capacity
+from rollout.build import EndpointAddress, serve, worker_capacity
 from rollout.engines import build_engine
 from rollout.engines.base import Completion, Engine
 from rollout.engines.process.streaming_engine import StreamingEngine
@@ -790,3 +798,75 @@ async def test_a_group_refused_at_its_commit_costs_itself_alone(
         (group,) = await side.take(1)
         assert group.ticket.number > 0
         await until(lambda: side.buffer.set_aside() == 1)
+
+
+async def test_a_worker_of_weights_that_diverged_says_so_in_a_line(
+    make_run: MakeRun,
+    learner: Callable[[Run], LearnerSide],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr("rollout.worker.MOST_REFUSED", 2)
+    side = learner(make_run("rollout.format=bf16", *ONE))
+    with torch.no_grad():
+        for p in side.model.parameters():
+            p.fill_(1e30)
+    side.publish(0)
+    side.admission.admit(0)
+    work = serve(
+        side.url, side.run.name, "w", WeightSource(), lambda status: None, EndpointAddress(), 0.0
+    )
+    with pytest.raises(RecordError, match=r"gives up: 2 tickets .*: the policy has diverged"):
+        await work
+
+
+async def test_a_spoilt_beginning_of_a_response_ends_no_worker(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide]
+):
+    """Whoever may write partials once ended every worker in turn, as each handed the ticket on with them."""
+    side = learner(
+        make_run("rollout.engine.type=torch", "learner.groups=8", "learner.max_lag=0", LONG)
+    )
+    budget, vocabulary = side.run.rollout.sampling.max_tokens, side.tokenizer.vocab_size
+
+    def begun(ids: list[int], **changes: Any) -> PartialResponse:
+        tokens = len(ids)
+        sound = PartialResponse(
+            response_ids=Array.of(ids, "int32"),
+            behavior_logprobs=Array.of([-1.0] * tokens, "float32"),
+            loss_mask=Array.of([1] * tokens, "uint8"),
+            spans=[VersionSpan(0, tokens, "a")],
+            finish_reason="length",
+            turns=0,
+            pending=tokens,
+            ended=False,
+        )
+        return msgspec.structs.replace(sound, **changes)
+
+    masked = Array.of([0] * (budget + 2), "uint8")
+    kinds = [
+        begun([2] * budget),
+        begun([2] * (budget + 4)),
+        begun([2] * 300, ended=True),
+        begun([2, vocabulary]),
+        begun([2, vocabulary], ended=True),
+        begun([2] * (budget + 2), loss_mask=masked),
+        begun([2], routes=Array.of([[[1, 2]]], "uint8")),
+        begun([2], turns=1),
+    ]
+    side.admission.admit(0)
+    foreign = WorkerBuffer(side.url, side.run.name, "foreign")
+    claims = await foreign.claim(len(kinds), block_s=0.0)
+    partials = [
+        PartialGroup(ticket=c.ticket.number, responses=[kind] * c.ticket.group_size)
+        for c, kind in zip(claims, kinds, strict=True)
+    ]
+    pairs = zip(claims, partials, strict=True)
+    await foreign.release([msgspec.structs.replace(c, partial=p) for c, p in pairs])
+    await foreign.close()
+    async with working(side):
+        side.publish(0)
+        groups = await side.take(len(kinds))
+    assert {g.ticket.number for g in groups} == {c.ticket.number for c in claims}
+    ids = [t.response_ids.numpy() for g in groups for t in g.trajectories]
+    assert max(found.max() for found in ids) < vocabulary
+    assert max(map(len, ids)) <= budget + 2

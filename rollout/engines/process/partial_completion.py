@@ -5,9 +5,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from msgspec.structs import replace
 
-from areal_q.errors import RecordError
 from areal_q.messages import FinishReason, VersionSpan, merge_spans
-from rollout.engines.base import Completion, Request, finish_reason
+from rollout.engines.base import Completion, Request, finish_reason, not_finite
 from rollout.engines.process.generation_backend import CompletionDelta
 from rollout.engines.stop_conditions import stopper
 
@@ -80,7 +79,7 @@ class PartialCompletion:
         if self.request.sampling.temperature == 0:
             logprobs[:] = 0  # a greedy draw has a single token of probability 1
         if not np.isfinite(logprobs).all():
-            raise RecordError(f"version {self.spans[-1].version}: a log-prob is not finite")
+            raise not_finite(self.spans[-1].version)
         return Completion(
             response_ids=np.array(self.ids, np.int32),
             logprobs=logprobs,

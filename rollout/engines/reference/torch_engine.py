@@ -21,7 +21,7 @@ from areal_q.config import TorchEngine
 from areal_q.errors import RecordError, WeightVersionError
 from areal_q.quant import FORMATS
 from areal_q.weights.version import WeightVersion
-from rollout.engines.base import Capabilities, Completion, Request, check_fits
+from rollout.engines.base import Capabilities, Completion, Request, check_fits, not_finite
 from rollout.engines.reference.async_engine import AsyncEngine, Job, StepVersions
 from rollout.engines.reference.batch_state import BatchState
 from rollout.engines.reference.build_ops import build_ops
@@ -297,7 +297,7 @@ class TorchStepper:
             else:
                 # A NaN left in the cache would reach the slot's next row, since a weight of 0 times NaN is NaN.
                 self.cache.clear(torch.tensor([slot]))
-                job.fail(RecordError(f"version {self.version}: a log-prob is not finite"))
+                job.fail(not_finite(self.version))
         self._free(slots)
 
     def _free(self, slots: list[int]) -> None:
