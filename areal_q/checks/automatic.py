@@ -89,7 +89,7 @@ def _config_of(run: Run) -> dict[str, Any]:
         return {}
     try:
         table = json.loads((Path(run.model.path) / "config.json").read_text("utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return table if isinstance(table, dict) else {}
 

@@ -98,7 +98,7 @@ def _weights_of(run: Run) -> tuple[int, int]:
     files = list(Path(model.path).glob("*.safetensors"))
     try:
         return sum(map(_elements, files)), sum(file.stat().st_size for file in files)
-    except (OSError, ValueError, KeyError, struct.error):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error):
         return 0, 0
 
 

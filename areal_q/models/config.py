@@ -1,14 +1,17 @@
 """The shape of a decoder, read from and written to Hugging Face's `config.json`."""
 
 import math
-from typing import Any
+from typing import Annotated, Any
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from areal_q.errors import CheckpointError
 
 LLAMA3_CONTEXT = "original_max_position_embeddings"
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama")
+MOST_LAYERS, MOST_EXPERTS = 1000, 100_000
+"""Of a whole model: even an empty one of more takes long to build."""
+Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 SILU = ("silu", "swish")
 """The two names by which config.json calls the same activation"""
 
@@ -19,13 +22,13 @@ class Experts(Struct, frozen=True, kw_only=True):
     Example: with 4 layers, step 2 and dense_layers (3,), layer 1 alone is sparse.
     """
 
-    count: int
-    per_token: int
-    mlp: int
+    count: Size
+    per_token: Size
+    mlp: Size
     """Width of one expert."""
     normalised: bool = True
     """True if the gates of a token's experts are divided by their sum."""
-    step: int = 1
+    step: Size = 1
     """Distance of two sparse layers; the first of them is layer `step` - 1"""
     dense_layers: tuple[int, ...] = ()
     """Layers that are dense in spite of `step`"""
@@ -42,22 +45,22 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
     """
 
     family: str
-    vocab_size: int
-    width: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    mlp: int
-    max_positions: int
+    vocab_size: Size
+    width: Size
+    layers: Annotated[int, Meta(ge=1, le=MOST_LAYERS)]
+    heads: Size
+    kv_heads: Size
+    head_dim: Size
+    mlp: Size
+    max_positions: Size
     rope_theta: float = 10_000.0
     rope_scaling: dict[str, Any] | None = None
     """Llama 3's frequency scaling, as in its config.json; None for plain RoPE."""
-    norm_eps: float = 1e-6
+    norm_eps: Annotated[float, Meta(ge=0, le=1)] = 1e-6
     tied: bool = True
     """True if the output head shares the embedding's weights"""
     bos_id: int | None = None
-    eos_ids: tuple[int, ...] = ()
+    eos_ids: tuple[Annotated[int, Meta(ge=0, lt=2**31)], ...] = ()
     pad_id: int | None = None
     qkv_bias: bool = False
     experts: Experts | None = None
@@ -71,6 +74,20 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
         """Indices of the layers that have experts."""
         return tuple(i for i in range(self.layers) if self.experts and self.experts.has(i))
 
+    def validate(self) -> "DecoderConfig":
+        """Returns this config if a model can have it. Raises CheckpointError."""
+        if self.heads % self.kv_heads:
+            raise CheckpointError(
+                f"{self.heads} heads do not share {self.kv_heads} of keys and values"
+            )
+        if self.head_dim % 2:
+            raise CheckpointError(f"RoPE turns pairs of numbers, and a head has {self.head_dim}")
+        if self.experts and self.layers * self.experts.count > MOST_EXPERTS:
+            raise CheckpointError(
+                f"{self.experts.count} experts in each of {self.layers} layers are over {MOST_EXPERTS} in all"
+            )
+        return self
+
     @classmethod
     def from_hf(cls, hf: dict[str, Any]) -> "DecoderConfig":
         """Returns the shape that a `config.json` describes. Raises CheckpointError for an architecture or a
@@ -83,15 +100,16 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
             raise CheckpointError(f"{family} with {unknown[0]} is not implemented")
         rope_theta, rope_scaling = _rope(hf)
         eos = hf.get("eos_token_id")
-        heads = hf["num_attention_heads"]
+        heads, head_dim = hf["num_attention_heads"], hf.get("head_dim")
+        kv_heads = hf.get("num_key_value_heads")
         return cls(
             family=family,
             vocab_size=hf["vocab_size"],
             width=hf["hidden_size"],
             layers=hf["num_hidden_layers"],
             heads=heads,
-            kv_heads=hf.get("num_key_value_heads") or heads,
-            head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
+            kv_heads=heads if kv_heads is None else kv_heads,
+            head_dim=hf["hidden_size"] // heads if head_dim is None else head_dim,
             mlp=hf["intermediate_size"],
             max_positions=hf["max_position_embeddings"],
             rope_theta=rope_theta,
@@ -211,7 +229,7 @@ def _rope(hf: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
     if kind != "llama3":
         raise CheckpointError(f"rope type {kind!r} is not implemented")
     for name in ("factor", "low_freq_factor", "high_freq_factor", LLAMA3_CONTEXT):
-        if not isinstance(rope.get(name), int | float) or not rope[name] > 0:
+        if not isinstance(rope.get(name), int | float) or not 0 < rope[name] < math.inf:
             raise CheckpointError(f"rope type 'llama3' with {name} = {rope.get(name)!r}")
     if not rope["low_freq_factor"] < rope["high_freq_factor"]:
         raise CheckpointError("rope type 'llama3' with low_freq_factor not below high_freq_factor")

@@ -116,6 +116,6 @@ def _class_of(directory: Path) -> str:
         name = tokenizer["tokenizer_class"]
         if name in _TAKEN[model["model_type"]] and "auto_map" not in tokenizer:
             return name if (directory / "tokenizer.json").is_file() else "AutoTokenizer"
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         pass  # AutoTokenizer says what is wrong with a file.
     return "AutoTokenizer"

@@ -72,7 +72,7 @@ def _named_in(file: Path) -> list[int]:
     try:
         table: Any = json.loads(file.read_bytes())
         named = table.get("eos_token_id")
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file}: not a JSON object: {error}") from error
     ids = [] if named is None else named if isinstance(named, list) else [named]
     if not all(type(id) is int and 0 <= id < 2**31 for id in ids):

@@ -77,7 +77,7 @@ class CharTokenizer:
         """Returns True if `directory` holds this very tokenizer."""
         try:
             return json.loads((Path(directory) / "tokenizer.json").read_bytes()) == self._pipeline()
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return False
 
     def _pipeline(self) -> dict[str, Any]:

@@ -442,6 +442,17 @@ def test_a_truncated_file_is_named(saved: Path, keep: int) -> None:
         ({"rope_scaling": LLAMA3 | {"high_freq_factor": "4"}}, "high_freq_factor = '4'"),
         ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "not below high_freq_factor"),
         ({"rope_theta": -1}, "rope_theta = -1"),
+        ({"rope_scaling": LLAMA3 | {"factor": math.inf}}, "factor = inf"),
+        ({"hidden_size": -64}, "Expected `int` >= 1 - at `\\$.width`"),
+        ({"vocab_size": 2**40}, "at `\\$.vocab_size`"),
+        ({"num_hidden_layers": 10**6}, "at `\\$.layers`"),
+        ({"head_dim": 0}, "at `\\$.head_dim`"),
+        ({"head_dim": 7}, "a head has 7"),
+        ({"num_key_value_heads": 0}, "at `\\$.kv_heads`"),
+        ({"num_key_value_heads": 3}, "4 heads do not share 3"),
+        ({"max_position_embeddings": -1}, "at `\\$.max_positions`"),
+        ({"rms_norm_eps": math.nan}, "at `\\$.norm_eps`"),
+        ({"eos_token_id": -5}, "at `\\$.eos_ids"),
     ],
 )
 def test_a_config_that_cannot_be_run_is_named(
@@ -451,7 +462,12 @@ def test_a_config_that_cannot_be_run_is_named(
     assert_refused(saved, rf"config\.json: .*{complaint}")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", "\0"])
+def test_layers_without_tensors_are_told_before_they_are_laid_out(saved: Path) -> None:
+    edit_config(saved, num_hidden_layers=999)
+    assert_refused(saved, r"config\.json says 999 layers, and there are \d+ tensors")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "\0", "[" * 100_000])
 def test_a_config_that_is_no_json_object_is_named(saved: Path, text: str) -> None:
     (saved / "config.json").write_text(text)
     assert_refused(saved, r"config\.json: not (JSON|a JSON object)")

@@ -37,7 +37,7 @@ def load_config(path: str | Path) -> DecoderConfig:
     table = _read_object(file)
     try:
         config = DecoderConfig.from_hf(table)
-        return msgspec.convert(msgspec.to_builtins(config), DecoderConfig)
+        return msgspec.convert(msgspec.to_builtins(config), DecoderConfig).validate()
     except KeyError as error:
         raise CheckpointError(f"{file}: {error.args[0]!r} is missing") from error
     except (ValueError, msgspec.ValidationError, TypeError, ArithmeticError) as error:
@@ -62,24 +62,25 @@ def check_tensors(path: str | Path, config: DecoderConfig) -> None:
     """Compares the headers of the files of weights in directory `path` with a model of `config`; no tensor is
     read. Raises CheckpointError, which names the file, if one cannot be read or a tensor is missing, unexpected
     or of a wrong shape."""
-    wanted = {name: [*p.shape] for name, p in meta_decoder(config).state_dict().items()}
-    missing = {*wanted}
+    found: dict[str, tuple[Path, list[int]]] = {}
     for file in _weight_files(Path(path)):
         with _opened(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118
-                if _is_derived(name, config):
-                    continue
-                if name not in wanted:
-                    raise CheckpointError(f"{file}: unexpected tensor {name}")
-                shape = tensors.get_slice(name).get_shape()
-                if shape != wanted[name]:
-                    raise CheckpointError(
-                        f"{file}: {name} is {shape}, config.json says {wanted[name]}"
-                    )
-                missing.discard(name)
+                if not _is_derived(name, config):
+                    found[name] = file, tensors.get_slice(name).get_shape()
+    if len(found) < config.layers:  # a model of so many layers would take long to lay out
+        raise CheckpointError(
+            f"{path}: config.json says {config.layers} layers, and there are {len(found)} tensors"
+        )
+    wanted = {name: [*p.shape] for name, p in meta_decoder(config).state_dict().items()}
+    for name, (file, shape) in found.items():
+        if name not in wanted:
+            raise CheckpointError(f"{file}: unexpected tensor {name}")
+        if shape != wanted[name]:
+            raise CheckpointError(f"{file}: {name} is {shape}, config.json says {wanted[name]}")
+    missing = [name for name in wanted if name not in found]
     if missing:
-        first = next(name for name in wanted if name in missing)
-        raise CheckpointError(f"{path}: tensor {first} is missing ({len(missing)} in all)")
+        raise CheckpointError(f"{path}: tensor {missing[0]} is missing ({len(missing)} in all)")
 
 
 def load_decoder(path: str | Path) -> Decoder:
@@ -203,7 +204,7 @@ def _read_object(file: Path) -> dict[str, Any]:
         value = json.loads(file.read_text())
     except OSError as error:
         raise CheckpointError(f"{file}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: not JSON: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{file}: not a JSON object")
