@@ -83,6 +83,7 @@ chaos: $(VENV)/.installed
 fuzz: $(VENV)/.installed-dev
 	$(BIN)/python -m bench.fuzz
 	$(PYTEST) tests/rollout/test_openai_server_fuzz.py tests/rollout/test_episode_fuzz.py
+	$(PYTEST) -m slow tests/chaos/test_live_fuzz.py
 
 # One operator or constant of the source is changed and the nearest tests run, 60 times: docs/mutants.md.
 mutants: $(VENV)/.installed-dev

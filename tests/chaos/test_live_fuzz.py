@@ -1,0 +1,206 @@
+"""A run at work, a learner and a worker, while a foreign hand puts mutated records at all of their borders.
+
+`make fuzz` has the decoders alone; here what they take goes on into pool, step, logs, engine and metrics."""
+
+import asyncio
+import random
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from helpers.fixture_types import MakeRun
+
+from areal_q.config import Run
+from areal_q.errors import RecordError
+from areal_q.messages import (
+    Array,
+    PartialGroup,
+    PartialResponse,
+    VersionSpan,
+    WorkerStatus,
+    decode_status,
+    decode_ticket,
+    encode,
+)
+from areal_q.observability.metrics_log import read_metrics
+from areal_q.system.run_dir import METRICS_FILE, claimed
+from bench.fuzz import Target, mutated
+from buffer.logs.trajectory_log import read_log
+from buffer.redis_store import lua_scripts
+from buffer.redis_store.keys import RECORD, RELEASED, RELEASED_IDLE_MS, WORKERS_GROUP, Keys
+from buffer.weight_sync import WeightSource
+from learner.build import build_learner
+from learner.loop import Learner
+from rollout.build import EndpointAddress, serve
+from rollout.commands.cluster import gather
+
+STEPS = 6
+SETTINGS = (
+    "learner.groups=2",
+    "learner.minibatches=1",
+    "learner.max_lag=3",
+    "checkpoint.every=2",
+    "eval.every=2",
+    "eval.problems=4",
+    "rollout.engine.slots=8",
+    "warmstart.steps=0",
+)
+
+
+class ForeignHand:
+    """Has the rights of a worker, and none of its manners."""
+
+    def __init__(self, url: str, run: Run, seed: int) -> None:
+        self._client, self._keys = redis.Redis.from_url(url), Keys(run.name)
+        self._run, self._rng = run, random.Random(seed)
+        self.done: dict[str, int] = {}
+        """Number of records by kind"""
+
+    def __enter__(self) -> "ForeignHand":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._client.close()
+
+    def act(self) -> None:
+        for kind in (self._names, self._heartbeat, self._group, self._partial):
+            self.done[kind.__name__] = self.done.get(kind.__name__, 0) + kind()
+
+    def _mutated(self, record: bytes) -> bytes:
+        return mutated(Target("", decode_ticket, [record], (), "msgpack"), self._rng)
+
+    def _names(self) -> int:
+        names = [self._rng.randbytes(self._rng.randrange(9)) for _ in range(3)]
+        self._client.sadd(self._keys.workers, *names)
+        self._client.set(self._keys.worker(names[0]), self._rng.randbytes(20), ex=5)
+        self._client.xgroup_createconsumer(self._keys.tickets, WORKERS_GROUP, names[1])
+        return len(names)
+
+    def _heartbeat(self) -> int:
+        names: Any = self._client.smembers(self._keys.workers)
+        beats: Any = self._client.mget([*map(self._keys.worker, names)])
+        for beat in beats:
+            try:
+                status: WorkerStatus = decode_status(beat or b"")
+            except RecordError:
+                continue
+            self._client.sadd(self._keys.workers, "forged")
+            self._client.set(self._keys.worker("forged"), self._mutated(encode(status)), ex=5)
+            return 1
+        return 0
+
+    def _group(self) -> int:
+        """Mutates groups that were committed, so that the first that is sound counts."""
+        count = 0
+        for stream in (self._keys.groups, self._keys.eval_groups):
+            found: Any = self._client.xrevrange(stream, count=2)
+            for _, fields in found:
+                self._client.xadd(stream, {RECORD: self._mutated(fields.get(RECORD, b"\xc0"))})
+                count += 1
+        return count
+
+    def _partial(self) -> int:
+        """Takes a ticket away from whoever has it, and gives it back with spoilt beginnings."""
+        reply: Any = self._client.xautoclaim(
+            self._keys.tickets, WORKERS_GROUP, b"\xff-1", 0, "0-0", count=1
+        )
+        taken = [(entry, fields) for entry, fields in reply[1] if fields]
+        for entry, fields in taken:
+            ticket = decode_ticket(fields[RECORD])
+            tokens = self._rng.choice((0, 1, 3, self._run.rollout.sampling.max_tokens, 20))
+            begun = PartialResponse(
+                response_ids=Array.of(
+                    [self._rng.choice((2, 3, 10**6)) for _ in range(tokens)], "int32"
+                ),
+                behavior_logprobs=Array.of([-1.0] * tokens, "float32"),
+                loss_mask=Array.of([self._rng.choice((0, 1)) for _ in range(tokens)], "uint8"),
+                spans=[VersionSpan(ticket.step, tokens, "a")] if tokens else [],
+                finish_reason="length",
+                turns=0,
+                pending=tokens,
+                ended=self._rng.random() < 0.3,
+            )
+            record = encode(
+                PartialGroup(ticket=ticket.number, responses=[begun] * ticket.group_size)
+            )
+            if self._rng.random() < 0.5:
+                record = self._mutated(record)
+            self._client.register_script(lua_scripts.RELEASE)(
+                keys=[self._keys.tickets, self._keys.partials],
+                args=[WORKERS_GROUP, b"\xff-1", RELEASED, RELEASED_IDLE_MS, entry, record],
+            )
+        return len(taken)
+
+
+@pytest.fixture
+def learner_of(redis_url: str, short_dir: Path) -> Iterator[Callable[..., Learner]]:
+    """learner_of(run, directory, resume) is a learner, which is closed at the end."""
+    made: list[Learner] = []
+
+    def make(run: Run, directory: Path, resume: bool) -> Learner:
+        ends = (f"ipc://{short_dir}/{name}-{len(made)}" for name in ("announce", "fetch"))
+        made.append(build_learner(run, directory, redis_url, *ends, resume, threading.Event()))
+        return made[-1]
+
+    yield make
+    for learner in made:
+        learner.close()
+
+
+async def train(learner: Learner, url: str, hand: ForeignHand) -> int:
+    """Trains to the end, with a worker, while the foreign hand acts. Returns the step reached."""
+    name = learner.run.name
+    work = asyncio.create_task(
+        serve(url, name, "w", WeightSource(), lambda status: None, EndpointAddress(), 60.0)
+    )
+    with ThreadPoolExecutor(1) as pool:
+        stop = threading.Event()
+        training = pool.submit(learner.train, stop)
+        try:
+            while not training.done():
+                assert not work.done(), work.exception()
+                await asyncio.to_thread(hand.act)
+                await asyncio.sleep(0.05)
+        finally:
+            stop.set()
+    work.cancel()
+    await asyncio.gather(work, return_exceptions=True)
+    return training.result()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seed", [0, 1])
+async def test_no_record_of_a_foreign_hand_ends_learner_or_worker(
+    make_run: MakeRun,
+    learner_of: Callable[..., Learner],
+    redis_url: str,
+    tmp_path: Path,
+    seed: int,
+):
+    run = make_run(*SETTINGS, f'root="{tmp_path}"', f"steps={STEPS}")
+    with claimed(run, resume=False) as (directory, _), ForeignHand(redis_url, run, seed) as hand:
+        learner = learner_of(run, directory, False)
+        assert await train(learner, redis_url, hand) == STEPS
+        with redis.Redis.from_url(redis_url) as client:
+            hand.act()
+            status = gather(client, run.name, WeightSource(), silent_s=600.0)
+            assert status.version == STEPS
+        learner.close()
+        run = make_run(*SETTINGS, f'root="{tmp_path}"', f"steps={2 * STEPS}")
+        assert await train(learner_of(run, directory, True), redis_url, hand) == 2 * STEPS
+    assert all(hand.done.values()), hand.done
+    steps = [r for r in read_metrics(directory / METRICS_FILE) if r["kind"] == "step"]
+    assert [r["step"] for r in steps] == [*range(1, 2 * STEPS + 1)]
+    assert max(map(len, (directory / METRICS_FILE).read_bytes().splitlines())) < 100_000
+    taken = [
+        group.ticket.number
+        for _, groups in read_log(directory / "trajectories")
+        for group in groups
+    ]
+    assert len(taken) == len({*taken}) == 2 * STEPS * run.learner.groups
+    assert steps[-1]["buffer/quarantined"] > 0
