@@ -8,7 +8,8 @@ service.
 | ends with 2 before it ran for WELL_S       | this process ends with 2: no restart corrects a setting       |
 | ends with 2 later, such as for a full disk | it is started again after each of MENDING_S, then as above    |
 | ends otherwise, killed or by a crash       | it is started again, after 1, 2, 4 … at most 60 s             |
-| runs, but is unhealthy for STUCK_S         | it is killed, then as above (areal_q/observability/health.py) |
+| runs, but is unhealthy for STUCK_S,        | it is killed, then as above (areal_q/observability/health.py) |
+| in which this process ran as well          |                                                               |
 
 Docker restarts a container whatever its exit code, and does not restart one that is unhealthy; hence this
 program. Exit codes are those of areal_q/system/stop_request.py.
@@ -42,7 +43,10 @@ WELL_S = 60.0
 STUCK_S = 120.0
 """Seconds of failed health checks after which the command is killed."""
 LOOK_EVERY_S = 10.0
-"""Seconds from one health check to the next."""
+"""Seconds from one health check to the next. Each counts for that long, however much later it came, since a
+machine that stood still stopped the command as well."""
+LATE_S = 20.0
+"""Seconds after which a health check came late: this process itself did not run meanwhile, or hardly."""
 MENDING_S = (10.0, 60.0, 300.0)
 """Seconds before each restart of a command that ended with 2 after it had run well: time for a person, or
 another service, to remove the cause."""
@@ -100,17 +104,19 @@ class Supervisor:
         return code if code >= 0 else 128 - code, time.monotonic() - began
 
     def _watch(self, child: subprocess.Popen[bytes]) -> int:
-        well = float("inf")
+        was_well, failed = False, 0
         while True:
+            began = time.monotonic()
             try:
                 return child.wait(LOOK_EVERY_S)
             except subprocess.TimeoutExpired:
                 found = complaint(self._port, time.time()) if self._port else None
-            now = time.monotonic()
             if found is None:
-                well = now
-            elif now - well > STUCK_S and not self._stop.is_set():
-                logger.error("%s for %s: killed", found, duration(now - well))
+                was_well, failed = True, 0
+            elif was_well and time.monotonic() - began <= LATE_S:
+                failed += 1
+            if failed * LOOK_EVERY_S > STUCK_S and not self._stop.is_set():
+                logger.error("%s for %s: killed", found, duration(failed * LOOK_EVERY_S))
                 # The parent first, which might end with 0, as if it had finished, when a child of its own ends.
                 for pid in [child.pid, *_descendants(child.pid)]:
                     with suppress(ProcessLookupError):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers.commands import is_alive
@@ -18,6 +19,7 @@ from areal_q.observability.supervisor import Supervisor
 def signals_and_waits(monkeypatch):
     """Restores the handlers that a supervisor sets; nothing waits long."""
     monkeypatch.setattr(supervisor, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(supervisor, "LATE_S", float("inf"))
     monkeypatch.setattr(supervisor, "LONGEST_WAIT_S", 0.0)
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield
@@ -106,6 +108,47 @@ def test_a_stuck_service_is_killed_and_started_again(tmp_path, monkeypatch, capl
     assert Supervisor(["sh", "-c", f"{script}; exit 0"], 1).run() == 0
     assert starts(tmp_path) == 2
     assert "it hangs for" in caplog.text and "killed by SIGKILL" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("late_s", "healthy_again", "killed_after"),
+    [
+        ([0.0] * 40, None, 14),  # the first look is the good one
+        ([0.0, 270.0] + [0.0] * 40, None, 15),  # frozen, and then hanging: from the thaw on
+        ([0.0, 270.0] + [0.0] * 40, 8, None),  # frozen, and up again after a while
+        ([0.0] + [90.0] * 40, None, None),  # a machine short of memory, where no look is in time
+    ],
+)
+def test_time_in_which_the_machine_stood_still_does_not_count(
+    monkeypatch, late_s, healthy_again, killed_after
+):
+    """A clock and a child of its own: each wait ends `late_s` too late, and the service is healthy at first and
+    from look number `healthy_again` on."""
+    now, looks, kills = [0.0], [0], []
+
+    class Child:
+        pid = 1 << 30
+
+        def wait(self, timeout: float) -> int:
+            if kills or looks[0] == len(late_s):
+                return 0
+            now[0] += timeout + late_s[looks[0]]
+            looks[0] += 1
+            raise subprocess.TimeoutExpired("child", timeout)
+
+    def complaint(port: int, now_s: float) -> str | None:
+        well = looks[0] == 1 or (healthy_again or 1000) <= looks[0]
+        return None if well else "no metrics"
+
+    monkeypatch.setattr(supervisor, "LOOK_EVERY_S", 10.0)
+    monkeypatch.setattr(supervisor, "LATE_S", 20.0)
+    monkeypatch.setattr(supervisor, "complaint", complaint)
+    monkeypatch.setattr(
+        supervisor, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time)
+    )
+    monkeypatch.setattr(supervisor.os, "kill", lambda pid, number: kills.append(looks[0]))
+    Supervisor([], 1)._watch(Child())  # pyright: ignore[reportArgumentType]
+    assert kills == ([killed_after] if killed_after else [])
 
 
 def test_a_stuck_service_takes_its_children_with_it(tmp_path, monkeypatch):
