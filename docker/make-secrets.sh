@@ -2,7 +2,7 @@
 # Run as root by the service `secrets` of compose.yaml. SECRETS names each secret and the services that get it:
 # "redis_password=redis,learner grafana_password=grafana". A secret is, in this order, the file that a variable
 # names (/named), a file of docker/secrets (/own), or 64 random digits, made once (/made) unless MADE_ELSEWHERE says
-# where it comes from. Its value is never shown.
+# where it comes from. Its value is never shown. LIMITS is the memory that the services may have, each as "16g".
 set -eu
 umask 077
 fail() { echo "secrets: $*" >&2; exit 1; }
@@ -49,3 +49,13 @@ case $SECRETS in
             "\`docker compose exec grafana cat /secrets/grafana_password\`"
         ;;
 esac
+limits=0
+for limit in ${LIMITS:-}; do
+    limits=$((limits + $(echo "$limit" | tr a-z A-Z | tr -d B | numfmt --from=iec)))
+done
+machine=$(($(sed -n 's/^MemTotal: *\([0-9]*\).*/\1/p' /proc/meminfo) * 1024))
+if [ "$limits" -gt "$machine" ]; then
+    echo "memory: with one worker the services may have $(numfmt --to=iec "$limits"), this machine has" \
+        "$(numfmt --to=iec "$machine"): it may run out before any of them is at its limit, and then the kernel ends" \
+        "one. LEARNER_MEMORY, ROLLOUT_MEMORY and REDIS_MEMORY are in docker/.env"
+fi

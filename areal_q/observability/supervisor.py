@@ -30,6 +30,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 from areal_q.observability import service_log
 from areal_q.observability.health import complaint
@@ -80,7 +81,7 @@ class Supervisor:
                     "exit code 2, see the line above: it has to be mended; not tried again"
                 )
                 return code
-            logger.warning("%s; started again in %g s", _how(code, self._out_of_memory()), wait_s)
+            logger.warning("%s; started again in %g s", self._how(code), wait_s)
             if self._stop.wait(wait_s):
                 return self._stop.exit_code
 
@@ -96,7 +97,7 @@ class Supervisor:
         """Runs the command once and returns (its exit code, or 128 plus the number of the signal that ended it;
         the seconds that it ran)."""
         began = time.monotonic()
-        self._oom_kills = _oom_kills()
+        self._memory_before = MemoryEvents.read()
         self._child = subprocess.Popen(self._command)
         if self._stop.is_set():  # between two starts
             self._child.send_signal(self._stop.number)
@@ -122,8 +123,13 @@ class Supervisor:
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
 
-    def _out_of_memory(self) -> bool:
-        return _oom_kills() > self._oom_kills
+    def _how(self, code: int) -> str:
+        """Returns a text that says how the command ended, such as "killed by SIGKILL"."""
+        if cause := MemoryEvents.read().cause_since(self._memory_before):
+            return f"killed for want of memory: {cause}"
+        return (
+            f"killed by {signal.Signals(code - 128).name}" if code > 128 else f"ended with {code}"
+        )
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self._stop.receive(number)
@@ -139,29 +145,48 @@ def _descendants(pid: int) -> list[int]:
     return [each for child in found for each in [*_descendants(child), child]]
 
 
-def _how(code: int, out_of_memory: bool) -> str:
-    """Returns a text that says how a command ended, such as "killed by SIGKILL"."""
-    if out_of_memory:
-        return f"killed for want of memory: {_limit()}"
-    return f"killed by {signal.Signals(code - 128).name}" if code > 128 else f"ended with {code}"
+class MemoryEvents(NamedTuple):
+    """What the kernel has counted of this container so far."""
+
+    kills: int
+    """Processes killed for want of memory, the container's or the machine's."""
+    at_limit: int
+    """Times that the container's own limit was reached and nothing could be freed; with version 1 of cgroups,
+    times that it was reached."""
+
+    @classmethod
+    def read(cls) -> "MemoryEvents":
+        events, control = CGROUP / "memory.events", CGROUP / "memory" / "memory.oom_control"
+        if events.exists():
+            counts = _counts(events)
+            return cls(counts.get("oom_kill", 0), counts.get("oom", 0))
+        if control.exists():
+            reached = int((control.parent / "memory.failcnt").read_text())
+            return cls(_counts(control).get("oom_kill", 0), reached)
+        return cls(0, 0)
+
+    def cause_since(self, before: "MemoryEvents") -> str:
+        """Returns for want of whose memory the kernel has killed a process since `before`; "" if it has not."""
+        if self.kills <= before.kills:
+            return ""
+        limit = _limit()
+        if limit and self.at_limit > before.at_limit:
+            return f"the container may have {size(limit)} (mem_limit; docker/.env)"
+        below = f"; the container was below its own limit of {size(limit)}" if limit else ""
+        return f"the machine had none left{below}"
 
 
-def _limit() -> str:
+def _counts(path: Path) -> dict[str, int]:
+    return {name: int(n) for name, n in map(str.split, path.read_text().splitlines())}
+
+
+def _limit() -> int | None:
+    """Returns how many bytes this container may have; None without a limit."""
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         path = CGROUP / name
         if path.exists() and (text := path.read_text().strip()).isdecimal():
-            return f"the container may have {size(int(text))} (mem_limit; docker/.env)"
-    return "the machine has none left"
-
-
-def _oom_kills() -> int:
-    """Returns how many processes of this container the kernel has killed for lack of memory so far."""
-    for name in ("memory.events", "memory/memory.oom_control"):
-        path = CGROUP / name
-        if path.exists():
-            counts = dict(line.split() for line in path.read_text().splitlines())
-            return int(counts.get("oom_kill", 0))
-    return 0
+            return int(text) if int(text) < 1 << 60 else None
+    return None
 
 
 def main(arguments: list[str]) -> int:

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,23 @@ def test_secrets_are_made_by_what_ends_at_once_and_reads_only(compose):
     binds = [volume for volume in service["volumes"] if isinstance(volume, dict)]
     assert {volume["target"].split("/")[1] for volume in binds} == {"own", "named"}
     assert all(volume["read_only"] for volume in binds)
+
+
+@pytest.mark.parametrize(
+    ("limits", "sum_"), [("2g 512m 1000t", "1001T"), ("1m 4kb 5", ""), ("", "")]
+)
+def test_limits_beyond_the_machine_are_said_at_the_start(compose, tmp_path, limits, sum_):
+    script = (DOCKER / "make-secrets.sh").read_text().replace("/secrets/", f"{tmp_path}/")
+    told = {"SECRETS": "", "LIMITS": limits, "PATH": os.environ["PATH"]}
+    said = subprocess.run(
+        ["sh", "-c", script], env=told, capture_output=True, text=True, check=True
+    )
+    assert (f"the services may have {sum_}, this machine has" in said.stdout) == bool(sum_)
+    assert (said.stdout == "") == (sum_ == "")
+    services = compose["services"]
+    limited = [name for name in services if name not in ("secrets", "relay", "tools")]
+    counted = services["secrets"]["environment"]["LIMITS"].split()
+    assert sorted(counted) == sorted(services[name]["mem_limit"] for name in limited)
 
 
 def test_no_service_has_more_rights_than_it_needs(compose):

@@ -171,23 +171,40 @@ def test_a_service_that_was_never_well_is_left_to_start(tmp_path, monkeypatch):
     assert Supervisor(["sleep", "0.5"], 1).run() == 0
 
 
+V2 = {"memory.events": "low 0\noom 2\noom_kill 3\n", "memory.max": "260000000\n"}
+V1 = {
+    "memory/memory.oom_control": "under_oom 0\noom_kill 3\n",
+    "memory/memory.failcnt": "2\n",
+    "memory/memory.limit_in_bytes": "260000000\n",
+}
+LIMIT = "the container may have 260 MB (mem_limit; docker/.env)"
+MACHINE = "the machine had none left"
+BELOW = f"{MACHINE}; the container was below its own limit of 260 MB"
+
+
 @pytest.mark.parametrize(
-    ("counts", "limit", "named"),
+    ("before", "after", "cause"),
     [
-        ("memory.events", "memory.max", "260 MB"),
-        ("memory/memory.oom_control", "memory/memory.limit_in_bytes", "260 MB"),
-        ("memory.events", "nothing", "the machine has none left"),
+        (V2, {"memory.events": "low 0\noom 3\noom_kill 4\n"}, LIMIT),
+        (V2, {"memory.events": "low 0\noom 2\noom_kill 4\n"}, BELOW),
+        (V2 | {"memory.max": "max\n"}, {"memory.events": "low 0\noom 2\noom_kill 4\n"}, MACHINE),
+        (V1, {"memory/memory.oom_control": "oom_kill 4\n", "memory/memory.failcnt": "9\n"}, LIMIT),
+        (V1, {"memory/memory.oom_control": "oom_kill 4\n"}, BELOW),
+        (
+            V1 | {"memory/memory.limit_in_bytes": f"{(1 << 63) - 4096}\n"},
+            {"memory/memory.oom_control": "oom_kill 4\n"},
+            MACHINE,
+        ),
     ],
 )
-def test_a_kill_for_want_of_memory_is_said(tmp_path, monkeypatch, caplog, counts, limit, named):
-    (tmp_path / "memory").mkdir()
-    (tmp_path / counts).write_text("low 0\noom_kill 3\n")
-    (tmp_path / limit).write_text("260000000\n")
-    monkeypatch.setattr(supervisor, "CGROUP", tmp_path)
+def test_a_kill_says_whose_memory_was_wanting(tmp_path, monkeypatch, caplog, before, after, cause):
+    """The kernel counts a kill in the container in both cases, and its limit only where that was reached."""
+    cgroup, later = tmp_path / "cgroup", tmp_path / "later"
+    for root, files in ((cgroup, before), (later, after)):
+        (root / "memory").mkdir(parents=True)
+        for name, text in files.items():
+            (root / name).write_text(text)
+    monkeypatch.setattr(supervisor, "CGROUP", cgroup)
     command = f"[ -e {tmp_path}/two ] && exit 0; touch {tmp_path}/two"
-    kernel = f"echo oom_kill 4 > {tmp_path / counts}; kill -9 $$"
-    assert Supervisor(["sh", "-c", f"{command}; {kernel}"]).run() == 0
-    assert (
-        f"killed for want of memory: {'the container may have ' * ('MB' in named)}{named}"
-        in caplog.text
-    )
+    assert Supervisor(["sh", "-c", f"{command}; cp -r {later}/. {cgroup}; kill -9 $$"]).run() == 0
+    assert f"killed for want of memory: {cause}; started again" in caplog.text
