@@ -78,7 +78,9 @@ class Supervisor:
             wait_s = self._wait_before_again(code, lasted_s)
             if wait_s is None:
                 logger.error(
-                    "exit code 2, see the line above: it has to be mended; not tried again"
+                    "exit code 2, see the line above: it has to be mended. Docker starts this service three "
+                    "times more within seconds; after that it has ended for good, and the others wait for "
+                    "it: Ctrl-C, mend, up"
                 )
                 return code
             logger.warning("%s; started again in %g s", self._how(code), wait_s)
