@@ -51,6 +51,7 @@ from learner.data.staleness import VersionHistory, forks_at
 from learner.data.validation import check_data, fits
 from learner.loop import Learner
 from learner.measure.fidelity import FidelityMeter
+from learner.measure.reward_check import RewardCheck
 from learner.measure.token_recorder import TokenRecorder
 from learner.policy_update import PolicyUpdater, SingleProcessUpdater
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
@@ -348,6 +349,7 @@ def _build(
             smoothing=policy.smoothing,
             shared=True,
         ),
+        reward_check=RewardCheck(run, tokenizer),
         fidelity=FidelityMeter(run.learner, run.rollout.format),
         weight_server=weight_server,
         log=TrajectoryLog(directory / "trajectories", start) if run.buffer.log else None,

@@ -47,6 +47,7 @@ from learner.data.heldout_eval import HeldOutEvaluation
 from learner.data.replay_check import ReplayCheck
 from learner.data.staleness import VersionHistory
 from learner.measure.fidelity import FidelityMeter
+from learner.measure.reward_check import RewardCheck
 from learner.measure.token_recorder import TokenRecorder
 from learner.measure.worker_rates import WorkerRates
 from learner.policy_update import PolicyUpdater
@@ -79,6 +80,7 @@ class Learner:
     (learner/data/staleness.py)."""
     builder: VersionBuilder
     fidelity: FidelityMeter
+    reward_check: RewardCheck
     weight_server: WeightServer
     log: TrajectoryLog | None
     steps: StepLog | None
@@ -170,6 +172,7 @@ class Learner:
             self.step = step = step + 1
             self.progress.step()
             values |= self.fidelity.measure(batch.groups)
+            values |= self.reward_check.metrics(batch.groups)
             self.report(step, values, batch.groups, began, waited)
             if step % self.run.eval.every == 0 and step < self.run.steps:
                 self.evaluate(step)

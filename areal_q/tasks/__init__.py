@@ -3,11 +3,13 @@
 from areal_q.tasks.base import Grader, Problem, Score, Stop, Task, Tokenizer
 from areal_q.tasks.grading.graders import GRADERS
 from areal_q.tasks.grading.rewards import (
+    Opinion,
     Reward,
     answer_of,
     build_reward,
     build_score,
     check_reward,
+    second_opinion,
     unscored,
 )
 from areal_q.tasks.hf_tokenizer import HFTokenizer
@@ -29,6 +31,7 @@ __all__ = [
     "CharTokenizer",
     "Grader",
     "HFTokenizer",
+    "Opinion",
     "Problem",
     "Reward",
     "Score",
@@ -46,6 +49,7 @@ __all__ = [
     "load_tokenizer",
     "permute",
     "problem_at",
+    "second_opinion",
     "stops_text",
     "task_types",
     "unscored",

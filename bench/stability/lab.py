@@ -42,6 +42,7 @@ from learner.build import begin_smoothing, build_model
 from learner.data.admission import Admission, AdmissionSettings
 from learner.data.sft_warmup import warm_start
 from learner.data.staleness import VersionHistory
+from learner.measure.reward_check import RewardCheck
 from learner.policy_update import SingleProcessUpdater
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
 from learner.train_step import train_step
@@ -163,7 +164,7 @@ async def train(run: Run, flaky: Reward | None = None) -> AsyncIterator[Values]:
         begin_smoothing(policy, scales, run, task, tokenizer)
     tickets = Tickets(run.name)
     admission = Admission(AdmissionSettings.of(run), task, tokenizer, tickets, 0, set())
-    history = VersionHistory(run.learner.versions_kept)
+    history, check = VersionHistory(run.learner.versions_kept), RewardCheck(run, tokenizer)
     # The numbers with which the policy itself computes
     own = "bf16" if run.learner.precision == "full" else run.rollout.format
     builders = (
@@ -205,6 +206,7 @@ async def train(run: Run, flaky: Reward | None = None) -> AsyncIterator[Values]:
                     else:
                         admission.done(group)
             values = train_step(SingleProcessUpdater(policy), groups, history, step)
+            values |= check.metrics(groups)
             for group in groups:
                 admission.done(group)
             await publish(step + 1)

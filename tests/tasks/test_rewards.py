@@ -18,12 +18,21 @@ from areal_q.checks.settings import preflight
 from areal_q.config import Overlong, Run, load
 from areal_q.errors import ConfigError, TaskError
 from areal_q.messages.trajectories import FailureCause
-from areal_q.tasks import Problem, Reward, Score, build_reward, build_task, check_reward
+from areal_q.tasks import (
+    Problem,
+    Reward,
+    Score,
+    build_reward,
+    build_task,
+    check_reward,
+    second_opinion,
+)
 from areal_q.tasks.datasets.python_file import as_score, load_score
 from areal_q.tasks.grading.rewards import STYLES, overlong_penalty
 
 PROBLEM = Problem("2+2=", "4")
 PATIENCE_S = 5.0
+PRETRAINED = ["model.type=pretrained", "model.path=model", "task.path=data.jsonl"]
 CAUSES: dict[str, FailureCause] = {
     "exit": "killed",
     "sysexit": "killed",
@@ -509,3 +518,26 @@ def test_a_task_without_its_reward_is_named_before_its_problems(tmp_path: Path):
     run = load(None, ["task.type=python", f'task.path="{file}"'])
     with pytest.raises(TaskError, match="no function 'reward'"):
         preflight(run)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ([], None),
+        (["reward.path=mine.py"], {"4": True, " 4": True, "5": False}),
+        (["reward.path=mine.py", "rollout.sampling.stop=['\\n']"], {"4\n": True, "5\n": False}),
+        (["task.type=python", "task.path=mine.py"], {"4": True, "4 \n": True, "four": None}),
+        (
+            ["task.type=math", *PRETRAINED, "reward.path=mine.py"],
+            {"4": True, "\\boxed{4}": None},
+        ),
+        (
+            ["task.type=gsm8k", *PRETRAINED, "reward.path=mine.py"],
+            {"it is 4": True, "it is 5": False},
+        ),
+    ],
+)
+def test_a_users_reward_has_a_second_opinion(settings: list[str], said: dict[str, bool] | None):
+    opinion = second_opinion(load(None, settings))
+    told = None if opinion is None else {text: opinion(PROBLEM, text) for text in said or {}}
+    assert told == said

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from areal_q.config import Overlong, Python, RewardConfig, Run, Sampling, TaskConfig
+from areal_q.config import External, Overlong, Python, RewardConfig, Run, Sampling, TaskConfig
 from areal_q.errors import TaskError
 from areal_q.messages.trajectories import FailureCause
 from areal_q.tasks.base import Grader, Problem, Score
@@ -34,6 +34,10 @@ STYLES: dict[str, Callable[[str], bool]] = {
     ),
 }
 """Formats that a response can be in; the key is `reward.style`"""
+
+
+Opinion = Callable[[Problem, str], bool | None]
+"""Says whether a response is right; None if it cannot tell"""
 
 
 class Reward(Protocol):
@@ -130,6 +134,19 @@ def build_score(cfg: TaskConfig) -> Callable[[Problem, str], Score]:
     """Returns the task's own score function, which runs in the caller's process, without timeout and
     weights."""
     return GRADERS[cfg.grader].score
+
+
+def second_opinion(run: Run) -> Opinion | None:
+    """Returns what else can say whether a response is right, where a user's file gives the rewards: the task's
+    own grader, or for a Python task and a slow grader True for the very answer and None for all else. None for
+    rewards that are the task's own, or an agent's."""
+    if isinstance(run.rollout.environment, External) or _reward_file(run) is None:
+        return None
+    grader = GRADERS.get(run.task.grader)
+    if grader is None or grader.slow:
+        return lambda problem, response: response.strip() == problem.answer.strip() or None
+    stops = _stop_strings(run.rollout.sampling) if grader.whole else ()
+    return lambda problem, response: grader.score(problem, _without_stop(response, stops)).correct
 
 
 def answer_of(cfg: TaskConfig, sampling: Sampling | None = None) -> Callable[[str], str | None]:

@@ -1,0 +1,34 @@
+"""A user's reward against a second opinion: does it call wrong answers right, or right ones wrong?"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from areal_q.config import Run
+from areal_q.messages import Group
+from areal_q.tasks import Problem, Tokenizer, second_opinion, without_end
+
+
+class RewardCheck:
+    """Counts, for a run whose rewards come from a user's file, where the task's own grader says otherwise."""
+
+    def __init__(self, run: Run, tokenizer: Tokenizer) -> None:
+        self._opinion, self._tokenizer = second_opinion(run), tokenizer
+
+    def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Returns how many responses are right and how many wrong by the second opinion, and of how many of
+        each the reward says the opposite; nothing without one. Of each group one response is looked at, so
+        that it costs little."""
+        if self._opinion is None:
+            return {}
+        counts = Counter(right=0, right_refused=0, wrong=0, wrong_accepted=0)
+        for group in groups:
+            for t in group.valid_trajectories[:1]:
+                said = without_end(t.response_ids.numpy().tolist(), self._tokenizer.stops)
+                text = self._tokenizer.prefill + self._tokenizer.decode(said)
+                right = self._opinion(Problem(group.ticket.prompt, group.ticket.answer), text)
+                correct = bool(t.reward_parts.get("correct"))
+                counts["right"] += right is True
+                counts["right_refused"] += right is True and not correct
+                counts["wrong"] += right is False
+                counts["wrong_accepted"] += right is False and correct
+        return {f"reward/{name}": float(count) for name, count in counts.items()}
