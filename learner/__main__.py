@@ -104,7 +104,7 @@ def _follow(run: Run) -> None:
     from learner.multi_process import exit_process, follow, join
     from learner.train_step import set_arithmetic
 
-    set_arithmetic(run.learner.threads)
+    set_arithmetic(run.learner.threads, run.learner.device)
     follow(run, join(run.learner))
     exit_process()
 

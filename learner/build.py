@@ -240,7 +240,7 @@ def build_learner(
 
     Raises what its components raise: ConfigError, CheckpointError, TaskError, or Stopped after `stop`.
     """
-    set_arithmetic(run.learner.threads)
+    set_arithmetic(run.learner.threads, run.learner.device)
     check_reward(run)
     _check_broadcast(run.broadcast, announce, fetch)
     tokenizer = build_tokenizer(run.model, run.task)

@@ -59,15 +59,21 @@ def train_step(
     }
 
 
-def set_arithmetic(threads: int) -> None:
-    """Sets how this process computes steps: with so many threads, and with numbers below float32's smallest
-    normal one taken as 0.
+def set_arithmetic(threads: int, device: str) -> None:
+    """Sets how this process computes steps: with so many threads, with numbers below float32's smallest normal
+    one taken as 0, and on a CPU the same bits each time.
 
-    Processors compute such numbers a hundred times slower, and a very confident policy has many. Call it before
-    the process computes anything in parallel: threads take the mode from the one that starts them.
+    Processors compute such numbers a hundred times slower, and a very confident policy has many. Without
+    torch's deterministic algorithms, several threads add the gradients of a prompt's last token, which predicts
+    the first one of each response, in the order in which they happen to come; a GPU lacks some of these
+    algorithms. Call it before the process computes anything in parallel: threads take the mode from the one
+    that starts them.
     """
     torch.set_flush_denormal(True)
     torch.set_num_threads(threads)
+    # torch.use_deterministic_algorithms would import torch's compiler, which takes seconds.
+    torch.set_deterministic_debug_mode("warn" if device == "cpu" else "default")
+    torch.utils.deterministic.fill_uninitialized_memory = False  # all that is read was written
 
 
 def machine_name(

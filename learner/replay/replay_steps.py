@@ -102,7 +102,7 @@ class Replay:
         }
         self.present = self._before_first[records[0].settings]
         """The settings of `policy`"""
-        set_arithmetic(self.present.learner.threads)
+        set_arithmetic(self.present.learner.threads, self.present.learner.device)
         self.policy = self._restored()
         self.machine = machine_name(self.run.learner.device)
         self.recorder: TokenRecorder | None = None
@@ -166,7 +166,7 @@ class Replay:
         before, self.present = self.present, run
         if not any(key.startswith(("learner.", *REPLAYABLE)) for key in differences(before, run)):
             return
-        set_arithmetic(run.learner.threads)
+        set_arithmetic(run.learner.threads, run.learner.device)
         old, self.policy = self.policy, with_settings(self.policy, run)
         if self.publishes:
             self.policy.calibrate, self.policy.kv_scales = old.calibrate, old.kv_scales

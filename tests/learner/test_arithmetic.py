@@ -1,4 +1,5 @@
-"""Numbers too small for float32's normal range are taken as 0, by every thread of a learner and a replay."""
+"""Numbers too small for float32's normal range are taken as 0, by every thread of a learner and a replay, and
+several threads give the same bits each time."""
 
 import shutil
 import subprocess
@@ -17,13 +18,27 @@ from learner.train_step import set_arithmetic
 TINY = """
 import threading, torch
 from learner.train_step import set_arithmetic
-set_arithmetic(2)
+set_arithmetic(2, "cpu")
 many = torch.full((1 << 20,), 1e-30)
 found = [int((many * 1e-10).count_nonzero())]
 other = threading.Thread(target=lambda: found.append(int((many * 1e-10).count_nonzero())))
 other.start()
 other.join()
 print(torch.get_num_threads(), *found)
+"""
+SHARED = """
+import torch
+from learner.train_step import set_arithmetic
+
+def gradient(threads):
+    set_arithmetic(threads, "cpu")
+    hidden = torch.zeros(8, 256, requires_grad=True)
+    grad = torch.randn(1024, 256, generator=torch.Generator().manual_seed(0))
+    hidden[torch.arange(1024) % 3].backward(grad)
+    return hidden.grad
+
+one = gradient(1)
+print(sum(not torch.equal(gradient(2), one) for _ in range(10)))
 """
 
 
@@ -34,14 +49,23 @@ def smallest() -> float:
 
 @pytest.mark.skipif(not torch.set_flush_denormal(False), reason="a processor without this mode")
 def test_every_thread_takes_tiny_products_as_zero():
+    assert printed(TINY) == ["2", "0", "0"]
+
+
+def test_two_threads_add_the_gradients_of_a_shared_token_in_order():
+    assert printed(SHARED) == ["0"]
+
+
+def printed(program: str) -> list[str]:
+    """Returns the words that `program` prints, in a process whose threads take no mode from here."""
     done = subprocess.run(
-        [sys.executable, "-P", "-c", TINY],
+        [sys.executable, "-P", "-c", program],
         env={"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=100,
+        check=True,
     )
-    assert done.stdout.split() == ["2", "0", "0"], done.stderr
+    return done.stdout.split()
 
 
 @pytest.mark.skipif(not torch.set_flush_denormal(False), reason="a processor without this mode")
@@ -54,7 +78,7 @@ def test_compiled_loops_take_tiny_products_as_zero():
     out = np.empty(1, np.float32)
     product(np.array([1e-30], np.float32), np.array([1e-10], np.float32), out)
     assert out[0] > 0
-    set_arithmetic(1)
+    set_arithmetic(1, "cpu")
     product(np.array([1e-30], np.float32), np.array([1e-10], np.float32), out)
     assert out[0] == 0
 
