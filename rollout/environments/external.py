@@ -15,7 +15,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from areal_q.config import External
 from areal_q.errors import RecordError
@@ -27,6 +27,9 @@ from rollout.environments.engine_client import EngineClient
 
 SILENCE_POLL_S = 1.0
 """Seconds between two checks for agents that have fallen silent"""
+Said = str | list[dict[str, str]] | None
+"""What an agent has sent of an episode, from its beginning to the turn that it asks for: a text, or messages;
+None for ids"""
 UNDRAWN = VersionSpan(-1, 0, "")
 """Version span of tokens that an agent gave before the model drew its first one. It is replaced by the version
 that draws that token."""
@@ -34,21 +37,25 @@ that draws that token."""
 
 @dataclass(eq=False)
 class Episode:
-    """One response that an agent plays. `ids` are what the learner trains on; `text` and `messages` are the
-    same content as the agent has sent and received it."""
+    """One response that an agent plays. `ids` are what the learner trains on; `text` or `messages` are the same
+    content as the agent has sent and received it. Once it has sent one kind, the other is None."""
 
     ticket: Ticket
     index: int
     done: "asyncio.Future[Response]"
     id: str = ""
     response: Response = field(default_factory=Response)
-    text: str = ""
-    messages: list[dict[str, str]] = field(default_factory=list)
+    text: str | None = field(init=False)
+    messages: list[dict[str, str]] | None = field(init=False)
     busy: bool = False
     attempt: int = 1
     """Number of agents that have begun the episode, the present one included. An agent that gave it back does
     not count."""
     seen_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.text = self.ticket.prompt
+        self.messages = [{"role": "user", "content": self.ticket.prompt}]
 
     @property
     def ids(self) -> list[int]:
@@ -115,7 +122,6 @@ class Episodes:
             if self._free:
                 episode = self._free.pop(0)
                 episode.id, episode.seen_s = secrets.token_urlsafe(16), time.monotonic()
-                episode.text = episode.ticket.prompt
                 self._played[episode.id] = episode
                 return episode
             self._changed.clear()
@@ -139,15 +145,20 @@ class Episodes:
     async def turn(
         self,
         episode: Episode,
+        said: Said,
         given: list[int],
         stop_ids: frozenset[int],
         max_tokens: int | None,
         stop: tuple[str, ...] = (),
         on_token: TokenCallback | None = None,
     ) -> Completion:
-        """Appends the tokens `given`, with loss mask 0, and draws the next turn after them. A turn that fails
-        or is cancelled leaves the episode as it was. Raises RecordError if no token budget is left, or another
-        turn is under way."""
+        """Appends the tokens `given`, with loss mask 0, and draws the next turn after them. With them `said` is
+        all that the agent has sent.
+
+        Tokens, and text or messages, change together once the turn has ended, whether or not the agent still
+        waits for it. A turn that fails or is cancelled leaves the episode as it was. Raises RecordError if no
+        token budget is left, or another turn is under way.
+        """
         if episode.busy:
             raise RecordError("a turn of this episode is under way")
         if episode.left <= 0:
@@ -158,8 +169,12 @@ class Episodes:
                 f"the episode would have more than learner.microbatch_tokens = {self._longest} tokens"
             )
         before = episode.response
-        response = Response(
-            [*before.ids], [*before.logprobs], [*before.mask], [*before.spans], turns=before.turns
+        response = replace(
+            before,
+            ids=[*before.ids],
+            logprobs=[*before.logprobs],
+            mask=[*before.mask],
+            spans=[*before.spans],
         )
         response.add_given(given, response.spans[-1] if response.spans else UNDRAWN)
         episode.busy = True
@@ -182,6 +197,15 @@ class Episodes:
             first = done.spans[0]
             tokens = len(given) + first.tokens
             response.spans = [VersionSpan(first.version, tokens, first.digest), *done.spans[1:]]
+        tokenizer = self._client.tokenizer
+        drawn = done.response_ids.tolist()
+        reply = tokenizer.decode([i for i in drawn if i not in tokenizer.special_ids])
+        if isinstance(said, list):
+            messages = [*said, {"role": "assistant", "content": reply}]
+            episode.text, episode.messages = None, messages
+        else:
+            text = tokenizer.decode([*episode.ids, *given]) if said is None else said
+            episode.text, episode.messages = text + reply, None
         episode.response = response
         return done
 

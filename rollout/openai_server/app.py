@@ -17,7 +17,7 @@ from areal_q.errors import ConfigError, EngineDied, RecordError, TaskError
 from areal_q.tasks import Tokenizer
 from rollout.engines.base import Completion, Engine, Request, TokenCallback
 from rollout.engines.stop_conditions import stop_strings
-from rollout.environments.external import Episode, Episodes
+from rollout.environments.external import Episode, Episodes, Said
 from rollout.openai_server.access import bound_to, denied
 from rollout.openai_server.episode_turns import (
     KNOBS,
@@ -32,7 +32,6 @@ from rollout.openai_server.schema import (
     ChatBody,
     CompletionBody,
     RewardBody,
-    Told,
     decoded,
 )
 from rollout.openai_server.streaming import stream
@@ -132,13 +131,7 @@ class Endpoint:
         else:
             prompt = body.prompt
         said = body.prompt if isinstance(body.prompt, str) else None
-
-        def record(told: Told) -> None:
-            if episode is not None:
-                base = self._tokenizer.decode(prompt) if said is None else said
-                episode.text = base + told.text
-
-        return await self._answer(request, body, prompt, given, episode, record)
+        return await self._answer(request, body, prompt, given, episode, said)
 
     async def _chat(self, request: Any) -> Any:
         body = await self._body(request, ChatBody)
@@ -151,12 +144,7 @@ class Endpoint:
             prompt = [*episode.ids, *given]
         else:
             prompt = self._tokenizer.encode_messages(messages, variables)
-
-        def record(told: Told) -> None:
-            if episode is not None:
-                episode.messages = [*messages, {"role": "assistant", "content": told.text}]
-
-        return await self._answer(request, body, prompt, given, episode, record)
+        return await self._answer(request, body, prompt, given, episode, messages)
 
     async def _body(self, request: Any, type: type[B]) -> B:
         """Returns the decoded body. A request need not name a model; raises HTTPNotFound if it names another
@@ -177,7 +165,7 @@ class Endpoint:
         prompt: list[int],
         given: list[int],
         episode: Episode | None,
-        record: Callable[[Told], None],
+        said: Said,
     ) -> Any:
         if not prompt:
             raise RecordError("the prompt is empty")
@@ -191,7 +179,7 @@ class Endpoint:
         async def generate(on_token: TokenCallback | None) -> list[Completion]:
             if episode is not None:
                 turn = self._required().turn
-                return [await turn(episode, given, stops, body.limit, body.stops, on_token)]
+                return [await turn(episode, said, given, stops, body.limit, body.stops, on_token)]
             asked = Request(
                 prompt_ids=np.array(prompt, np.int32),
                 num_samples=body.n,
@@ -205,10 +193,9 @@ class Endpoint:
         if body.stream:
             headers = {"Content-Type": "text/event-stream"}
             response = self._web.StreamResponse(headers=headers)
-            await stream(request, response, reply, generate, record)
+            await stream(request, response, reply, generate)
             return response
         told = [reply.told(c, i) for i, c in enumerate(await generate(None))]
-        record(told[0])
         return self._json(reply.whole(told))
 
     def _sampling_of(self, body: CompletionBody | ChatBody) -> Sampling:

@@ -15,7 +15,7 @@ def new_of_prompt(tokenizer: Tokenizer, episode: Episode, prompt: str | list[int
     """Returns the tokens of the prompt after those that are recorded. Raises RecordError if the prompt does not
     begin with the recorded tokens or text."""
     known = episode.text if isinstance(prompt, str) else episode.ids
-    if prompt[: len(known)] != known:
+    if known is None or prompt[: len(known)] != known:
         raise RecordError("the prompt does not extend what is recorded of the episode")
     new = prompt[len(known) :]
     return tokenizer.encode(new) if isinstance(new, str) else list(new)
@@ -26,13 +26,14 @@ def new_of_messages(
 ) -> list[int]:
     """Returns the tokens of the messages after those that are recorded. Raises RecordError if the messages do
     not begin with those."""
-    known = episode.messages or [{"role": "user", "content": episode.ticket.prompt}]
-    if messages[: len(known)] != known:
+    known = episode.messages
+    if known is None or messages[: len(known)] != known:
         raise RecordError("the messages do not extend those recorded of the episode")
     new = messages[len(known) :]
-    if not episode.messages and not new:
+    drawn = episode.response.ids
+    if not drawn and not new:
         return []
-    ended = bool(episode.response.ids) and episode.response.ids[-1] in tokenizer.stops
+    ended = bool(drawn) and drawn[-1] in tokenizer.stops
     return tokenizer.encode_turn(new, ended, variables)
 
 

@@ -11,19 +11,15 @@ import msgspec
 from areal_q.errors import EngineDied, RecordError
 from rollout.engines.base import Completion, TokenCallback
 from rollout.openai_server.replies import Reply
-from rollout.openai_server.schema import Told
 
 logger = logging.getLogger(__name__)
 Generate = Callable[[TokenCallback | None], Awaitable[list[Completion]]]
 Tokens = asyncio.Queue[tuple[int, int, float] | None]
 
 
-async def stream(
-    request: Any, response: Any, reply: Reply, generate: Generate, record: Callable[[Told], None]
-) -> None:
-    """Answers `request` by `response`, a StreamResponse that is not prepared yet. Calls `record` with the first
-    choice once all are complete. If the client leaves, the work of `generate` is cancelled. Raises what
-    `generate` raises before the first token."""
+async def stream(request: Any, response: Any, reply: Reply, generate: Generate) -> None:
+    """Answers `request` by `response`, a StreamResponse that is not prepared yet. If the client leaves, the
+    work of `generate` is cancelled. Raises what `generate` raises before the first token."""
     tokens: Tokens = asyncio.Queue()
     task = asyncio.ensure_future(
         generate(lambda index, token, logprob: tokens.put_nowait((index, token, logprob)))
@@ -34,7 +30,7 @@ async def stream(
         if first is None:  # a failure before the first token is answered as an ordinary error
             await task
         await response.prepare(request)
-        await _events(response, reply, first, tokens, task, record)
+        await _events(response, reply, first, tokens, task)
     except ConnectionResetError:  # engines raise EngineDied, so this is the client's end
         logger.debug("a client left its stream")
     finally:
@@ -47,7 +43,6 @@ async def _events(
     item: tuple[int, int, float] | None,
     tokens: Tokens,
     task: "asyncio.Future[list[Completion]]",
-    record: Callable[[Told], None],
 ) -> None:
     try:
         while item is not None:
@@ -60,7 +55,6 @@ async def _events(
         await _event(response, {"error": {"message": str(error), "type": "server_error"}})
         return
     told = [reply.told(c, i) for i, c in enumerate(completions)]
-    record(told[0])
     for one in told:
         await _event(response, reply.last(one))
     if reply.counts:

@@ -642,12 +642,12 @@ async def test_an_episode_given_up_begins_again_with_whoever_asks_next(
     task = asyncio.create_task(episodes(ticket, responses))
     first = await episodes.begin(5.0)
     assert first is not None
-    await episodes.turn(first, [], frozenset(), 2)
+    await episodes.turn(first, None, [], frozenset(), 2)
     assert await episodes.begin(0.0) is None
     await asyncio.sleep(0.06)
     second = await episodes.begin(1.0)
     assert second is not None and second.id != first.id and not second.response.ids
-    await episodes.turn(second, [5], frozenset(), 2)
+    await episodes.turn(second, None, [5], frozenset(), 2)
     assert [second.response.mask, second.response.spans[0].tokens] == [[0, 1, 1], 3]
     episodes.end(second, 1.0, {})
     await task
@@ -698,7 +698,7 @@ async def test_an_episode_left_too_often_has_no_reward(
     for _ in range(2):
         episode = await episodes.begin(30.0)
         assert episode is not None
-        await episodes.turn(episode, [], frozenset(), 2)
+        await episodes.turn(episode, None, [], frozenset(), 2)
     await task
     score = responses[0].score
     assert score is not None and (score.valid, score.failure) == (valid, "timeout")

@@ -1,0 +1,155 @@
+"""A turn changes all that is recorded of an episode at once: tokens, text, messages and experts."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+
+from areal_q.config import External, Sampling
+from areal_q.messages import Ticket, VersionSpan
+from areal_q.tasks import CharTokenizer
+from rollout.engines.base import Completion, Request, ResponseCallback, TokenCallback
+from rollout.environments.base import Response
+from rollout.environments.engine_client import EngineClient
+from rollout.environments.external import Episodes
+from rollout.openai_server.app import Endpoint
+
+MANY = 20_000
+"""Tokens of a turn, whose events are more than the buffers of a connection hold"""
+TOKEN = CharTokenizer().encode("7")[0]
+
+
+class AtOnce:
+    """An engine that draws whole turns between two moments of the event loop. It says that turn n went through
+    expert n alone."""
+
+    version = 0
+
+    def __init__(self) -> None:
+        self.asked: list[list[int]] = []
+        self.turns = 0
+
+    async def generate(
+        self,
+        request: Request,
+        on_token: TokenCallback | None = None,
+        on_response: ResponseCallback | None = None,
+    ) -> list[Completion]:
+        self.turns += 1
+        self.asked.append(request.prompt_ids.tolist())
+        count = request.sampling.max_tokens
+        for _ in range(count if on_token else 0):
+            on_token(0, TOKEN, -1.0)  # pyright: ignore[reportOptionalCall]
+        computed = len(request.prompt_ids) + count - 1
+        completion = Completion(
+            response_ids=np.full(count, TOKEN, np.int32),
+            logprobs=np.full(count, -1.0, np.float32),
+            spans=[VersionSpan(0, count, "ab")],
+            finish_reason="length",
+            routes=np.full((computed, 1, 1), self.turns, np.uint8),
+        )
+        if on_response:
+            on_response(0, completion)
+        return [completion]
+
+
+@pytest.fixture
+def ticket(make_ticket: Callable[..., Ticket]) -> Ticket:
+    return make_ticket(group_size=1, prompt="1+2=", sampling=Sampling(max_tokens=4 * MANY))
+
+
+@asynccontextmanager
+async def offered(ticket: Ticket, engine: Any) -> AsyncIterator[tuple[Episodes, list[Response]]]:
+    episodes = Episodes(EngineClient(engine, CharTokenizer()), External(), 8 * MANY)
+    responses = [Response()]
+    task = asyncio.create_task(episodes(ticket, responses))
+    try:
+        yield episodes, responses
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@asynccontextmanager
+async def asking(
+    ticket: Ticket, engine: Any
+) -> AsyncIterator[tuple[Callable[..., Any], dict[str, Any]]]:
+    """A function that posts a turn of one episode, and the episode."""
+    async with offered(ticket, engine) as (episodes, _), aiohttp.ClientSession() as http:
+        endpoint = Endpoint(engine, CharTokenizer(), "run", episodes, Sampling(), "0", None)
+        url = f"http://127.0.0.1:{await endpoint.start()}/v1"
+        try:
+            async with http.post(f"{url}/episodes") as reply:
+                episode = await reply.json()
+
+            def post(turn: dict[str, Any], **more: Any) -> Any:
+                path = "chat/completions" if "messages" in turn else "completions"
+                body = turn | more
+                return http.post(f"{url}/{path}", json=body, headers={"X-Episode": episode["id"]})
+
+            yield post, episode
+        finally:
+            await endpoint.close()
+
+
+def beginnings(episode: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The first turn in each of the ways to ask for it."""
+    return {
+        "text": {"prompt": episode["prompt"]},
+        "ids": {"prompt": episode["prompt_token_ids"]},
+        "messages": {"messages": [{"role": "user", "content": episode["prompt"]}]},
+    }
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("way", ["text", "ids", "messages"])
+async def test_an_agent_that_lost_a_turn_cannot_go_on_as_if_it_had_none(
+    ticket: Ticket, way: str, stream: bool
+):
+    """A stream is left after its first line, a whole reply unread."""
+    engine = AtOnce()
+    async with asking(ticket, engine) as (post, episode):
+        turn = beginnings(episode)[way]
+        async with post(turn, max_tokens=MANY, stream=stream) as reply:
+            assert reply.status == 200
+            await reply.content.readline() if stream else None
+            reply.close()
+        async with post(turn, max_tokens=2) as again:
+            assert again.status == 400 and "extend" in await again.text()
+    assert engine.asked == [episode["prompt_token_ids"]]
+
+
+@pytest.mark.parametrize("first", ["text", "ids", "messages"])
+@pytest.mark.parametrize("second", ["text", "ids", "messages"])
+async def test_no_kind_of_prompt_goes_on_from_before_a_turn_of_another(
+    ticket: Ticket, first: str, second: str
+):
+    engine = AtOnce()
+    async with asking(ticket, engine) as (post, episode):
+        async with post(beginnings(episode)[first], max_tokens=2) as reply:
+            assert reply.status == 200
+        async with post(beginnings(episode)[second], max_tokens=2) as again:
+            assert again.status == 400 and "extend" in await again.text()
+
+
+async def test_the_experts_of_earlier_turns_are_kept(ticket: Ticket):
+    """The oracle is one Response to which the same completions are added, as other environments do it."""
+    engine, oracle = AtOnce(), Response()
+    async with offered(ticket, engine) as (episodes, responses):
+        episode = await episodes.begin(60.0)
+        assert episode is not None
+        for given in ([], [4, 5]):
+            oracle.add_given(given, VersionSpan(0, 0, "ab"))
+            oracle.add_drawn(await episodes.turn(episode, None, given, frozenset(), 2))
+        episodes.end(episode, 1.0, {})
+        await asyncio.sleep(0)
+        played = episode.response
+    assert responses[0] in (played, Response())
+    assert oracle.routes is not None and played.routes is not None
+    assert played.routes.ravel().tolist() == oracle.routes.ravel().tolist()
+    assert played.routes.ravel().tolist() == [1, 1, 1, 1, 2, 2, 2, 2]
+    assert (played.ids, played.mask, played.turns) == (oracle.ids, oracle.mask, 2)
