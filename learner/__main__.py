@@ -30,6 +30,7 @@ from areal_q.observability.prometheus_exporter import LEARNER, Exporter, serve_m
 from areal_q.system import run_dir as rundir
 from areal_q.system.command import WatchdogSeconds, run_command
 from areal_q.system.credentials import no_password
+from areal_q.system.ports import allow_open_files
 from areal_q.system.processes import keep_freed_memory
 from areal_q.system.stop_request import StopRequest
 from areal_q.system.watchdog import Progress, Watchdog
@@ -75,6 +76,7 @@ def main(
 ) -> None:
     """Learns until the last step, then exports the model in Hugging Face layout."""
     service_log.set_up("learner")
+    allow_open_files()
     keep_freed_memory()
     stop = StopRequest()
     stop.listen()

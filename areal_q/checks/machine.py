@@ -15,9 +15,10 @@ from typing import Literal
 
 from areal_q.checks.disk_use import disk_use
 from areal_q.config import Run
+from areal_q.system.ports import most_connections
 
-_MIN_OPEN_FILES = 1024
-"""A weight server or Redis keeps one or two for every worker."""
+_FEWEST_WORKERS = 64
+"""Workers that a learner's limit of open files should allow, whatever the settings have: others may join."""
 _PORTS = {5551: "learner, announcements", 5552: "learner, weights", 9464: "metrics"}
 
 
@@ -164,19 +165,23 @@ def machine(run: Run) -> Iterator[CheckResult]:
         yield CheckResult("disk", "warning", str(use), fix)
     else:
         yield CheckResult("disk", "ok", str(use))
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if limit < _MIN_OPEN_FILES:
-        yield CheckResult(
-            "open files", "warning", f"at most {limit}", f"ulimit -n {_MIN_OPEN_FILES} or more"
-        )
-    else:
-        yield CheckResult("open files", "ok", f"at most {limit}")
+    yield open_files(run.rollout.workers, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     for port, used_for in _PORTS.items():
         if _is_free(port):
             yield CheckResult(f"port {port}", "ok", f"free ({used_for})")
         else:
             fix = "stop what listens there, or name other ports: --announce, --fetch, --metrics"
             yield CheckResult(f"port {port}", "note", f"in use on loopback ({used_for})", fix)
+
+
+def open_files(workers: int, limit: int) -> CheckResult:
+    """Returns whether a learner, which raises its own limit to `limit`, can serve so many workers."""
+    served = most_connections(limit)
+    says = f"at most {'any number' if limit == resource.RLIM_INFINITY else limit}, for {served} workers"
+    if served >= max(workers, _FEWEST_WORKERS):
+        return CheckResult("open files", "ok", says)
+    fix = f"ulimit -Hn {4 * max(workers, _FEWEST_WORKERS)} or more, or relays (areal-q relay)"
+    return CheckResult("open files", "warning", f"{says}; the settings have {workers}", fix)
 
 
 def _is_free(port: int) -> bool:

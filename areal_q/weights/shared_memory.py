@@ -23,11 +23,13 @@ _files: dict[int, SharedFile] = {}
 
 
 def allocate(nbytes: int) -> torch.Tensor:
-    """Returns zeros of uint8 [nbytes], at least 1. Other processes can read them where the system has memfd."""
-    if not hasattr(os, "memfd_create"):
-        return torch.empty(nbytes, dtype=torch.uint8).zero_()
+    """Returns zeros of uint8 [nbytes], at least 1. Other processes can read them where the system has memfd,
+    and the process may open another file."""
     name = f"areal-q-{uuid.uuid4().hex}"
-    fd = os.memfd_create(name)
+    try:
+        fd = os.memfd_create(name)
+    except (AttributeError, OSError):  # the bytes will travel by socket
+        return torch.zeros(nbytes, dtype=torch.uint8)
     try:
         os.ftruncate(fd, nbytes)
         memory = mmap.mmap(fd, nbytes)

@@ -7,8 +7,8 @@
                                                      └ ROUTER  manifests, deltas, chunks (request_handler.py)
 
 The thread waits for one thing only, its poll: unblocked by a request, a new subscriber, `publish`,
-a finished delta, `close`, the next heartbeat being due, or a delta that takes too long. No send on these
-two kinds of socket ever blocks. The differ waits for work only; requests are answered meanwhile.
+a finished delta, `close`, the next heartbeat being due, a delta that takes too long, or a connection. No send
+on these two kinds of socket ever blocks. The differ waits for work only; requests are answered meanwhile.
 """
 
 import logging
@@ -26,8 +26,10 @@ from areal_q import messages
 from areal_q.config import BroadcastConfig
 from areal_q.errors import ConfigError, WeightVersionError
 from areal_q.messages import Announce, Manifest
+from areal_q.system.ports import most_connections
 from areal_q.weights import delta
 from areal_q.weights.version import WeightVersion
+from buffer.weight_sync.connections import ConnectionBound
 from buffer.weight_sync.curve import server_keys
 from buffer.weight_sync.request_handler import QUEUED_REPLIES, RequestHandler
 from buffer.weight_sync.sockets import Endpoints, IpcFiles, bind, bound_to
@@ -55,7 +57,8 @@ class WeightServer:
     - `publish` returns at once and never waits for a worker; a version that is not yet announced when the next
       one comes is skipped.
     - Announcements repeat every `heartbeat_s`, a delta is sent once: whoever missed it fetches.
-    - Memory is bounded by `hold`, `hold_deltas`, `max_delta_bytes` and QUEUED_BROADCASTS messages a worker.
+    - Memory is bounded by `hold`, `hold_deltas`, `max_delta_bytes` and QUEUED_BROADCASTS messages a worker,
+      open files by `most_connections` of each TCP endpoint.
 
     docs/weights.md has the full list, with the test that shows each.
     """
@@ -109,6 +112,11 @@ class WeightServer:
             raise
         self._xpub.setsockopt(zmq.XPUB_VERBOSER, 1)
         self.endpoints = Endpoints(bound_to(self._xpub), bound_to(self._router))
+        self._bounds = [
+            ConnectionBound(sock, endpoint, most_connections())
+            for sock, endpoint in zip((self._xpub, self._router), self.endpoints, strict=True)
+            if endpoint.startswith("tcp://")
+        ]
         self._files = IpcFiles(*self.endpoints)
         history = max(config.hold, config.hold_deltas)
         self._handler = RequestHandler(
@@ -148,7 +156,8 @@ class WeightServer:
         handler = self._handler
         assert handler is not None
         poller = zmq.Poller()
-        for source in (self._xpub, self._router, self._wake_out):
+        events_of = [bound.events for bound in self._bounds]
+        for source in (self._xpub, self._router, self._wake_out, *events_of):
             poller.register(source, zmq.POLLIN)
         try:
             while not self._closing:
@@ -158,6 +167,8 @@ class WeightServer:
                 if self._wake_out.fileno() in events:
                     self._wake_out.recv(4096)
                     handler.send_ready_catch_ups()
+                for bound in self._bounds:
+                    bound.look()
                 self._check_delta(handler)
                 self._take_pending(handler)
                 if self._router in events:

@@ -61,13 +61,15 @@ def bind(
 ) -> zmq.Socket:
     """Returns a socket of `kind` bound to `endpoint`, which hangs up on peers that misbehave.
 
-    At most `queued` messages wait for one peer; one that answers no heartbeat for `peer_timeout_s` is dropped
-    with its queue. With `keys` only listed clients get in. Raises ConfigError if the endpoint cannot be bound.
+    At most `queued` messages wait for one peer; one that does not introduce itself, or answers no heartbeat,
+    for `peer_timeout_s` is dropped with its queue. With `keys` only listed clients get in. Raises ConfigError
+    if the endpoint cannot be bound.
     """
     sock = context.socket(kind)
     sock.setsockopt(zmq.LINGER, 0)
     sock.setsockopt(zmq.SNDHWM, queued)
     sock.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+    sock.setsockopt(zmq.HANDSHAKE_IVL, int(peer_timeout_s * 1000))
     sock.setsockopt(zmq.HEARTBEAT_IVL, int(peer_timeout_s * 250))
     sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(peer_timeout_s * 1000))
     if keys is not None:

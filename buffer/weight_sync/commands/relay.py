@@ -15,6 +15,7 @@ from areal_q.config import BroadcastConfig, load
 from areal_q.observability import service_log
 from areal_q.observability.prometheus_exporter import RELAY, Exporter, serve_metrics
 from areal_q.system.command import run_command
+from areal_q.system.ports import allow_open_files
 from areal_q.system.stop_request import StopRequest
 from areal_q.weights.version import WeightVersion
 from buffer.weight_sync.server import WeightServer
@@ -97,6 +98,7 @@ def main(
 ) -> None:
     """Relays weights until it is told to stop (SIGTERM: exit code 143, SIGINT: 130)."""
     service_log.set_up("relay")
+    allow_open_files()
     stop = StopRequest()
     stop.listen()
     named = [*(overrides or []), *([f'broadcast.keys="{keys}"'] if keys else [])]
