@@ -44,7 +44,8 @@ def denied(headers: Mapping[str, str], token: bytes | None) -> tuple[int, str, s
     if token is None:
         reason = refusal(headers)
         return None if reason is None else (403, "permission_error", reason)
-    said = headers.get("Authorization", "").encode()
+    # aiohttp keeps bytes that are not UTF-8 as surrogates.
+    said = headers.get("Authorization", "").encode("utf-8", "surrogateescape")
     if hmac.compare_digest(said, b"Bearer " + token):
         return None
     return 401, "authentication_error", "wrong or missing bearer token"
