@@ -14,6 +14,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 from wsgiref.simple_server import WSGIRequestHandler
@@ -30,6 +31,9 @@ PREFIX = "areal_q_"
 PROGRESS_AGE, PROGRESS_LIMIT = "progress_age_seconds", "progress_limit_seconds"
 HEALTH_AGENT = "areal-q-health"
 """The User-Agent of a health check, which does not store what it reads and so is no scrape."""
+
+MOST_SCRAPES, SCRAPE_S = 16, 10.0
+"""The most clients that are answered at once, each by a thread, and the seconds that one may keep it waiting"""
 
 
 @dataclass(frozen=True)
@@ -221,7 +225,8 @@ class Exporter(Collector):
 def serve_metrics(address: str, exporter: Exporter) -> int:
     """Serves `exporter` and this process's memory, CPU time and open files at [HOST:]PORT; returns the port.
 
-    HOST is 127.0.0.1 unless given; port 0 takes any free one. The server's thread ends with the process.
+    HOST is 127.0.0.1 unless given; port 0 takes any free one. The server's thread ends with the process. More
+    than MOST_SCRAPES clients at once are hung up on, and one that says nothing for SCRAPE_S.
     Raises ConfigError if `address` is no such address or cannot be bound.
     """
     host, _, port = address.rpartition(":")
@@ -235,17 +240,33 @@ def serve_metrics(address: str, exporter: Exporter) -> int:
     except OSError as error:
         raise ConfigError(f"--metrics: {address}: {error.strerror or error}") from error
     server.RequestHandlerClass = _noting(server.RequestHandlerClass, exporter)
+    room = threading.Semaphore(MOST_SCRAPES)
+    server.verify_request = lambda request, client_address: room.acquire(blocking=False)
+    finish = server.finish_request
+
+    def finish_request(request: Any, client_address: Any) -> None:
+        try:
+            with suppress(OSError):  # it left, or said nothing in time
+                finish(request, client_address)
+        finally:
+            room.release()
+
+    server.finish_request = finish_request
     return server.server_port
 
 
 def _noting(handler: Any, exporter: Exporter) -> type[WSGIRequestHandler]:
-    """Returns a subclass of `handler` that reports each scrape to `exporter`."""
+    """Returns a subclass of `handler` that reports each scrape to `exporter`, and waits for no client longer
+    than SCRAPE_S."""
 
     class Noting(handler):
+        timeout = SCRAPE_S
+
         def handle(self) -> None:
             began_s = time.monotonic()
             super().handle()
-            if self.headers.get("User-Agent") != HEALTH_AGENT:
+            headers = getattr(self, "headers", None)  # there are none if what came is no request
+            if headers is not None and headers.get("User-Agent") != HEALTH_AGENT:
                 exporter.was_read(began_s)
 
     return Noting

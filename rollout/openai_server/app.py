@@ -4,6 +4,7 @@ Requests share the engine with the tickets. A request that names no episode leav
 (by the header `X-Episode`) continues the recorded turns (rollout/openai_server/episode_turns.py).
 """
 
+import asyncio
 import logging
 import uuid
 from collections.abc import Awaitable, Callable
@@ -14,11 +15,13 @@ import numpy as np
 
 from areal_q.config import Sampling
 from areal_q.errors import ConfigError, EngineDied, RecordError, TaskError
+from areal_q.system.ports import most_connections
 from areal_q.tasks import Tokenizer
 from rollout.engines.base import Completion, Engine, Request, TokenCallback
 from rollout.engines.stop_conditions import stop_strings
 from rollout.environments.external import Episode, Episodes, Said
 from rollout.openai_server.access import bound_to, denied
+from rollout.openai_server.connections import Connections
 from rollout.openai_server.episode_turns import (
     KNOBS,
     fixed_sampling,
@@ -40,6 +43,8 @@ logger = logging.getLogger(__name__)
 HEADER = "X-Episode"
 MAX_BODY_BYTES = 4 << 20
 """Most bytes in a request's body, enough for about 500,000 token ids in JSON"""
+BODY_S = 60.0
+"""Seconds in which a request's body must have come"""
 
 
 class Endpoint:
@@ -69,6 +74,7 @@ class Endpoint:
         self._engine, self._tokenizer, self._model = engine, tokenizer, model
         self._episodes, self._sampling = episodes, sampling
         self._runner: Any = None
+        self._listener: asyncio.Server | None = None
 
     async def start(self) -> int:
         """Starts to listen and returns the port. Raises ConfigError if the address cannot be bound."""
@@ -76,7 +82,14 @@ class Endpoint:
 
         @web.middleware
         async def guard(request: Any, handler: Any) -> Any:
-            return await self._guard(request, handler)
+            if request.transport is None:  # the client has left
+                return await self._guard(request, handler)
+            connection = request.transport.get_protocol()
+            connection.request_begins()
+            try:
+                return await self._guard(request, handler)
+            finally:
+                connection.request_ends()
 
         app = web.Application(middlewares=[guard], client_max_size=MAX_BODY_BYTES)
         app.router.add_get("/v1/models", self._models)
@@ -87,18 +100,21 @@ class Endpoint:
         app.router.add_delete("/v1/episodes/{id}", self._drop)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, self._port)
+        connections = Connections(self._runner.server, most_connections())
+        loop = asyncio.get_running_loop()
         try:
-            await site.start()
+            self._listener = await loop.create_server(connections, self._host, self._port)
         except OSError as error:
             await self._runner.cleanup()
             where = f"{self._host}:{self._port}"
             raise ConfigError(f"rollout.serve (--serve): {where}: {error.strerror}") from error
-        port = self._runner.addresses[0][1]
+        port = self._listener.sockets[0].getsockname()[1]
         logger.info("OpenAI-compatible endpoint on http://%s:%d/v1", self._host, port)
         return port
 
     async def close(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -149,10 +165,18 @@ class Endpoint:
     async def _body(self, request: Any, type: type[B]) -> B:
         """Returns the decoded body. A request need not name a model; raises HTTPNotFound if it names another
         than the run's, and DecodeError for a body that is not valid."""
-        body = decoded_request(await request.read(), type)
+        body = decoded_request(await self._read(request), type)
         if body.model not in ("", self._model):
             raise self._web.HTTPNotFound(text=f"no model {body.model!r} here, but {self._model!r}")
         return body
+
+    async def _read(self, request: Any) -> bytes:
+        """Returns the request's body. Raises HTTPRequestTimeout if it is not there within BODY_S seconds."""
+        try:
+            async with asyncio.timeout(BODY_S):
+                return await request.read()
+        except TimeoutError as error:
+            raise self._web.HTTPRequestTimeout(text="the body did not come") from error
 
     def _episode(self, request: Any) -> Episode | None:
         id = request.headers.get(HEADER)
@@ -206,7 +230,7 @@ class Endpoint:
         return msgspec.convert({**msgspec.structs.asdict(self._sampling), **given}, Sampling)
 
     async def _begin(self, request: Any) -> Any:
-        data = await request.read()
+        data = await self._read(request)
         body = decoded(data, BeginEpisode) if data else BeginEpisode()
         episode = await self._required().begin(body.timeout_s)
         if episode is None:
@@ -225,7 +249,7 @@ class Endpoint:
         )
 
     async def _reward(self, request: Any) -> Any:
-        body = decoded(await request.read(), RewardBody)
+        body = decoded(await self._read(request), RewardBody)
         episodes = self._required()
         episode = episodes.find(request.match_info["id"])
         if body.failed is not None:

@@ -8,15 +8,18 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack, suppress
 from urllib.request import urlopen
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from areal_q.errors import ConfigError
+from areal_q.observability import prometheus_exporter
 from areal_q.observability.health import complaint
 from areal_q.observability.prometheus_exporter import (
     LEARNER,
+    MOST_SCRAPES,
     PREFIX,
     RELAY,
     WORKER,
@@ -150,3 +153,26 @@ def test_a_service_told_to_go_waits_for_no_reader():
     scraped(serve_metrics("0", exporter))
     stop.set()
     exporter.wait_until_read(stop, timeout_s=600.0)
+
+
+def test_clients_that_say_nothing_leave_room_for_a_scrape(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    """More of them at once than are answered; none of them, nor one that leaves, is worth a traceback."""
+    monkeypatch.setattr(prometheus_exporter, "SCRAPE_S", 0.2)
+    threads = threading.active_count()
+    port = serve_metrics("0", Exporter(LEARNER, {"run": "demo"}))
+    with ExitStack() as stack:
+        for said in [b"", b"GET /metrics HTTP/1.1\r\nX: ", b"\r\n"] * 2 * MOST_SCRAPES:
+            peer = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            with suppress(ConnectionError):
+                peer.sendall(said)
+            assert threading.active_count() <= threads + 1 + MOST_SCRAPES
+        while True:
+            with suppress(OSError):
+                assert scraped(port)
+                break
+            time.sleep(0.01)
+    while threading.active_count() > threads + 1:
+        time.sleep(0.01)
+    assert "Traceback" not in capfd.readouterr().err

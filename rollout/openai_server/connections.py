@@ -1,0 +1,61 @@
+"""A bound on the endpoint's connections, and on how long each may be without a request.
+
+accept ─▶ Connection ─▶ aiohttp's own protocol     a token is asked for only once the headers are there
+             └── hangs up: too many; or no whole head of a request in time
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+HEAD_S = 30.0
+"""Seconds in which the headers of a connection's first request must have come"""
+IDLE_S = 75.0
+"""Seconds in which those of the next request must have come, after an answer"""
+
+
+class Connections:
+    """The connections of one server, at most `most`: those that are one too many are closed at once."""
+
+    def __init__(self, protocol: Callable[[], Any], most: int) -> None:
+        """`protocol` makes the asyncio.Protocol that serves a connection."""
+        self._protocol, self.most = protocol, most
+        self.open: set[Connection] = set()
+
+    def __call__(self) -> "Connection":
+        return Connection(self._protocol(), self)
+
+
+class Connection(asyncio.Protocol):
+    """One connection, whose protocol is told all that happens on it."""
+
+    def __init__(self, inner: Any, all: Connections) -> None:
+        self._inner, self._all = inner, all
+        self.data_received = inner.data_received
+        self.eof_received = inner.eof_received
+        self.pause_writing, self.resume_writing = inner.pause_writing, inner.resume_writing
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        self._awaits_head(HEAD_S)
+        if len(self._all.open) >= self._all.most:
+            transport.abort()
+        self._all.open.add(self)
+        self._inner.connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.cancel()
+        self._all.open.discard(self)
+        self._inner.connection_lost(exc)
+
+    def request_begins(self) -> None:
+        """Notes that the headers of a request have come."""
+        self._timer.cancel()
+
+    def request_ends(self) -> None:
+        """Notes that the request is answered."""
+        if self in self._all.open:
+            self._awaits_head(IDLE_S)
+
+    def _awaits_head(self, seconds: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._transport.abort)
