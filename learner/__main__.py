@@ -16,12 +16,14 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from areal_q.checks.automatic import settled, why_dtype
+from areal_q.checks.disk_use import check_room, still_to_write
 from areal_q.config import MegatronBackend, Run, load
 from areal_q.errors import BufferGone, ConfigError, Stopped
 from areal_q.observability import service_log
@@ -142,12 +144,14 @@ def _learn(
 ) -> int:
     """Trains to the end or until `stop`, and returns the exit code."""
     logger.info(why_dtype(run))
+    check_room(run, directory)
     exporter = Exporter(LEARNER, {"run": run.name})
     if metrics:
         from learner.measure.vitals import Vitals
 
         logger.info("metrics on port %d", serve_metrics(metrics, exporter))
-        Vitals(redis, run.name, directory, exporter.update).start()
+        ahead = partial(still_to_write, run, directory)
+        Vitals(redis, run.name, directory, ahead, exporter.update).start()
     # torch takes seconds to import; by now a signal during the import finds its handler.
     from learner.backends.data_parallel import ALONE
     from learner.build import build_learner

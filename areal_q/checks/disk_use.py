@@ -2,12 +2,15 @@
 
 import json
 import math
+import os
 import shutil
 import struct
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from areal_q.config import AdamW, AdamW8bit, Run, SmallModel
+from areal_q.errors import ConfigError
 from areal_q.system.disk import size
 from areal_q.system.run_dir import path_of
 
@@ -25,6 +28,8 @@ class DiskUse:
     checkpoints: float
     at_once: int
     """Most checkpoints that exist at the same time: one is complete before the oldest is removed."""
+    one: float
+    """A checkpoint that is not the start's."""
     model: float
     """The directory hf/, in the model's own dtype."""
     logs: float
@@ -58,14 +63,56 @@ def disk_use(run: Run) -> DiskUse:
     separate = cfg.critic is not None and cfg.critic.trunk == "separate"
     critic = weights * (4 + 8) if separate else 0
     sampled = run.steps * cfg.groups * cfg.group_size * run.rollout.sampling.max_tokens
+    one = modules + moments + critic
     return DiskUse(
-        checkpoints=later * (modules + moments + critic) + (modules if kept.start else 0),
+        checkpoints=later * one + (modules if kept.start else 0),
         at_once=later + kept.start,
+        one=one,
         model=model,
         logs=sampled * _TOKEN_BYTES,
         free=shutil.disk_usage(where).free,
         where=where,
     )
+
+
+def check_room(run: Run, directory: Path) -> None:
+    """Raises ConfigError if there is no room for the checkpoints that `run` has yet to write to `directory`.
+
+    Those of `checkpoint.keep_every` do not count, since a run that is long enough fills any disk with them."""
+    use, kept = disk_use(run), run.checkpoint
+    kept_for_good = run.steps // kept.keep_every if kept.keep_every else 0
+    need = use.checkpoints - kept_for_good * use.one
+    lacking = max(use.one, need - _bytes(directory / "checkpoints"))
+    if lacking > use.free:
+        raise ConfigError(
+            f"{directory}: {use.at_once - kept_for_good} checkpoints of the model need {size(need)}, "
+            f"{size(lacking)} more than are there, and {size(use.free)} are free: a larger disk, or a smaller "
+            f"checkpoint.keep"
+        )
+
+
+def still_to_write(run: Run, directory: Path) -> float:
+    """Returns how many bytes `run` will add to `directory`: the checkpoints that are not there, or at least the
+    next one, which is written before the oldest goes; the model; logs, at the pace of the steps so far."""
+    use = disk_use(run)
+    steps = [int(path.name[5:]) for path in (directory / "checkpoints").glob("step-??????")]
+    done = max(steps, default=0)
+    logs = sum(_bytes(directory / name) for name in ("trajectories", "steps", "tokens"))
+    later = logs * (run.steps - done) / done if done else 0.0
+    model = 0 if (directory / "hf").exists() else use.model
+    if done >= run.steps:
+        return model
+    return max(use.one, use.checkpoints - _bytes(directory / "checkpoints")) + model + later
+
+
+def _bytes(directory: Path) -> int:
+    """Returns the bytes of all files below `directory`; one that goes meanwhile has none."""
+    total = 0
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += os.stat(os.path.join(parent, name)).st_size
+    return total
 
 
 def _has_reference(run: Run) -> bool:

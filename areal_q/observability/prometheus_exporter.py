@@ -105,6 +105,7 @@ LEARNER = (
     ),
     Exported("disk_free_bytes", "disk/free_bytes", "Free bytes on the disk of the run's directory"),
     Exported("disk_size_bytes", "disk/size_bytes", "Size of the disk of the run's directory"),
+    Exported("disk_needed_bytes", "disk/needed_bytes", "Bytes that the run will still add to it"),
     Exported("redis_up", "redis/up", "1 while Redis answers the learner; 0 while it does not"),
     Exported("buffer_groups_total", "buffer/groups"),
     Exported("buffer_open_tickets", "buffer/open_tickets"),

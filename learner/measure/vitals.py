@@ -1,6 +1,7 @@
 """Values for Prometheus that are also needed between steps and before the first one: whether Redis answers, how
 full it and the disk are, and how many workers are alive."""
 
+import itertools
 import shutil
 import threading
 from collections.abc import Callable
@@ -12,6 +13,8 @@ from buffer.redis_store import LearnerBuffer
 
 EVERY_S = 5.0
 """Seconds between two measurements."""
+COUNT_EVERY = 12
+"""Measurements between two of those that look at every file of the run."""
 
 
 class Vitals(threading.Thread):
@@ -19,18 +22,27 @@ class Vitals(threading.Thread):
     with the process, so that a Redis that hangs delays neither the learner nor a scrape."""
 
     def __init__(
-        self, redis: str, run: str, directory: Path, record: Callable[[dict[str, Any]], None]
+        self,
+        redis: str,
+        run: str,
+        directory: Path,
+        still_to_write: Callable[[], float],
+        record: Callable[[dict[str, Any]], None],
     ) -> None:
+        """`still_to_write` returns how many bytes the run will add to its `directory`."""
         super().__init__(name="vitals", daemon=True)
         self._buffer = LearnerBuffer(redis, run, patience_s=0.0)
         self._directory, self._record = directory, record
+        self._still_to_write = still_to_write
         record({"run/ended": 0.0})
 
     def run(self) -> None:
         never = threading.Event()
-        self._record(self.look())
-        while not never.wait(EVERY_S):
+        for number in itertools.count():
+            if number % COUNT_EVERY == 0:
+                self._record({"disk/needed_bytes": self._still_to_write()})
             self._record(self.look())
+            never.wait(EVERY_S)
 
     def look(self) -> dict[str, Any]:
         """Returns the present values by the metrics' keys; those of Redis only if it answers."""

@@ -9,9 +9,12 @@ from helpers.policies import build_policy
 from safetensors.torch import save_file
 
 from areal_q.checks import disk_use as checks
-from areal_q.checks.disk_use import disk_use
+from areal_q.checks.disk_use import check_room, disk_use, still_to_write
 from areal_q.config import load
+from areal_q.errors import ConfigError
+from areal_q.system.stop_request import StopRequest
 from learner import checkpoint
+from learner.__main__ import _learn
 from learner.policy_update import update_policy
 
 WIDE = ("model.width=256", "model.mlp=512", "model.layers=4", "model.max_positions=32")
@@ -66,3 +69,47 @@ def test_a_run_that_will_fill_the_disk_is_told_so(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: type("", (), {"free": 10**6}))
     assert not disk_use(run).fits
     assert "1 MB are free" in str(disk_use(run))
+
+
+def checkpoint_of(directory: Path, step: int, nbytes: float) -> None:
+    where = directory / "checkpoints" / f"step-{step:06}"
+    where.mkdir(parents=True)
+    with (where / "tensors.safetensors").open("wb") as file:
+        file.truncate(int(nbytes))
+
+
+@pytest.mark.parametrize(
+    ("there", "lacking"),
+    [([], 4 + 3 * 12), ([0, 10], 2 * 12), ([0, 10, 20], 12), ([0, 10, 20, 30], 12)],
+)
+def test_learner_without_room_for_checkpoints_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: list[int], lacking: int
+):
+    """With checkpoint.keep = 2 there are the start's, of 4 bytes a weight, two of 12, and the next."""
+    run = load(None, ["steps=400", "checkpoint.every=10", "checkpoint.keep_every=40"])
+    weights = disk_use(run).one / 12
+    for step in there:
+        checkpoint_of(tmp_path, step, weights * (12 if step else 4))
+    free = {"free": int(weights * lacking)}
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: type("", (), free))
+    check_room(run, tmp_path)
+    free["free"] -= 1
+    with pytest.raises(ConfigError, match=r"4 checkpoints of the model need .* are free"):
+        _learn(run, tmp_path, "redis://nowhere", "", "", False, StopRequest(), "", 0.0)
+
+
+def test_what_is_still_to_be_written_becomes_less_with_each_step(tmp_path: Path):
+    run = load(None, ["steps=40", "checkpoint.every=10"])
+    one, model = disk_use(run).one, disk_use(run).model
+    assert still_to_write(run, tmp_path) == disk_use(run).checkpoints + model
+    checkpoint_of(tmp_path, 10, one)
+    (tmp_path / "trajectories").mkdir()
+    (tmp_path / "trajectories" / "part-0.parquet").write_bytes(b"x" * 1000)
+    ahead = disk_use(run).checkpoints - one + model + 3000  # logs of 30 more steps
+    assert still_to_write(run, tmp_path) == pytest.approx(ahead)
+    for step in (20, 30):
+        checkpoint_of(tmp_path, step, one)
+    assert still_to_write(run, tmp_path) == pytest.approx(one + model + 1000 / 3)
+    checkpoint_of(tmp_path, 40, one)
+    (tmp_path / "hf").mkdir()
+    assert still_to_write(run, tmp_path) == 0

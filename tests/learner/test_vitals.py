@@ -37,7 +37,7 @@ def server(short_dir: Path):
 
 def test_vitals_count_workers_and_notice_a_redis_that_died(server: RedisServer, tmp_path: Path):
     told: dict[str, object] = {}
-    vitals = Vitals(server.url, "demo", tmp_path, told.update)
+    vitals = Vitals(server.url, "demo", tmp_path, lambda: 7.0, told.update)
     assert told == {"run/ended": 0.0}
     found = vitals.look()
     assert (found["redis/up"], found["workers"], found["buffer/full"]) == (1.0, [], 0.0)
