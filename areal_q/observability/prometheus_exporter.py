@@ -10,6 +10,7 @@ The server listens on loopback unless another host is named, and gives out numbe
 number, add a line to LEARNER, WORKER or RELAY.
 """
 
+import os
 import re
 import threading
 import time
@@ -29,6 +30,9 @@ from areal_q.system.watchdog import Progress
 
 PREFIX = "areal_q_"
 PROGRESS_AGE, PROGRESS_LIMIT = "progress_age_seconds", "progress_limit_seconds"
+CRASHES = "service_crashes"
+CRASHES_VARIABLE = "AREAL_Q_CRASHES"
+"""Environment variable by which a supervisor tells a service how often it crashed in the half hour before."""
 HEALTH_AGENT = "areal-q-health"
 """The User-Agent of a health check, which does not store what it reads and so is no scrape."""
 
@@ -212,6 +216,8 @@ class Exporter(Collector):
                 labels = list(self._labels.values())
                 metric.add_metric([*labels, split] if line.label else labels, value)
             yield metric
+        if crashes := os.environ.get(CRASHES_VARIABLE):
+            yield self._gauge(CRASHES, "Crashes in the half hour before this start", float(crashes))
         if self.progress:
             limit_s = self.progress.limit_s
             yield self._gauge(PROGRESS_AGE, "Since the work last got on", self.progress.age_s)

@@ -34,6 +34,7 @@ from typing import NamedTuple
 
 from areal_q.observability import service_log
 from areal_q.observability.health import complaint
+from areal_q.observability.prometheus_exporter import CRASHES_VARIABLE
 from areal_q.observability.run_summary import duration
 from areal_q.system.disk import size
 from areal_q.system.stop_request import StopRequest
@@ -53,6 +54,8 @@ MENDING_S = (10.0, 60.0, 300.0)
 another service, to remove the cause."""
 LONGEST_WAIT_S = 60.0
 """The most seconds before the restart of a command that crashed."""
+RECENT_S = 1800.0
+"""Seconds for which a crash counts in what a command is told of earlier ones."""
 CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -64,6 +67,7 @@ class Supervisor:
         self._stop = StopRequest()
         self._child: subprocess.Popen[bytes] | None = None
         self._crashes = self._faults = 0
+        self._crashed_at: list[float] = []
 
     def run(self) -> int:
         """Runs the command as the table above says, and returns the exit code of this process."""
@@ -93,6 +97,7 @@ class Supervisor:
             self._faults += lasted_s >= WELL_S or self._faults > 0
             return MENDING_S[self._faults - 1] if 0 < self._faults <= len(MENDING_S) else None
         self._crashes += 1
+        self._crashed_at.append(time.monotonic())
         return min(2.0 ** (self._crashes - 1), LONGEST_WAIT_S)
 
     def _run_once(self) -> tuple[int, float]:
@@ -100,7 +105,10 @@ class Supervisor:
         the seconds that it ran)."""
         began = time.monotonic()
         self._memory_before = MemoryEvents.read()
-        self._child = subprocess.Popen(self._command)
+        recent = sum(began - at < RECENT_S for at in self._crashed_at)
+        self._child = subprocess.Popen(
+            self._command, env=os.environ | {CRASHES_VARIABLE: str(recent)}
+        )
         if self._stop.is_set():  # between two starts
             self._child.send_signal(self._stop.number)
         code = self._watch(self._child)

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from areal_q.observability.health import MAX_AGE_S, complaint
 from areal_q.observability.prometheus_exporter import (
+    CRASHES,
     LEARNER,
     PREFIX,
     PROGRESS_AGE,
@@ -30,7 +31,7 @@ ALERTS = yaml.safe_load((PROMETHEUS / "alerts.yml").read_text())
 RULES = {rule["alert"]: rule for group in ALERTS["groups"] for rule in group["rules"]}
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 EXPORTED = {PREFIX + line.name for line in (*LEARNER, *WORKER)}
-EXPORTED |= {PREFIX + PROGRESS_AGE, PREFIX + PROGRESS_LIMIT} | {
+EXPORTED |= {PREFIX + name for name in (CRASHES, PROGRESS_AGE, PROGRESS_LIMIT)} | {
     sample.name
     for family in ProcessCollector(registry=CollectorRegistry()).collect()
     for sample in family.samples

@@ -55,6 +55,17 @@ def test_crashed_and_killed_services_are_started_again(tmp_path):
     assert starts(tmp_path) == 4
 
 
+def test_a_service_is_told_how_often_it_has_crashed(tmp_path, monkeypatch):
+    """A fault that is tried again is no crash."""
+    monkeypatch.setattr(supervisor, "MENDING_S", (0.0,))
+    monkeypatch.setattr(supervisor, "WELL_S", 0.0)
+    command = ends_with(tmp_path, "1", "-9", "2", "1", "0")
+    script = Path(command[1])
+    script.write_text(f"echo $AREAL_Q_CRASHES >> {tmp_path}/told\n{script.read_text()}")
+    assert Supervisor(command).run() == 0
+    assert (tmp_path / "told").read_text().split() == ["0", "1", "2", "2", "3"]
+
+
 def test_a_wrong_setting_is_not_tried_again(tmp_path):
     assert Supervisor(ends_with(tmp_path, "2", "0")).run() == 2
     assert starts(tmp_path) == 1
