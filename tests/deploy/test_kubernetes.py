@@ -2,6 +2,8 @@
 the code."""
 
 import json
+import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -27,6 +29,7 @@ from helpers.kubernetes.overlays import (
 from helpers.paths import DOCKER, ROOT
 from redis.exceptions import AuthenticationError, NoPermissionError
 
+from areal_q.checks.disk_use import disk_use
 from areal_q.config import load
 from areal_q.system.ports import free_ports
 from buffer.redis_store.keys import Keys
@@ -34,6 +37,8 @@ from buffer.redis_store.keys import Keys
 KUBERNETES = DOCKER / "kubernetes"
 SCHEMA = "1.32"
 EVERYTHING = COMBINATIONS[-1]
+TABLE_OF_7B = b'{"w":{"dtype":"BF16","shape":[100000,76000],"data_offsets":[0,15200000000]}}'
+HEADER_OF_7B = len(TABLE_OF_7B).to_bytes(8, "little") + TABLE_OF_7B
 FOREIGN = ("keda.sh/", "monitoring.coreos.com/")
 Objects = list[dict[str, Any]]
 Built = Callable[..., Objects]
@@ -267,6 +272,7 @@ def test_redis_knows_its_users_and_nobody_else(
     port = free_ports(1)[0]
     for user in ("learner", "rollout", "monitor"):
         (tmp_path / user).write_text(f"{user} 's password\n")
+    (tmp_path / "memory").write_text(str(8 << 30))
     (script,) = container(built(), "redis")["args"]
     for there, here in (
         ("/run/secrets/redis/", f"{tmp_path}/"),
@@ -286,6 +292,7 @@ def test_redis_knows_its_users_and_nobody_else(
     while not answers(as_user["health"]):
         assert server.poll() is None
     assert as_user["monitor"].xlen(Keys("quickstart").tickets) == 0
+    assert as_user["monitor"].info("memory")["maxmemory"] == 4 << 30  # half of the container's
     with pytest.raises(NoPermissionError):
         as_user["monitor"].set(Keys("quickstart").cursor, 1)
     with redis.Redis(port=port) as nobody, pytest.raises(AuthenticationError):
@@ -400,10 +407,10 @@ def own_settings(objects: Objects) -> dict[str, str]:
 
 
 def user_settings() -> dict[str, str]:
-    """Returns a value of one's own for each setting that a file of docker/kubernetes gives a value to."""
+    """Returns a value of one's own for HUB_MODEL, and for each setting that a file here gives a value to."""
     files = [yaml.safe_load(path.read_text()) for path in KUBERNETES.rglob("kustomization.yaml")]
     maps = [one for file in files for one in file.get("configMapGenerator", [])]
-    given = {line.split("=")[0] for one in maps for line in one.get("literals", [])}
+    given = {line.split("=")[0] for one in maps for line in one.get("literals", [])} | {"HUB_MODEL"}
     numbers = {"LEARNER_PODS": "4", "RANKS_PER_POD": "8"}
     return {name: numbers.get(name, f"my-{name.lower()}") for name in given}
 
@@ -411,7 +418,7 @@ def user_settings() -> dict[str, str]:
 @pytest.mark.parametrize(("overlay", "components"), COMBINATIONS)
 def test_what_the_user_sets_is_what_comes_out(built: Built, overlay: str, components: list[str]):
     mine = user_settings()
-    assert {"CONFIG", "HUB_MODEL", "RUN", "LEARNER_PODS"} <= mine.keys()
+    assert {"CONFIG", "RUN", "LEARNER_PODS", "HF_HOME"} <= mine.keys()
     assert settings(built(overlay, *components, settings=mine)).items() >= mine.items()
 
 
@@ -433,23 +440,99 @@ def test_what_the_page_shows_is_what_comes_out(text: str, tmp_path: Path):
     for one in shown.get("images", []):
         assert f"{one['newName']}@{one['digest']}" in images
     for one in shown.get("patches", []):
-        for change in yaml.safe_load(one["patch"]):
-            value: Any = found(objects, one["target"]["kind"], one["target"]["name"])
-            for step in change["path"].strip("/").split("/"):
-                key = step.replace("~1", "/")
-                value = value[int(key)] if isinstance(value, list) else value[key]
-            assert value == change["value"]
+        for target in targets(objects, **one["target"]):
+            for change in yaml.safe_load(one["patch"]):
+                assert at(target, change["path"]) == change["value"]
 
 
-def test_every_pod_fetches_a_model_of_the_hub_beforehand(built: Built):
+def targets(objects: Objects, kind: str, name: str = ".*") -> Objects:
+    """Returns the objects that a patch of kustomize is for."""
+    named = [x for x in objects if re.fullmatch(kind, x["kind"])]
+    matching = [x for x in named if re.fullmatch(name, x["metadata"]["name"])]
+    assert matching
+    return matching
+
+
+def at(value: Any, path: str) -> Any:
+    """Returns what lies at a JSON pointer."""
+    for step in path.strip("/").split("/"):
+        value = value[int(step)] if isinstance(value, list) else value[step.replace("~1", "/")]
+    return value
+
+
+FAKE_HF = """#!/bin/sh
+echo "$@" >> {log}
+mkdir -p "$4" && touch "$4/config.json"
+"""
+
+
+def fetched(objects: Objects, name: str, root: Path, **environment: str) -> tuple[int, list[str]]:
+    """Runs a service's init container below `root`; returns its exit code and the Hub's requests so far."""
+    (init,) = dict(pods(objects))[name]["initContainers"]
+    script = init["command"][2].replace("/own", f"{root}/own").replace("/runs", f"{root}/runs")
+    (root / "own").mkdir(exist_ok=True)
+    (root / "hf").write_text(FAKE_HF.format(log=root / "asked"))
+    (root / "hf").chmod(0o755)
+    told = {"PATH": f"{root}:{os.environ['PATH']}", **environment}
+    code = subprocess.run([*init["command"][:2], script], env=told, timeout=60).returncode
+    asked = root / "asked"
+    return code, asked.read_text().splitlines() if asked.exists() else []
+
+
+def test_the_learner_alone_fetches_the_weights_and_once(built: Built, tmp_path: Path):
+    """Ranks wait for the first one, which keeps the model beside the runs."""
     objects = built("base", "own-model", "hub")
     claims = [x["metadata"]["name"] for x in objects if x["kind"] == "PersistentVolumeClaim"]
-    assert "own" not in claims and settings(objects)["HUB_MODEL"]
+    assert "own" not in claims
+    model = {"HUB_MODEL": "someone/x-7b"}
+    assert fetched(objects, "learner", tmp_path) == (2, [])
+    code, asked = fetched(objects, "learner", tmp_path, **model, JOB_COMPLETION_INDEX="0")
+    assert code == 0 and ".safetensors" not in asked[0]
+    assert asked[0].startswith(
+        f"download someone/x-7b --local-dir {tmp_path}/runs/.hub/someone/x-7b "
+    )
+    code, asked = fetched(objects, "learner", tmp_path, **model, JOB_COMPLETION_INDEX="1")
+    assert code == 0 and len(asked) == 1
+    assert (tmp_path / "own" / "model" / "config.json").exists()
+    (tmp_path / "own" / "model").unlink()
+    code, asked = fetched(objects, "rollout", tmp_path, **model)
+    assert code == 0 and "--exclude *.safetensors" in asked[1]
+    assert (tmp_path / "own" / "model" / "config.json").exists()
+
+
+def test_a_token_for_the_hub_is_a_file_that_need_not_exist(built: Built):
+    objects = built("base", "own-model", "hub")
+    path = Path(settings(objects)["HF_TOKEN_PATH"])
     for name in ("learner", "rollout"):
         spec = dict(pods(objects))[name]
-        assert [one["name"] for one in spec["initContainers"]] == ["hub"]
-        (volume,) = [v for v in spec["volumes"] if v["name"] == "own"]
-        assert volume.keys() == {"name", "emptyDir"}
+        (volume,) = [v for v in spec["volumes"] if v["name"] == "hub"]
+        assert volume["secret"]["optional"] is True
+        (init,) = spec["initContainers"]
+        assert str(path.parent) in {m["mountPath"] for m in init["volumeMounts"]}
+        for one in spec["containers"]:
+            assert "hub" not in {m["name"] for m in one["volumeMounts"]}
+
+
+def test_workers_fill_the_gpus_beside_the_learners(built: Built):
+    """There are (max_lag + 1) · groups open tickets, and eight GPUs."""
+    objects = built("gpu")
+    run = load(ROOT / settings(objects)["CONFIG"])
+    tickets = (run.learner.max_lag + 1) * run.learner.groups
+    scaled = found(objects, "ScaledObject", "rollout")["spec"]
+    wanted = tickets / int(scaled["advanced"]["scalingModifiers"]["target"])
+    learners = int(container(objects, "learner")["resources"]["limits"]["nvidia.com/gpu"])
+    assert min(wanted, scaled["maxReplicaCount"]) + learners == 8
+
+
+def test_the_volume_of_runs_holds_the_checkpoints_of_7b(built: Built, tmp_path: Path):
+    """Overlay gpu has memory for a model of that size."""
+    (tmp_path / "model.safetensors").write_bytes(HEADER_OF_7B)
+    pretrained = ["model.type=pretrained", f"model.path={tmp_path}"]
+    use = disk_use(load(None, pretrained))
+    claim = found(built("gpu"), "PersistentVolumeClaim", "runs")["spec"]["resources"]["requests"]
+    copy = 2 * 7_600_000_000  # of the Hub
+    assert use.at_once == 4 and use.one == 12 * 7_600_000_000
+    assert use.checkpoints + 2 * copy < int(claim["storage"].removesuffix("Gi")) * 2**30
 
 
 def test_ranks_find_the_first_one_and_only_it_serves(built: Built):
