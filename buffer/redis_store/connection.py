@@ -14,12 +14,11 @@ import redis.asyncio
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 from redis.connection import parse_url
-from redis.exceptions import OutOfMemoryError
+from redis.exceptions import AskError, OutOfMemoryError
 from redis.retry import Retry
 
 from areal_q.errors import BufferGone, BufferUnavailable, ConfigError
 from areal_q.system.credentials import check_redis_url, redis_password, shown
-from buffer.redis_store.redirects import following
 
 _T = TypeVar("_T")
 logger = logging.getLogger(__name__)
@@ -44,50 +43,15 @@ few dozen workers would reach Redis's `maxclients`."""
 
 def connect(url: str) -> redis.Redis:
     options = {"socket_connect_timeout": CONNECT_S, **_options(url)}
-    options |= following(url, asynchronous=False)
     return redis.Redis.from_url(url, retry=Retry(NoBackoff(), 0), **options)
 
 
 def connect_async(url: str) -> redis.asyncio.Redis:
-    options = {**_options(url), **following(url, asynchronous=True)}
-    pool = _Pool.from_url(url, retry=AsyncRetry(NoBackoff(), 0), **options)
-    # For rediss:// redis-py's asyncio pool takes its own class, and not the one that it is given.
-    pool.connection_class = options.get("connection_class", pool.connection_class)
+    options = {"retry": AsyncRetry(NoBackoff(), 0), **_options(url)}
+    pool = redis.asyncio.BlockingConnectionPool.from_url(
+        url, max_connections=CONNECTIONS, timeout=SOCKET_TIMEOUT_S, **options
+    )
     return redis.asyncio.Redis.from_pool(pool)
-
-
-class _Pool(redis.asyncio.ConnectionPool):
-    """CONNECTIONS that tasks take in turn, waiting for one if none is free. redis-py's BlockingConnectionPool
-    does the same with locks and a timeout for every command, which cost a third of a small one."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(max_connections=CONNECTIONS, **options)
-        self._free = asyncio.Semaphore(CONNECTIONS)
-
-    async def get_connection(self, *_: Any, **__: Any) -> Any:
-        if self._free.locked():
-            await self._wait()
-        else:
-            await self._free.acquire()
-        connection = self.get_available_connection()
-        try:
-            await self.ensure_connection(connection)
-        except BaseException:
-            await self.release(connection)
-            raise
-        return connection
-
-    async def _wait(self) -> None:
-        try:
-            async with asyncio.timeout(SOCKET_TIMEOUT_S):
-                await self._free.acquire()
-        except TimeoutError as error:
-            raise redis.ConnectionError("no connection became free") from error
-
-    async def release(self, connection: Any) -> None:
-        self._in_use_connections.remove(connection)
-        self._available_connections.append(connection)
-        self._free.release()
 
 
 def _options(url: str) -> dict[str, Any]:
@@ -180,9 +144,15 @@ class Patience:
         else:
             self._stop.wait(pause_s)
 
-    def over(self) -> None:
-        """Records that Redis answered the operation, be it with a refusal."""
+    def over(self, refusal: redis.ResponseError | None = None) -> None:
+        """Records that Redis answered the operation, be it with a refusal. Raises ConfigError for that of a
+        server of a Redis Cluster which does not have the run: all its keys lie on one."""
         self._outage.answered(after_failure=self._failed)
+        if isinstance(refusal, AskError):  # MovedError is one
+            raise ConfigError(
+                f"{shown(self._url)}: this server of a Redis Cluster does not have the run; name the one "
+                f"that has, {refusal.host}:{refusal.port}"
+            ) from refusal
 
 
 def insist(patience: Patience, call: Callable[[], _T], *, disk: bool = True) -> _T:
@@ -195,7 +165,7 @@ def insist(patience: Patience, call: Callable[[], _T], *, disk: bool = True) -> 
             patience.wait(error)
         except redis.ResponseError as error:
             if not (disk and cannot_persist(error)):
-                patience.over()
+                patience.over(error)
                 raise
             patience.wait(error)
         else:
@@ -219,7 +189,7 @@ async def insist_async(patience: Patience, call: Callable[[], Awaitable[_T]]) ->
             failure = error
         except redis.ResponseError as error:
             if not cannot_persist(error):
-                patience.over()
+                patience.over(error)
                 raise
             failure = error
         if task and task.cancelling() > cancellations:

@@ -4,7 +4,7 @@ import asyncio
 import socket
 import subprocess
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from areal_q.errors import BufferUnavailable
+from areal_q.errors import ConfigError
 from areal_q.messages import Group, Ticket
 from areal_q.system.processes import die_with_parent
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
@@ -143,13 +143,8 @@ def cluster(
         yield made
 
 
-Pause = Callable[[], Awaitable[None]]
-
-
-async def commit_all(
-    url: str, run: str, make_group: Callable[..., Group], after_one: Pause | None = None
-) -> int:
-    """Claims and commits the run's tickets one by one; returns how many. Awaits `after_one` after the first."""
+async def commit_all(url: str, run: str, make_group: Callable[..., Group]) -> int:
+    """Claims and commits the run's tickets one by one; returns how many."""
     worker = WorkerBuffer(url, run, "w", LOST_CLAIM_S, patience_s=HANG_S)
     committed, claims = 0, []
     # An outage that takes longer leaves a claim with nothing.
@@ -157,8 +152,6 @@ async def commit_all(
         claims = await worker.claim(TICKETS, 5.0)
     for claim in claims:
         committed += await worker.commit(claim, make_group(claim.ticket))
-        if committed == 1 and after_one is not None:
-            await after_one()
     await worker.close()
     return committed
 
@@ -179,14 +172,25 @@ def assert_all_taken(learner: LearnerBuffer) -> None:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("number", range(SERVERS))
-def test_a_run_is_found_from_any_server(
+def test_who_names_another_server_is_told_the_run_s_own(
     cluster: Cluster, make_ticket: Callable[..., Ticket], make_group, number: int
 ) -> None:
-    run, others = cluster.run_on(number), [n for n in range(SERVERS) if n != number]
-    learner = begin(cluster.url(others[0]), run, make_ticket)
-    assert asyncio.run(commit_all(cluster.url(others[1]), run, make_group)) == TICKETS
+    run, wrong = cluster.run_on(number), cluster.url((number + 1) % SERVERS)
+    mistaken = LearnerBuffer(wrong, run, patience_s=HANG_S)
+    with pytest.raises(ConfigError, match=f"name the one that has, .*:{cluster.ports[number]}"):
+        mistaken.forget()
+    mistaken.close()
+
+    async def claim() -> None:
+        worker = WorkerBuffer(wrong, run, "w", LOST_CLAIM_S, patience_s=HANG_S)
+        with pytest.raises(ConfigError, match=f":{cluster.ports[number]}"):
+            await worker.claim(1, 0.0)
+        await worker.close()
+
+    asyncio.run(claim())
+    learner = begin(cluster.url(number), run, make_ticket)
+    assert asyncio.run(commit_all(cluster.url(number), run, make_group)) == TICKETS
     assert_all_taken(learner)
-    assert cluster.clients[number].exists(Keys(run).groups)
 
 
 @pytest.mark.timeout(60)
@@ -194,28 +198,10 @@ def test_a_killed_server_holds_up_only_its_own_runs(
     cluster: Cluster, make_ticket: Callable[..., Ticket], make_group
 ) -> None:
     mine, other = cluster.run_on(1), cluster.run_on(2)
-    learners = [begin(cluster.url(0), run, make_ticket) for run in (mine, other)]
-
-    async def kill_and_start_again() -> None:
-        cluster.kill(1)
-        assert await commit_all(cluster.url(0), other, make_group) == TICKETS
-        assert_all_taken(learners[1])
-        cluster.start(1)
-
-    done = commit_all(cluster.url(0), mine, make_group, kill_and_start_again)
-    assert asyncio.run(done) == TICKETS
-    assert_all_taken(learners[0])
-
-
-def test_a_run_whose_server_stays_away_is_told_so(
-    cluster: Cluster, make_ticket: Callable[..., Ticket]
-) -> None:
-    begin(cluster.url(0), run := cluster.run_on(2), make_ticket).close()
-    cluster.kill(2)
-    learner = LearnerBuffer(cluster.url(0), run, patience_s=1.0)
-    try:
-        with pytest.raises(BufferUnavailable, match=f"127.0.0.1:{cluster.ports[0]}"):
-            learner.publish_run("", {})
-    finally:
-        learner.close()
-        cluster.start(2)
+    held, free = (begin(cluster.url(n), run, make_ticket) for n, run in ((1, mine), (2, other)))
+    cluster.kill(1)
+    assert asyncio.run(commit_all(cluster.url(2), other, make_group)) == TICKETS
+    assert_all_taken(free)
+    cluster.start(1)
+    assert asyncio.run(commit_all(cluster.url(1), mine, make_group)) == TICKETS
+    assert_all_taken(held)
