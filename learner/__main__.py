@@ -85,7 +85,7 @@ def main(
     if config and not run_dir and is_follower():
         return _follow(load(config, overrides))
     if run_dir and not config and not overrides and is_follower():
-        return _follow(load(run_dir / "config.toml", recorded=True))
+        return _follow(load(run_dir / "config.toml"))
     if config and not run_dir:
         claim = _as_service(config, overrides or [])
     elif run_dir and not config and not overrides:
@@ -123,12 +123,12 @@ def _as_service(config: Path, overrides: list[str]) -> Iterator[tuple[Run, Path,
         if moved:
             logger.info("an earlier run without a checkpoint was in %s: now %s", directory, moved)
         logger.info("%s in %s", "resuming" if resume else "starting", directory)
-        yield load(directory / "config.toml", recorded=True), directory, resume
+        yield load(directory / "config.toml"), directory, resume
 
 
 @contextmanager
 def _under_launcher(directory: Path, resume: bool) -> Iterator[tuple[Run, Path, bool]]:
-    yield load(directory / "config.toml", recorded=True), directory, resume
+    yield load(directory / "config.toml"), directory, resume
 
 
 def _learn(

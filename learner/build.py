@@ -319,9 +319,7 @@ def _build(
     recorded = _recorded(directory, start) | buffer.unread_digests() if state else {}
     keep = run.learner.versions_kept
     forks = forks_at(start, state.forks, keep) if state else []
-    history = VersionHistory(
-        keep, state.digests if state else None, min(forks, default=0), resumed=bool(state)
-    )
+    history = VersionHistory(keep, state.digests if state else None, min(forks, default=0))
     uses = state.uses if state else None
     pool = ReplayPool(run.buffer, run.learner, run.seed, run.steps, buffer.position, uses)
     weight_server = WeightServer(announce, fetch, run.broadcast)

@@ -76,20 +76,13 @@ def set_arithmetic(threads: int, device: str) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # all that is read was written
 
 
-def machine_name(
-    device: str,
-    backend: str = "torch",
-    *,
-    processor: str | None = None,
-    threads: int | None = None,
-) -> str:
+def machine_name(device: str, backend: str = "torch", *, threads: int | None = None) -> str:
     """Returns what a step's rounding depends on, as text: torch, device, processor, threads, ranks, backend.
 
-    `processor` is this machine's by default; "" leaves it out, as in records of earlier program versions.
     `threads` are torch's at present by default.
     """
     where = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
-    if name := _processor() if processor is None else processor:
+    if name := _processor():
         where += f", {name}"
     capability = torch.backends.cpu.get_cpu_capability()
     ranks = os.environ.get("WORLD_SIZE", "1")

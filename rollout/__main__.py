@@ -107,7 +107,7 @@ def main(
         check_free("rollout.serve (--serve)", *bound_to(*address)[:2])
     if config:
         # The learner may be at its warm start for hours; what is wrong with the settings is said before that.
-        build_parts(load(config, recorded=True), run, address)
+        build_parts(load(config), run, address)
     progress = exporter.progress = Progress(*([watchdog] if watchdog else []))
     if watchdog:
         Watchdog(progress).start()

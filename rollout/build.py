@@ -119,7 +119,7 @@ async def _serve(
     try:
         info = await buffer.run.unfinished(finished_wait_s)
         buffer.run.join(info)
-        run = parse(info.config, f"run {run_name}", recorded=True)
+        run = parse(info.config, f"run {run_name}")
         buffer.claim_timeout_s = run.buffer.claim_timeout_s
         buffer.max_deliveries = run.buffer.max_deliveries
         torch.set_num_threads(run.rollout.threads)

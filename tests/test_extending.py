@@ -145,7 +145,7 @@ EDITS: dict[str, Edits] = {
     },
     "A log column": {
         "buffer/logs/step_log.py": [
-            (r"_SCHEMA_VERSION = 2\n", "_SCHEMA_VERSION = 3\n"),
+            (r"_SCHEMA_VERSION = 1\n", "_SCHEMA_VERSION = 2\n"),
             (r"(    metrics: dict\[str, float\]\n)", r"\1    mine: int = 0\n"),
         ],
         "learner/loop.py": [(r"(StepRecord\(\n)", r"\1            mine=7,\n")],

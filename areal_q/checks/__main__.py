@@ -12,7 +12,7 @@ from areal_q.system.command import run_command
 
 
 def main() -> None:
-    run = parse(sys.stdin.read(), "settings", recorded=True)
+    run = parse(sys.stdin.read(), "settings")
     for found in findings(run, check_model(run)):
         mark = "warning: " if found.level == "warning" else ""
         fix = f"; take {found.fix}" if found.fix else ""

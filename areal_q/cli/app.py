@@ -125,7 +125,7 @@ def _settings(config: str | None, overrides: list[str], resume: bool, name: str 
         if path is None:
             raise ConfigError("run: a CONFIG is needed, such as quickstart")
         if path.is_dir():
-            return load(path / "config.toml", named, recorded=True)
+            return load(path / "config.toml", named)
         return load(path, named)
     if path is None:
         path = Path("runs", name) if name else run_dir.newest(Path("runs"))
@@ -172,7 +172,7 @@ def watch(
         _become(
             "buffer.report", [str(directory), "--serve", "--port", str(port), *["--open"] * open]
         )
-    follow(load(directory / "config.toml", recorded=True), directory)
+    follow(load(directory / "config.toml"), directory)
 
 
 @app.command(context_settings=PASS_THROUGH)

@@ -6,29 +6,22 @@ Invalid enum value 'int7' - at `$.rollout.format`
     → rollout.format = 'int7': no such choice; did you mean 'int8'? It is one of bf16, fp8, …
 """
 
-import logging
-import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from msgspec.inspect import LiteralType, StructType, Type, UnionType
 
 from areal_q.config.run import Run
 
-T = TypeVar("T", bound=msgspec.Struct)
 Table = dict[str, Any]
-logger = logging.getLogger(__name__)
 _MESSAGE = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?")
 _EXPECTED = re.compile(
     r"Expected `(?P<kinds>.*?)`(?: (?P<sign>[<>]=?) (?P<bound>\S+?))?(?: of length (?P<length>\d+))?"
     r"(?:, got `?(?P<got>\w+)`?)?"
-)
-_BEYOND = re.compile(
-    r"Expected `(?P<kind>int|float)` (?P<sign><=|>=|<) (?P<bound>\S+)(?: - at `\$(?P<path>.*)`)?"
 )
 BOUNDS = {">=": "at least", ">": "above", "<=": "at most", "<": "below"}
 _KINDS = {
@@ -189,56 +182,3 @@ def _paths(kind: Type, prefix: str) -> Iterator[str]:
         for field in struct.fields:
             yield prefix + field.name
             yield from _paths(field.type, f"{prefix}{field.name}.")
-
-
-def convert_recorded(table: Table, kind: type[T], source: str) -> T:
-    """Returns the settings of `table`, which the program wrote itself, as a `kind`. A number beyond a bound
-    that came later is taken as that bound, with a warning that names `source`. Any other fault raises
-    msgspec.ValidationError."""
-    while True:
-        try:
-            return msgspec.convert(table, kind)
-        except msgspec.ValidationError as error:
-            if (moved := within_bound(table, error, source)) is None:
-                raise
-            table = moved
-
-
-def within_bound(table: Table, error: msgspec.ValidationError, source: str) -> Table | None:
-    """Returns `table` with the number that `error` complains of on its bound; None if that is not what it
-    complains of, or the number is none."""
-    found = _BEYOND.fullmatch(str(error))
-    if found is None or found["path"] is None:
-        return None
-    keys = [int(k) if k.isdecimal() else k for k in re.findall(r"[^.\[\]]+", found["path"])]
-    value: Any = table
-    for key in keys:
-        value = value[key]
-    if not keys or math.isnan(value):
-        return None
-    bound = _nearest(found["kind"], found["sign"], found["bound"])
-    path = found["path"].removeprefix(".")
-    warn(f"{source}: {path} = {value}: taken as {bound}, the bound that it has by now")
-    return _replaced(table, keys, bound)
-
-
-def _nearest(kind: str, sign: str, bound: str) -> float:
-    """Returns the number within the bound that is nearest to it."""
-    if kind == "int":
-        return int(bound) - (sign == "<")
-    return math.nextafter(float(bound), -math.inf) if sign == "<" else float(bound)
-
-
-def _replaced(part: Any, keys: Sequence[str | int], value: float) -> Any:
-    if not keys:
-        return value
-    first, *rest = keys
-    copy = list(part) if isinstance(first, int) else dict(part)
-    copy[first] = _replaced(part[first], rest, value)  # pyright: ignore[reportCallIssue, reportArgumentType]
-    return copy
-
-
-@cache
-def warn(sentence: str) -> None:
-    """Logs a warning, once however often the settings are read."""
-    logger.warning(sentence)

@@ -1,7 +1,6 @@
 """Settings = defaults ← TOML file ← `a.b=c` overrides: merged as tables, converted once."""
 
 import hashlib
-import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 import msgspec
 
 from areal_q.config import shipped
-from areal_q.config.faults import fault, warn, within_bound
+from areal_q.config.faults import fault
 from areal_q.config.rules import broken_rules
 from areal_q.config.run import Run
 from areal_q.config.tasks import Python
@@ -18,18 +17,11 @@ from areal_q.errors import ConfigError, SettingsError
 
 Table = dict[str, Any]
 COMMAND_LINE = "on the command line"
-UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*?)`(?: - at `\$\.?(?P<path>.*)`)?")
 
 
-def load(
-    path: str | Path | None = None, overrides: list[str] | None = None, recorded: bool = False
-) -> Run:
+def load(path: str | Path | None = None, overrides: list[str] | None = None) -> Run:
     """Returns the settings of a run, from a file or a configuration that comes with the program, by its name.
-
-    Raises ConfigError with the file or dotted path at fault. `recorded` settings are those of a run that was
-    made, maybe by an earlier version: a rule that they break, and a setting that there is no longer, are
-    warnings.
-    """
+    Raises ConfigError with the file or dotted path at fault."""
     if path is None:
         return parse("", "settings", overrides)
     try:
@@ -40,30 +32,21 @@ def load(
         raise ConfigError(f"{path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: is not UTF-8 text: {error}") from error
-    return parse(text, str(path), overrides, recorded)
+    return parse(text, str(path), overrides)
 
 
-def parse(
-    toml: str, source: str, overrides: list[str] | None = None, recorded: bool = False
-) -> Run:
+def parse(toml: str, source: str, overrides: list[str] | None = None) -> Run:
     """Like `load`, from the text of a file; `source` names it in errors."""
     try:
         table = tomllib.loads(toml)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{source}: {error}") from error
-    table = _known(table, source) if recorded else table
-    run, broken = _overridden(table, source, overrides or [])
-    if broken and not recorded:
-        raise SettingsError("\n".join(f"{source}: {it}" for it in broken))
-    for it in broken:
-        warn(f"{source}: {it}; taken as it is, since the run was made with it")
-    return run
+    return _overridden(table, source, overrides or [])
 
 
 def override(run: Run, *overrides: str) -> Run:
-    """Returns `run` with `a.b=c` settings replaced, checked like a file, but for rules that `run` itself
-    breaks."""
-    return _overridden(msgspec.to_builtins(run), "settings", overrides)[0]
+    """Returns `run` with `a.b=c` settings replaced, checked like a file."""
+    return _overridden(msgspec.to_builtins(run), "settings", overrides)
 
 
 def as_before(run: Run, before: Run) -> Run:
@@ -76,21 +59,17 @@ def as_before(run: Run, before: Run) -> Run:
     return msgspec.structs.replace(run, learner=learner, rollout=rollout)
 
 
-def _overridden(table: Table, source: str, overrides: Sequence[str]) -> tuple[Run, list[str]]:
-    """Returns the run and the rules that it breaks where `table` breaks them by itself. Raises SettingsError
-    with a line for each fault where there is any other; those that `table` does not have are the command
+def _overridden(table: Table, source: str, overrides: Sequence[str]) -> Run:
+    """Raises SettingsError with a line for each fault; those that `table` does not have are the command
     line's."""
     together = table
     for text in overrides:
         together = merge(together, _parse_override(text))
     run = _convert(together)
     if isinstance(run, Run):
-        return run, []
-    found = _convert(table) if overrides else run
-    own = found if isinstance(found, list) else []
-    if (built := _built(together)) and all(it in own for it in run):
-        return built, run
-    places = (source if it in own else COMMAND_LINE for it in run)
+        return run
+    own = _convert(table) if overrides else run
+    places = (source if isinstance(own, list) and it in own else COMMAND_LINE for it in run)
     raise SettingsError("\n".join(f"{place}: {it}" for place, it in zip(places, run, strict=True)))
 
 
@@ -118,38 +97,6 @@ def _convert(table: Table) -> Run | list[str]:
     except msgspec.ValidationError as error:
         return [fault(error, table)]
     return broken_rules(run) or run
-
-
-def _built(table: Table) -> Run | None:
-    """Returns the run that `table` describes, whatever rules it breaks; None where it does not convert."""
-    try:
-        return _with_schedule(msgspec.convert(merge(msgspec.to_builtins(Run()), table), Run))
-    except msgspec.ValidationError:
-        return None
-
-
-def _known(table: Table, source: str) -> Table:
-    """Returns `table` without the settings that there are not, and with numbers within their bounds, each with
-    a warning."""
-    merged = merge(msgspec.to_builtins(Run()), table)
-    try:
-        msgspec.convert(merged, Run)
-    except msgspec.ValidationError as error:
-        if found := UNKNOWN.fullmatch(str(error)):
-            keys = [key for key in (found["path"] or "").split(".") if key]
-            path = ".".join([*keys, found["name"]])
-            warn(f"{source}: {path}: there is no such setting any more; left out")
-            return _known(_without(table, [*keys, found["name"]]), source)
-        if moved := within_bound(merged, error, source):
-            return _known(moved, source)
-    return table
-
-
-def _without(table: Table, path: Sequence[str]) -> Table:
-    first, *rest = path
-    if not rest:
-        return {key: value for key, value in table.items() if key != first}
-    return table | {first: _without(table[first], rest)}
 
 
 def _with_schedule(run: Run) -> Run:

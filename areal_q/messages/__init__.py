@@ -41,7 +41,6 @@ from areal_q.messages.trajectories import (
 )
 from areal_q.messages.weight_sync import (
     MAX_CREDIT as MAX_CREDIT,
-    RUN_ID as RUN_ID,
     Announce as Announce,
     Broadcast as Broadcast,
     ChunkReply as ChunkReply,

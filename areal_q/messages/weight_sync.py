@@ -6,8 +6,6 @@ import msgspec
 
 from areal_q.messages.trajectories import MESSAGE_SCHEMA
 
-RUN_ID = "run_id"
-"""Key in Manifest.extra of the run's id."""
 MAX_CREDIT = 64
 """Most chunks that a worker may ask for ahead; the server's queue for one worker is sized by it."""
 
@@ -46,6 +44,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     schema: int = MESSAGE_SCHEMA
     run: str
+    run_id: str = ""
+    """The id that tells runs of one name apart; "" where the learner does not say it."""
     epoch: str
     """Changes whenever a learner starts, so that a version number is never reused for other weights."""
     version: int
@@ -61,15 +61,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     noise: Noise | None = None
     extra: dict[str, Any] = {}
     """Small facts that belong to the tensors: numbers, words, lists of them."""
-
-    @property
-    def run_id(self) -> str:
-        """The id that tells runs of one name apart; "" where the learner does not say it.
-
-        It stands in `extra`, not in a field: deltas are compressed with the encoded manifest of their base, so
-        programs that know a field and ones that do not could not read each other's, and a relay would drop it.
-        """
-        return str(self.extra.get(RUN_ID, ""))
 
 
 class Announce(msgspec.Struct, frozen=True, kw_only=True, tag="announce"):

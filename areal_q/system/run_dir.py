@@ -124,7 +124,7 @@ def claimed(run: Run, resume: bool) -> Iterator[tuple[Path, Path | None]]:
         (directory / "logs").mkdir(parents=True, exist_ok=True)
         handle = _lock(directory)
         file = directory / "config.toml"
-        before = load(file, recorded=True) if resume else None
+        before = load(file) if resume else None
         file.write_text(dump_toml(_dated(with_absolute_files(run), before)), "utf-8")
     except OSError as error:
         raise ConfigError(f"{directory}: {error.strerror}") from error
@@ -145,7 +145,7 @@ def resumed(directory: Path, overrides: list[str]) -> Run:
         raise CheckpointError(f"{directory}: no checkpoint to resume from; start the run afresh")
     # A directory may have been renamed or moved; its run takes the new name and root.
     place = [f'name="{directory.name}"', f'root="{directory.parent}"']
-    saved = load(directory / "config.toml", place, recorded=True)
+    saved = load(directory / "config.toml", place)
     again = as_before(override(saved, *overrides), saved)
     _check_unchanged(saved, again)
     if (step := _newest_step(directory)) > again.steps:
@@ -166,7 +166,7 @@ def resumes(run: Run) -> Run | None:
     if not has_checkpoint(directory):
         return None
     place = [f'name="{run.name}"', f'root="{run.root}"']
-    saved = load(directory / "config.toml", place, recorded=True)
+    saved = load(directory / "config.toml", place)
     again = as_before(run, saved)
     _check_unchanged(saved, again)
     return again
@@ -183,10 +183,8 @@ def keep_settings(directory: Path, run: Run) -> None:
 
 
 def settings_of(directory: Path, step_settings: str) -> Run:
-    """Returns the settings with the hash `step_settings`, as the step log names them, or those in force if they
-    were not kept, as in runs of earlier program versions."""
-    kept = {path.stem: path for path in (directory / SETTINGS_DIR).glob("*.toml")}
-    return load(kept.get(step_settings, directory / "config.toml"), recorded=True)
+    """Returns the settings with the hash `step_settings`, as the step log names them."""
+    return load(directory / SETTINGS_DIR / f"{step_settings}.toml")
 
 
 def _check_unchanged(saved: Run, again: Run) -> None:

@@ -55,11 +55,8 @@ def write_stops(directory: Path, stops: Mapping[int, Stop]) -> None:
 
 
 def read_stops(directory: Path) -> dict[int, Stop]:
-    """Returns what `write_stops` wrote; nothing for a run of an earlier version, which has no such file. Raises
-    LogError if the file cannot be read."""
+    """Returns what `write_stops` wrote. Raises LogError if the file cannot be read."""
     file = directory / STOPS_FILE
-    if not file.exists():
-        return {}
     try:
         return msgspec.json.decode(file.read_bytes(), type=dict[int, Stop])
     except (OSError, msgspec.DecodeError) as error:

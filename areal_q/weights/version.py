@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from areal_q.errors import WeightVersionError
-from areal_q.messages import RUN_ID, Manifest, Noise, TensorSpec
+from areal_q.messages import Manifest, Noise, TensorSpec
 from areal_q.weights import shared_memory
 
 ALIGNMENT = 64
@@ -144,6 +144,7 @@ def pack_version(
         )
     manifest = Manifest(
         run=run,
+        run_id=run_id,
         epoch=epoch,
         version=version,
         format=format,
@@ -154,7 +155,7 @@ def pack_version(
         digest=digest_of(specs),
         published_s=published_s,
         noise=noise,
-        extra=(extra or {}) | ({RUN_ID: run_id} if run_id else {}),
+        extra=extra or {},
     )
     return WeightVersion(manifest, payload, _views(manifest, payload))
 

@@ -25,7 +25,7 @@ def open_run(
     """Yields a client and the run's name. Raises ConfigError if the arguments name no run, and
     BufferUnavailable if its Redis does not answer."""
     if directory is not None and url is None and run is None:
-        name = load(directory / "config.toml", recorded=True).name
+        name = load(directory / "config.toml").name
         where = _server_of(directory)
     elif directory is None and run is not None and (url or os.environ.get("REDIS_URL")):
         name, where = run, _at(url or os.environ["REDIS_URL"])

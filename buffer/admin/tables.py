@@ -135,7 +135,7 @@ def tokenizer_of(client: redis.Redis, run: str) -> Tokenizer | None:
     if not config:
         return None
     try:
-        settings = parse(config.decode(), f"run {run}", recorded=True)
+        settings = parse(config.decode(), f"run {run}")
         return build_tokenizer(settings.model, settings.task)
     except (UserError, ImportError, OSError):
         return None

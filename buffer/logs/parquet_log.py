@@ -235,8 +235,7 @@ def _parts(directory: Path) -> list[Path]:
 
 
 def _remove_leftovers(directory: Path) -> int:
-    names = (".part-*.parquet.tmp", "part-*.parquet.tmp")  # earlier versions used the second name
-    leftovers = [path for name in names for path in directory.glob(name)]
+    leftovers = list(directory.glob(".part-*.parquet.tmp"))
     for path in leftovers:
         logger.info("%s: unfinished, removed", path)
         path.unlink()

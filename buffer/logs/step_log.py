@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from buffer.logs.parquet_log import LogFormat, ParquetLog, row_groups
 
-_SCHEMA_VERSION = 2
+_SCHEMA_VERSION = 1
 _METADATA_KEY = b"areal-q-steps-schema"
 
 
@@ -23,8 +23,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     seeds: list[int]
     """The seeds of these tickets: response i of a group was drawn with seed + i."""
     weights: list[float] = []
-    """Weights of these groups' advantages, from a sampler with priorities. Empty means that all are 1. Schema 1
-    lacks this column."""
+    """Weights of these groups' advantages, from a sampler with priorities. Empty means that all are 1."""
     base_digest: str
     """The digest of version s as published (areal_q/weights/version.py)."""
     digest: str

@@ -2,16 +2,15 @@
 
 Of the step:        step, version (the learner's, when it took the group), place (of the group in the batch)
 Of the ticket:      ticket_schema, run, number, purpose, admitted (the ticket's `step`), prompt, answer,
-                    prompt_ids, group_size, seed, sampling, since schema 3 min_p and stop (both of the sampling;
-                    stop is JSON), since schema 5 run_id
+                    prompt_ids, group_size, seed, sampling, stop (of the sampling, as JSON), run_id
 Of the group:       group_schema, worker, engine, weight_format, started_s, finished_s
 Of the trajectory:  index, response_ids, behavior_logprobs, loss_mask, spans, finish_reason, reward,
                     reward_parts, routes (raw little-endian bytes, empty where there are none), routes_shape
-                    ([N, L, K]; [] where there are none), since schema 4 valid and failure (the cause; empty
-                    where the reward did not fail)
+                    ([N, L, K]; [] where there are none), valid, failure (the cause; empty where the reward did
+                    not fail)
 
-The names are those of areal_q.messages, which gives their units and shapes. A column that is added later needs
-a default for the files that lack it, and a higher _SCHEMA_VERSION.
+The names are those of areal_q.messages, which gives their units and shapes. After the first release a column
+that is added needs a default for the files that lack it, and a higher _SCHEMA_VERSION.
 """
 
 import math
@@ -23,12 +22,11 @@ import numpy as np
 import pyarrow as pa
 
 from areal_q.config import Sampling
-from areal_q.config.faults import convert_recorded
 from areal_q.errors import RecordError
 from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan
 from buffer.logs.parquet_log import LogFormat
 
-_SCHEMA_VERSION = 5
+_SCHEMA_VERSION = 1
 _METADATA_KEY = b"areal-q-log-schema"
 
 _SAMPLING = pa.struct(
@@ -37,6 +35,7 @@ _SAMPLING = pa.struct(
         ("top_p", pa.float64()),
         ("top_k", pa.int64()),
         ("max_tokens", pa.int64()),
+        ("min_p", pa.float64()),
     ]
 )
 _SPANS = pa.list_(
@@ -74,7 +73,6 @@ TRAJECTORY_SCHEMA = pa.schema(
         ("reward_parts", pa.map_(pa.string(), pa.float64())),
         ("routes", pa.binary()),
         ("routes_shape", pa.list_(pa.int32())),
-        ("min_p", pa.float64()),
         ("stop", pa.string()),
         ("valid", pa.bool_()),
         ("failure", pa.string()),
@@ -84,9 +82,9 @@ TRAJECTORY_SCHEMA = pa.schema(
 )
 TRAJECTORY_LOG_FORMAT = LogFormat(TRAJECTORY_SCHEMA, _METADATA_KEY, _SCHEMA_VERSION)
 
-_TICKET_FIELDS = ("run", "number", "purpose", "prompt", "answer", "group_size", "seed")
+_TICKET_FIELDS = ("run", "run_id", "number", "purpose", "prompt", "answer", "group_size", "seed")
 _GROUP_FIELDS = ("worker", "engine", "weight_format", "started_s", "finished_s")
-_TRAJECTORY_FIELDS = ("index", "finish_reason", "reward")
+_TRAJECTORY_FIELDS = ("index", "finish_reason", "reward", "valid")
 _TOKEN_FIELDS = ("response_ids", "behavior_logprobs", "loss_mask")
 
 
@@ -102,13 +100,10 @@ def groups_to_table(step: int, version: int, groups: list[Group]) -> pa.Table:
         "admitted": [t.step for t in tickets],
         "prompt_ids": _lists([t.prompt_ids for t in tickets]),
         "sampling": [msgspec.to_builtins(t.sampling) for t in tickets],
-        "run_id": [t.run_id for t in tickets],
-        "min_p": [t.sampling.min_p for t in tickets],
         "stop": [msgspec.json.encode(t.sampling.stop).decode() for t in tickets],
         "group_schema": [g.schema for _, g, _ in rows],
         "spans": [msgspec.to_builtins(t.spans) for _, _, t in rows],
         "reward_parts": [list(t.reward_parts.items()) for _, _, t in rows],
-        "valid": [t.valid for _, _, t in rows],
         "failure": [t.failure or "" for _, _, t in rows],
         "routes": [bytes(t.routes.data) if t.routes else b"" for _, _, t in rows],
         "routes_shape": [list(t.routes.shape) if t.routes else [] for _, _, t in rows],
@@ -144,7 +139,6 @@ def _group(rows: list[dict[str, Any]]) -> Group:
         step=first["admitted"],
         sampling=_sampling(first),
         prompt_ids=first["prompt_ids"],
-        run_id=first.get("run_id") or "",
         **{name: first[name] for name in _TICKET_FIELDS},
     )
     return Group(
@@ -157,9 +151,8 @@ def _group(rows: list[dict[str, Any]]) -> Group:
 
 def _sampling(row: dict[str, Any]) -> Sampling:
     try:
-        stop = msgspec.json.decode(row.get("stop") or "[]")
-        table = {**row["sampling"], "min_p": row.get("min_p") or 0.0, "stop": stop}
-        return convert_recorded(table, Sampling, "the log's sampling settings")
+        stop = msgspec.json.decode(row["stop"])
+        return msgspec.convert({**row["sampling"], "stop": stop}, Sampling)
     except (msgspec.ValidationError, msgspec.DecodeError) as error:
         raise RecordError(f"sampling settings of ticket {row['number']}: {error}") from error
 
@@ -169,15 +162,14 @@ def _trajectory(row: dict[str, Any]) -> Trajectory:
         spans=[VersionSpan(**span) for span in row["spans"]],
         reward_parts=dict(row["reward_parts"]),
         routes=_routes(row),
-        valid=row.get("valid", True),  # a log of a schema before 4 lacks both
-        failure=row.get("failure") or None,
+        failure=row["failure"] or None,
         **{name: row[name] for name in (*_TRAJECTORY_FIELDS, *_TOKEN_FIELDS)},
     )
 
 
 def _routes(row: dict[str, Any]) -> Array | None:
-    """Returns the experts that tokens were sent to; None if there are none, as in a log of schema 1."""
-    shape = tuple(row.get("routes_shape") or ())
+    """Returns the experts that tokens were sent to; None if there are none."""
+    shape = tuple(row["routes_shape"])
     if not shape:
         return None
     wide = len(row["routes"]) == 2 * math.prod(shape)

@@ -122,9 +122,7 @@ class Listed:
 
 
 def _coded(table: pa.Table, name: str, code: Callable[[str], int]) -> np.ndarray:
-    """Returns int32 [N]: the code of each text in a column; 0 for an older log, which has no such column."""
-    if name not in table.column_names:
-        return np.zeros(len(table), np.int32)
+    """Returns int32 [N]: the code of each text in a column."""
     texts = table[name].combine_chunks().dictionary_encode()
     codes = np.array([code(text) for text in texts.dictionary.to_pylist()], np.int32)
     return codes[texts.indices.to_numpy()]

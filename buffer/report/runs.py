@@ -65,7 +65,7 @@ class Reported:
         if not (directory / "config.toml").is_file():
             raise LogError(f"{directory}: no such run")
         self.directory = directory
-        self.run: Run = load(directory / "config.toml", recorded=True)
+        self.run: Run = load(directory / "config.toml")
         self.name = self.run.name
         self.records: list[Record] = []
         self.index = Index(directory)

@@ -94,8 +94,7 @@ class Groups:
         place = rows["place"].to_numpy()
         starts = np.flatnonzero(np.diff(place, prepend=-1)).tolist()
         groups = rows.select([*_TICKET, *_GROUP, "prompt_ids"]).take(starts).to_pylist()
-        each = rows.select([name for name in _TRAJECTORY if name in rows.column_names])
-        trajectories = [_trajectory(row) for row in each.to_pylist()]
+        trajectories = [_trajectory(row) for row in rows.select(_TRAJECTORY).to_pylist()]
         for group, start, stop in zip(groups, starts, [*starts[1:], len(rows)], strict=True):
             # JavaScript cannot represent all integers beyond 2^53.
             group["seed"] = str(group["seed"])
@@ -109,7 +108,7 @@ def _trajectory(row: dict[str, Any]) -> dict[str, Any]:
         "index": row["index"],
         "length": sum(span["tokens"] for span in row["spans"]),
         "reward": row["reward"],
-        "failure": row.get("failure") or "",
+        "failure": row["failure"],
         "parts": row["reward_parts"],
         "finish": row["finish_reason"],
         "spans": [[s["version"], s["tokens"], s["digest"]] for s in row["spans"]],

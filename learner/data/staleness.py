@@ -15,14 +15,7 @@ class VersionHistory:
     """The digests of this history's newest versions, and the version at which it forked off an abandoned
     one."""
 
-    def __init__(
-        self,
-        keep: int,
-        digests: dict[int, str] | None = None,
-        fork: int = 0,
-        *,
-        resumed: bool = True,
-    ) -> None:
+    def __init__(self, keep: int, digests: dict[int, str] | None = None, fork: int = 0) -> None:
         self.keep = keep
         """Number of versions that are remembered (LearnerConfig.versions_kept); older ones are never within the
         staleness bound."""
@@ -30,10 +23,6 @@ class VersionHistory:
         """Digest of each version that is remembered."""
         self.fork = fork
         """The version up to which this history and the abandoned ones are known to be the same."""
-        self.resumed = resumed
-        """False for a run that never resumed. It has no abandoned history, so that unknown weights are those of
-        an earlier run of its name. Workers refuse these by the run's id, which learners of older program
-        versions do not send."""
 
     def add(self, version: int, digest: str) -> None:
         """Remembers a version of this history, and forgets those that are too old."""
@@ -50,7 +39,7 @@ class VersionHistory:
             return now - span.version
         if span.version <= now - self.keep:  # no longer remembered, and too old in any history
             return now - span.version
-        if self.resumed and span.version > self.fork:
+        if span.version > self.fork:
             return (span.version - self.fork) + (now - self.fork)
         return max(now - span.version, self.keep)
 

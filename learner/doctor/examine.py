@@ -58,8 +58,7 @@ def examine(directory: Path, first: int | None, stop: int | None, console: Conso
         raise LogError(f"{directory / 'steps'}: no record of step {first}")
     logged = iter_log(directory / "trajectories", first, stop, validate=False)
     model = _model(directory)
-    ends = read_stops(directory) or (model.eos_ids if model else ())
-    facts = look_at(logged, tuple(ends))
+    facts = look_at(logged, tuple(read_stops(directory)))
     probe = Probe(VersionSettings.of(run), run.learner.max_lag, first)
     exact, note = None, ""
     if facts.missing or facts.positive:

@@ -125,9 +125,9 @@ class Replay:
 
     def _alike(self, record: StepRecord) -> bool:
         cfg = self.settings_at(record).learner
-        here = [machine_name(cfg.device, processor=p, threads=cfg.threads) for p in (None, "")]
+        here = machine_name(cfg.device, threads=cfg.threads)
         cut = cfg.microbatch_tokens
-        return record.machine in here and record.metrics.get(MICROBATCH, cut) == cut
+        return record.machine == here and record.metrics.get(MICROBATCH, cut) == cut
 
     def settings_at(self, record: StepRecord) -> Run:
         """Returns the settings with which the step of `record` is replayed: those of the record, changed by the
@@ -189,8 +189,6 @@ class Replay:
         return [n for n in names if n not in saved or n not in now or not _equal(saved[n], now[n])]
 
     def _restored(self) -> TorchPolicy:
-        if not self.state.model:
-            raise CheckpointError(f"{self.checkpoint}: written before checkpoints held their model")
         run = self.present
         model = Decoder(DecoderConfig.from_hf(self.state.model)).to(run.learner.device)
         set_precision(model, PrecisionSettings.of(run))
@@ -207,7 +205,7 @@ def recorded_settings(directory: Path) -> Run:
     """Returns the settings of the run in `directory`. Raises LogError if there is no run."""
     if not (directory / "config.toml").is_file():
         raise LogError(f"{directory}: no such run")
-    return load(directory / "config.toml", recorded=True)
+    return load(directory / "config.toml")
 
 
 def with_settings(policy: TorchPolicy, run: Run) -> TorchPolicy:

@@ -218,7 +218,7 @@ def settings_of(
     path = model / "hf" if (model / "hf").is_dir() else model
     if config is None and task is None:
         raise ConfigError(f"{model}: not a run's directory, so --task is needed")
-    if data and task is None and not hasattr(load(config, recorded=True).task, "path"):
+    if data and task is None and not hasattr(load(config).task, "path"):
         raise ConfigError(f"--data {data}: the run's own task reads no file, so --task is needed")
     if task and task not in (known := sorted({*BENCHMARKS, *task_types()})):
         raise ConfigError(f"--task {task}: none of {', '.join(known)}")

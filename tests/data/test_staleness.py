@@ -77,11 +77,3 @@ def test_only_forks_within_the_bound_matter():
     assert forks_at(4, [2], keep=4) == [2, 4]
     assert forks_at(6, [2, 4], keep=4) == [4, 6]
     assert forks_at(50, [4, 6], keep=4) == [50]
-
-
-def test_weights_of_an_earlier_run_are_never_within_the_bound():
-    """A run that never resumed has no abandoned history that unknown weights could be of."""
-    history = VersionHistory(keep=4, digests={0: "a"}, resumed=False)
-    assert history.lag(VersionSpan(0, 1, "a"), 0) == 0
-    assert [history.lag(VersionSpan(version, 1, "other"), 0) for version in (0, 1, 35)] == [4, 4, 4]
-    assert VersionHistory(keep=4, digests={0: "a"}).lag(VersionSpan(1, 1, "other"), 0) == 1

@@ -1,10 +1,8 @@
 """Numbers too small for float32's normal range are taken as 0, by every thread of a learner and a replay, and
 several threads give the same bits each time."""
 
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +10,6 @@ import torch
 from helpers.paths import ROOT
 
 from areal_q.quant.kernels.jit import kernel
-from learner.replay.replay_steps import Replay
 from learner.train_step import set_arithmetic
 
 TINY = """
@@ -81,10 +78,3 @@ def test_compiled_loops_take_tiny_products_as_zero():
     set_arithmetic(1, "cpu")
     product(np.array([1e-30], np.float32), np.array([1e-10], np.float32), out)
     assert out[0] == 0
-
-
-@pytest.mark.skipif(not torch.set_flush_denormal(False), reason="a processor without this mode")
-def test_a_replay_takes_tiny_products_as_zero(short_dir: Path):
-    assert smallest() > 0
-    Replay(shutil.copytree(ROOT / "tests" / "data" / "old-run", short_dir / "old-run"))
-    assert smallest() == 0

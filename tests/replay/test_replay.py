@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import time
 from pathlib import Path
 
@@ -301,13 +302,35 @@ def test_other_backend_gives_other_bits_within_tolerances():
     assert machine_name("cpu", "megatron") == machine_name("cpu") + ", megatron"
 
 
-@pytest.mark.parametrize(("processor", "exact"), [(None, True), ("", True), ("Z80", False)])
-def test_bits_are_asked_of_the_same_processor(finished, processor, exact):
-    """Records of earlier versions hold no processor's name."""
+def test_bits_are_asked_of_the_same_processor(finished, monkeypatch):
     replay = Replay(finished)
-    recorded = machine_name("cpu", processor=processor)
-    replay.records = [msgspec.structs.replace(r, machine=recorded) for r in replay.records]
-    assert replay.exact is exact
+    assert replay.exact
+    monkeypatch.setattr("learner.train_step._processor", lambda: "Z80")
+    assert not Replay(finished).exact
+
+
+@pytest.mark.skipif(not torch.set_flush_denormal(False), reason="a processor without this mode")
+def test_tiny_products_are_zero_as_in_the_learner(finished):
+    tiny, small = torch.tensor([1e-30]), torch.tensor([1e-10])
+    torch.set_flush_denormal(False)
+    assert float(tiny * small) > 0
+    Replay(finished)
+    assert float(tiny * small) == 0
+
+
+def test_fetched_steps_replay_elsewhere(finished, tmp_path):
+    """Of the checkpoints only the one that the steps need."""
+    argv = [EXECUTABLE, "fetch", str(finished), "--from", "2", "--to", "4"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE) as child:
+        assert child.stdout
+        with tarfile.open(fileobj=child.stdout, mode="r|") as tar:
+            tar.extractall(tmp_path, filter="data")
+    assert child.returncode == 0
+    there = tmp_path / finished.name
+    assert [path.name for path in (there / "checkpoints").iterdir()] == ["step-000000"]
+    assert [step.record.step for step in Replay(there, None, 2, 4).steps()][-1] == 3
+    refused = areal_q(tmp_path, "fetch", finished.name, "--from", "900")
+    assert (refused.returncode, refused.stdout) == (2, "")
 
 
 def test_a_changed_log_prob_is_found_at_its_step(run_dir, here):

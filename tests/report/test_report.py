@@ -15,7 +15,6 @@ import msgspec
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from helpers.paths import ROOT
 from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -274,12 +273,6 @@ def test_the_list_says_which_responses_were_not_scored(tmp_path, make_ticket, ma
 
     causes = [meta["causes"][code] for code in arrays["trajectory/failed"]]
     assert causes == ["", "timeout"]
-
-
-def test_the_list_takes_all_of_an_earlier_version_for_scored():
-    index = Index(ROOT / "tests" / "data" / "old-run")
-    index.refresh()
-    assert not any(one.columns["failed"].any() for one in index.steps.values())
 
 
 @given(

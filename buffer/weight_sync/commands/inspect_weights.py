@@ -178,7 +178,7 @@ def main(
     """Lists the versions that can be fetched; more with the options."""
     told, configured = dict(_LEARNER), None
     if run is not None:
-        settings = load(run / "config.toml", recorded=True).broadcast
+        settings = load(run / "config.toml").broadcast
         if fetch is None and settings.fetch is None and (ended := how_it_ended(run)):
             raise ConfigError(f"{run}: {ended[0]}; nobody serves its weights any more")
         configured = settings.keys
