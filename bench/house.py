@@ -1,0 +1,121 @@
+"""Counts of the tree, for those who want it smaller: `python -m bench.house` prints them as Markdown tables.
+
+Lines of each package by kind; functions, and how many private ones have one caller; public names that more than
+one module defines; files that spell a metric's name; entry points of commands; words of the README.
+"""
+
+import ast
+import re
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PRODUCT = ("areal_q", "buffer", "rollout", "learner")
+KINDS = ("code", "docstrings", "imports", "blank", "comments")
+METRIC = "mismatch/kl"
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class Module:
+    """One Python file, parsed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.text = path.read_text("utf-8")
+        self.tree = ast.parse(self.text)
+        self.functions = [n for n in ast.walk(self.tree) if isinstance(n, Function)]
+
+    def lines(self) -> Counter[str]:
+        """Returns the number of lines of each of KINDS."""
+        kind = ["code"] * len(self.text.splitlines())
+        for number, line in enumerate(self.text.splitlines()):
+            bare = line.strip()
+            kind[number] = "blank" if not bare else "comments" if bare[0] == "#" else "code"
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                self._mark(kind, node, "imports")
+            elif isinstance(node, ast.Expr) and _is_text(node.value):
+                self._mark(kind, node, "docstrings")
+        return Counter(kind)
+
+    def _mark(self, kind: list[str], node: ast.stmt, name: str) -> None:
+        first, last = node.lineno - 1, node.end_lineno or node.lineno
+        kind[first:last] = [name] * (last - first)
+
+    def public_names(self) -> Iterator[str]:
+        """Yields the functions, classes and constants that the module defines for others."""
+        for node in self.tree.body:
+            if isinstance(node, Function | ast.ClassDef):
+                names = [node.name]
+            elif isinstance(node, ast.Assign):
+                names = [t.id for t in node.targets if isinstance(t, ast.Name)]
+            else:
+                names = []
+            yield from (name for name in names if not name.startswith("_") and name != "logger")
+
+    def single_use(self) -> list[str]:
+        """Returns the private functions that the module names once beside their definition."""
+        private = {f.name for f in self.functions if re.match(r"_[a-z]", f.name)}
+        used = Counter(
+            node.id if isinstance(node, ast.Name) else node.attr
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.Name | ast.Attribute)
+        )
+        return [name for name in sorted(private) if used[name] == 1]
+
+
+def modules(folder: str) -> list[Module]:
+    return [Module(path) for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def _is_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def _length(function: Function) -> int:
+    return (function.end_lineno or function.lineno) - function.lineno + 1
+
+
+def _row(cells: Iterable[object]) -> str:
+    return f"| {' | '.join(f'{c:,}' if isinstance(c, int) else str(c) for c in cells)} |"
+
+
+def _size_rows(found: dict[str, list[Module]]) -> Iterator[list[object]]:
+    for folder, members in found.items():
+        lines = sum((module.lines() for module in members), Counter[str]())
+        yield [folder, len(members), lines.total(), *(lines[kind] for kind in KINDS)]
+
+
+def _figures(product: list[Module]) -> Iterator[tuple[str, object]]:
+    lines = sum(module.lines().total() for module in product)
+    lengths = sorted(_length(f) for module in product for f in module.functions)
+    single = sum(len(module.single_use()) for module in product)
+    names = Counter(name for module in product for name in set(module.public_names()))
+    entries = sum('if __name__ == "__main__"' in module.text for module in product)
+    yield (
+        "functions; median, longest lines",
+        f"{len(lengths):,}; {statistics.median(lengths):g}, {lengths[-1]}",
+    )
+    yield "private functions with one caller, per 1,000 lines", f"{single / lines * 1000:.1f}"
+    yield "public names in more than one module", sum(count > 1 for count in names.values())
+    yield "modules over 300 lines", sum(m.lines().total() > 300 for m in product)
+    yield f"files that spell {METRIC!r}", sum(f'"{METRIC}' in m.text for m in product)
+    yield "entry points of commands", entries
+    yield "words of the README", len((ROOT / "README.md").read_text("utf-8").split())
+
+
+def main() -> None:
+    found = {folder: modules(folder) for folder in (*PRODUCT, "tests", "bench")}
+    product = [module for folder in PRODUCT for module in found[folder]]
+    print(_row(["", "files", "lines", *KINDS]), _row(["---"] * (3 + len(KINDS))), sep="\n")
+    for row in _size_rows({**found, "product": product}):
+        print(_row(row))
+    print("\n" + _row(["product", ""]), _row(["---", "---"]), sep="\n")
+    for figure in _figures(product):
+        print(_row(figure))
+
+
+if __name__ == "__main__":
+    main()
