@@ -1,4 +1,4 @@
-"""The two Protocols of the replay buffer, the learner's and a worker's. Redis and memory implement both."""
+"""The two Protocols of the replay buffer, the learner's and a worker's."""
 
 from collections import Counter
 from typing import NamedTuple, Protocol

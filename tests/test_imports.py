@@ -36,7 +36,7 @@ LAYERS = {
     "buffer": (
         {"interface", "logs", "weight_sync"},
         {"redis_store", "report", "sampling"},
-        {"admin", "in_memory"},
+        {"admin"},
         {"__main__"},
     ),
     "rollout": (

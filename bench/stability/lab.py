@@ -36,7 +36,7 @@ from areal_q.tasks import (
     build_tokenizer,
 )
 from areal_q.weights.version import WeightVersion
-from buffer.in_memory import MemoryBuffer, MemoryLearner
+from bench.stability.memory_buffer import MemoryBuffer, MemoryLearner
 from learner.backends.single_device import TorchPolicy
 from learner.build import begin_smoothing, build_model
 from learner.data.admission import Admission, AdmissionSettings

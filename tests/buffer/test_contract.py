@@ -18,7 +18,7 @@ from areal_q.messages import (
     WorkerStatus,
     encode,
 )
-from buffer.in_memory import MemoryBuffer, QueuedTicket
+from bench.stability.memory_buffer import MemoryBuffer, QueuedTicket
 from buffer.interface import START, Claim, LearnerSide, WorkerSide
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
 from buffer.redis_store.keys import Keys

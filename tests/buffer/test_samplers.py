@@ -21,7 +21,7 @@ from areal_q.algorithms.ratios import ratios
 from areal_q.config import Prioritized, Run, Uniform, load
 from areal_q.errors import ConfigError
 from areal_q.messages import Group, Ticket, VersionSpan
-from buffer.in_memory import MemoryBuffer
+from bench.stability.memory_buffer import MemoryBuffer
 from buffer.interface import Entry
 from buffer.sampling.samplers import PooledGroup, build_sampler, inclusion, spread, systematic
 from learner.data import group_reader as group_reader_module

@@ -15,7 +15,7 @@ from areal_q.config import Run
 from areal_q.errors import BufferFull
 from areal_q.messages import Ticket
 from areal_q.tasks import build_task, build_tokenizer, problem_at
-from buffer.in_memory import MemoryBuffer, MemoryLearner
+from bench.stability.memory_buffer import MemoryBuffer, MemoryLearner
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
 from learner import checkpoint
 from learner.build import build_admission

@@ -12,7 +12,7 @@ from helpers.policies import build_group_reader, new_admission
 from areal_q.config import Run
 from areal_q.errors import TaskError
 from areal_q.messages import Group, Ticket, VersionSpan
-from buffer.in_memory import MemoryBuffer, MemoryLearner
+from bench.stability.memory_buffer import MemoryBuffer, MemoryLearner
 from learner.data import group_reader as group_reader_module
 from learner.data.staleness import VersionHistory
 

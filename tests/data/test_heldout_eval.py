@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from areal_q.observability.metrics_log import MetricsLog, read_metrics
 from areal_q.tasks import build_task, build_tokenizer
-from buffer.in_memory import MemoryBuffer
+from bench.stability.memory_buffer import MemoryBuffer
 from learner.data.admission import Admission, AdmissionSettings
 from learner.data.heldout_eval import HeldOutEvaluation
 

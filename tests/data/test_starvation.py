@@ -23,7 +23,7 @@ from areal_q.config import External, Run, SingleTurn, load
 from areal_q.messages import Group, WorkerStatus
 from areal_q.observability.metrics_log import MetricsLog, read_metrics
 from areal_q.system.run_dir import METRICS_FILE
-from buffer.in_memory import MemoryBuffer
+from bench.stability.memory_buffer import MemoryBuffer
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
 from learner.data import agent_episodes, starvation
 from learner.data import group_reader as group_reader_module

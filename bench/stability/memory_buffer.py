@@ -1,4 +1,4 @@
-"""The replay buffer inside one process, for tests and for the synchronous reference of a run.
+"""The replay buffer inside one process, for the laboratory and for tests.
 
 It keeps the same contract as the buffer in Redis (tests/buffer/test_contract.py tests both), but its state ends
 with the process. Records are encoded and decoded as on their way through Redis.
