@@ -33,6 +33,7 @@ from rollout.engines.process.process_end import first_end
 from rollout.engines.process.streaming_engine import StreamingEngine
 from rollout.engines.vllm_backend import cpu_kernels, lora_requests, sampling_params
 from rollout.engines.vllm_backend.cache_size import cache_for
+from rollout.engines.vllm_backend.start_error import SharedOutput
 from rollout.engines.vllm_backend.weight_stager import WeightStager
 
 if TYPE_CHECKING:
@@ -217,6 +218,7 @@ class VllmBackend:
     async def _construct(self, path: str, settings: dict[str, Any]) -> "AsyncLLM":
         """Constructs vLLM in a thread, since it takes seconds. When cancelled it waits for the thread, so
         that nothing stays behind."""
+        output = SharedOutput()
         starting = asyncio.ensure_future(asyncio.to_thread(_start_vllm, path, settings))
         try:
             return await asyncio.shield(starting)
@@ -225,15 +227,12 @@ class VllmBackend:
             if starting.exception() is None:
                 starting.result().shutdown(timeout=SHUTDOWN_S)
             raise
-        except ValueError as error:  # it would be raised again by every further start
-            reason = " ".join(str(error).split())
-            raise ConfigError(f"vLLM refuses the settings or the model: {reason}") from error
-        except RuntimeError as error:
-            raise EngineDied(
-                f"vLLM did not start: {error} For what it says above of max_model_len, "
-                "gpu_memory_utilization or the KV cache, the settings are rollout.engine.max_positions and "
-                "rollout.engine.kv_cache_bytes."
-            ) from error
+        except (ValueError, RuntimeError) as error:
+            reason, again = output.newest_error() or (str(error), isinstance(error, ValueError))
+            reason = " ".join(reason.split())
+            if again:
+                raise ConfigError(f"vLLM refuses the settings or the model: {reason}") from error
+            raise EngineDied(f"vLLM did not start: {reason}") from error
 
     async def _connect(self, llm: "AsyncLLM", stager: WeightStager, format: str) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest

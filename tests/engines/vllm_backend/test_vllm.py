@@ -41,6 +41,7 @@ from areal_q.weights.version import pack_version
 from rollout.engines.process.checkpoint_backend import check_quantized
 from rollout.engines.process.own_directory import SEGMENTS, SHARED_MEMORY
 from rollout.engines.vllm_backend import cpu_kernels
+from rollout.engines.vllm_backend.cache_size import Cache
 from rollout.engines.vllm_backend.vllm_engine import vllm_engine
 
 pytestmark = [
@@ -262,6 +263,19 @@ async def test_a_model_of_32768_positions_starts_by_default():
         assert len(done.response_ids) == 4
         with pytest.raises(RecordError, match="max_positions = 32768"):
             await engine.generate(ask(max_tokens=32768))
+
+
+async def test_a_start_that_vllms_core_refuses_is_told_and_met_once(monkeypatch):
+    module = "rollout.engines.vllm_backend.vllm_engine.cache_for"
+    monkeypatch.setattr(module, lambda *_: Cache(bytes=1 << 12, positions=CONFIG.max_positions))
+    engine = vllm_engine(VllmEngine(slots=4))
+    await engine.start()
+    try:
+        with pytest.raises(ConfigError, match=r"the model: ValueError: .*KV cache"):
+            await engine.load_weights(published(0))
+        assert engine.deaths == 0
+    finally:
+        await engine.close()
 
 
 async def test_a_seed_draws_the_same_after_a_prompt_in_parts():

@@ -1,5 +1,8 @@
 """What vLLM is asked to compute with on a CPU, and what is refused, as far as it shows without vLLM."""
 
+import subprocess
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -7,7 +10,7 @@ from helpers.engines import initial_version
 from helpers.fixture_types import MakeRun
 
 from areal_q.config import RolloutConfig, VllmEngine, load
-from areal_q.errors import ConfigError
+from areal_q.errors import ConfigError, EngineDied
 from areal_q.models import DecoderConfig
 from areal_q.quant import FORMATS
 from rollout.commands.check import vllm_on_cpu
@@ -130,4 +133,75 @@ async def test_a_value_that_vllm_refuses_is_tried_once(make_run: MakeRun, starts
     with pytest.raises(ConfigError, match="or the model: 1 validation error max_model_len: Value"):
         await engine.load_weights(initial_version(make_run("rollout.format=int8")))
     assert (len(starts), engine.deaths) == (1, 0)
+    await engine.close()
+
+
+CORE = """
+import logging, sys
+logging.basicConfig(format="(EngineCore pid=1) ERROR 01-01 00:00:00 [core.py:1] %(message)s")
+try:
+    raise {error}
+except Exception:
+    logging.exception("EngineCore failed to start.")
+try:
+    raise Exception("WorkerProc initialization failed due to an exception in a background process.")
+except Exception:
+    logging.exception("EngineCore failed to start.")
+"""
+"""A process that says what vLLM's core does when it fails"""
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch, capfd) -> Callable[[str], list[str]]:
+    """Makes each start of vLLM fail since a process of it raises `error`; returns the list of starts."""
+
+    def make(error: str) -> list[str]:
+        seen: list[str] = []
+
+        def start(path: str, settings: dict[str, Any]) -> None:
+            seen.append(path)
+            subprocess.run([sys.executable, "-c", CORE.format(error=error)], check=True)
+            raise RuntimeError("Engine core initialization failed. See root cause above.")
+
+        monkeypatch.setattr(vllm_engine, "_start_vllm", start)
+        return seen
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        ("ValueError('cache too small for max_model_len')", "ValueError: cache too small for "),
+        ("KeyError('layers.0.weight')", "KeyError: 'layers.0.weight'$"),
+    ],
+)
+async def test_a_cause_in_vllms_process_is_told_and_met_once(
+    make_run: MakeRun, failing: Callable[[str], list[str]], error: str, told: str
+):
+    starts, engine = failing(error), StreamingEngine(VllmBackend(VllmEngine()))
+    with pytest.raises(ConfigError, match=f"^vLLM refuses the settings or the model: {told}"):
+        await engine.load_weights(initial_version(make_run("rollout.format=int8")))
+    assert (len(starts), engine.deaths) == (1, 0)
+    await engine.close()
+
+
+async def test_a_lack_of_memory_is_told_and_tried_again(
+    make_run: MakeRun, failing: Callable[[str], list[str]]
+):
+    starts = failing("RuntimeError('out of memory')")
+    engine = StreamingEngine(VllmBackend(VllmEngine(restarts=1)))
+    with pytest.raises(EngineDied, match=r"^vLLM did not start: RuntimeError: out of memory$"):
+        await engine.load_weights(initial_version(make_run("rollout.format=int8")))
+    assert (len(starts), engine.deaths) == (2, 2)
+    await engine.close()
+
+
+async def test_what_no_process_says_is_as_vllm_says_it(
+    make_run: MakeRun, failing: Callable[[str], list[str]]
+):
+    failing("SystemExit(0)")
+    engine = StreamingEngine(VllmBackend(VllmEngine(restarts=0)))
+    with pytest.raises(EngineDied, match=r"^vLLM did not start: Engine core initialization failed"):
+        await engine.load_weights(initial_version(make_run("rollout.format=int8")))
     await engine.close()
