@@ -68,8 +68,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool | None, b
         named = item.get_closest_marker("timeout")
         slow = item.get_closest_marker("slow")
         limit = named.args[0] if named else float(30 if slow else item.config.getini("timeout"))
-        jobs = max(os.getloadavg()[0], int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
-        limit *= max(1.0, jobs / (os.cpu_count() or 1))
+        limit = commands.stretched(limit)
         commands.limit.at_s = time.monotonic() + 0.9 * limit
         item.add_marker(pytest.mark.timeout(limit), append=False)
     return (yield)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import redis
+from helpers.commands import limit
 from rich.console import Console
 
 from areal_q.cli import launcher
@@ -148,10 +149,9 @@ class Launched:
         shutil.rmtree(self.temp)
 
 
-def wait_until(condition, what, timeout_s=20.0):
-    deadline = time.monotonic() + timeout_s
+def wait_until(condition, what):
     while not condition():
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        assert time.monotonic() < limit.at_s, f"waited in vain for {what}"
         time.sleep(0.02)
 
 

@@ -2,6 +2,7 @@
 
 import io
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -63,6 +64,12 @@ class limit:
     """Where waits of the present test end; tests/conftest.py sets it."""
 
     at_s = math.inf
+
+
+def stretched(seconds: float) -> float:
+    """Returns the seconds that what takes `seconds` alone may take beside all that shares the processors."""
+    jobs = max(os.getloadavg()[0], int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+    return seconds * max(1.0, jobs / (os.cpu_count() or 1))
 
 
 def refused(result: subprocess.CompletedProcess[str], *named: str) -> None:

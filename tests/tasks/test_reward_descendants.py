@@ -6,12 +6,12 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers.commands import stretched
 
 from areal_q.config import load
 from areal_q.tasks import Problem, Score, build_reward
 
 PROBLEM = Problem("2+2=", "4")
-PATIENCE_S = 5.0
 MARK = "REWARD_OF_THIS_TEST"
 STARTED = 6
 """The supervisor, the reward's process, and those that are surely there when it goes on: two that may be seen
@@ -90,7 +90,7 @@ def alive(tmp_path: Path) -> list[str]:
 async def test_all_that_a_reward_started_ends_with_its_process(
     settings: list[str], tmp_path: Path, response: str, outcome: Score
 ):
-    reward = build_reward(load(None, [*settings, "reward.timeout_s=4"]))
+    reward = build_reward(load(None, [*settings, f"reward.timeout_s={stretched(4.0)}"]))
     try:
         await reward.start()
         assert await reward(PROBLEM, response, 1) == outcome
@@ -110,7 +110,5 @@ def test_what_a_reward_started_ends_after_kill_9_of_its_worker(settings: list[st
         assert worker.stdout is not None and worker.stdout.readline() == "started\n"
         assert len(alive(tmp_path)) >= STARTED
         worker.kill()
-    deadline = time.monotonic() + PATIENCE_S
-    while alive(tmp_path) and time.monotonic() < deadline:
+    while alive(tmp_path):
         time.sleep(0.01)
-    assert alive(tmp_path) == []

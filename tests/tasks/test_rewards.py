@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from helpers.commands import stretched
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,7 +32,6 @@ from areal_q.tasks.datasets.python_file import as_score, load_score
 from areal_q.tasks.grading.rewards import STYLES, overlong_penalty
 
 PROBLEM = Problem("2+2=", "4")
-PATIENCE_S = 5.0
 PRETRAINED = ["model.type=pretrained", "model.path=model", "task.path=data.jsonl"]
 CAUSES: dict[str, FailureCause] = {
     "exit": "killed",
@@ -126,7 +126,7 @@ async def reward(prompt, response, answer):
 def settings(tmp_path: Path, *more: str, source: str = USERS) -> Run:
     file = tmp_path / "mine.py"
     file.write_text(source)
-    return load(None, [f'reward.path="{file}"', "reward.timeout_s=5", *more])
+    return load(None, [f'reward.path="{file}"', "reward.timeout_s=600", *more])
 
 
 @asynccontextmanager
@@ -221,7 +221,7 @@ def test_infrastructure_cannot_be_declared_the_responses_fault():
 
 @pytest.mark.timeout(60)
 def test_a_file_of_dataclasses_can_pickle_them(tmp_path: Path):
-    run = settings(tmp_path, "reward.timeout_s=30", source=WITH_CLASSES)
+    run = settings(tmp_path, source=WITH_CLASSES)
     assert [s.reward for s in scored(run, "here", "elsewhere")] == [2.0, 3.0]
 
 
@@ -236,7 +236,9 @@ def test_a_file_named_as_a_module_hides_it_from_nobody(tmp_path: Path, name: str
 
 
 def test_a_coroutine_is_a_reward_in_a_loop_that_stays(tmp_path: Path):
-    run = settings(tmp_path, "reward.timeout_s=3", "reward.processes=1", source=ASYNC)
+    run = settings(
+        tmp_path, f"reward.timeout_s={stretched(3.0)}", "reward.processes=1", source=ASYNC
+    )
     right, wrong, raised, hung, after = scored(run, "4", "5", "raise", "hang", "4")
     assert right == Score(1.0, True, {"loops": 1.0})
     assert wrong == Score(0.0, False, {"loops": 1.0})
@@ -247,7 +249,7 @@ def test_a_coroutine_is_a_reward_in_a_loop_that_stays(tmp_path: Path):
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("bad", ["hang", "sleep"])
 async def test_a_reward_that_hangs_is_killed_and_stalls_nobody(tmp_path: Path, bad: str):
-    run = settings(tmp_path, "reward.timeout_s=4", "reward.processes=2")
+    run = settings(tmp_path, f"reward.timeout_s={stretched(4.0)}", "reward.processes=2")
     async with using(run) as reward:
 
         async def both_pids() -> set[int]:
@@ -332,10 +334,8 @@ asyncio.run(main())
         pid = int(parent.stdout.readline())
         assert not gone(pid)
         parent.kill()
-    deadline = time.monotonic() + PATIENCE_S
-    while not gone(pid) and time.monotonic() < deadline:
+    while not gone(pid):
         time.sleep(0.01)
-    assert gone(pid)
 
 
 @pytest.mark.parametrize(
@@ -428,7 +428,9 @@ async def test_equal_mathematics_is_rewarded_and_what_hangs_is_not():
         ("7", "\\boxed{" + "1+" * 5000 + "1}", False),
         ("7", r"\boxed{9999^{9999^{9999}}}", False),
     ]
-    async with using(mathematics("reward.timeout_s=3", "reward.processes=1")) as reward:
+    async with using(
+        mathematics(f"reward.timeout_s={stretched(3.0)}", "reward.processes=1")
+    ) as reward:
         scores = [await reward(Problem("p", answer), response, 1) for answer, response, _ in cases]
         assert [s.correct for s in scores] == [correct for _, _, correct in cases]
         assert [s.parts for s in scores] == [{}] * 9 + [{"error": 1.0, "timeout": 1.0}]
