@@ -22,7 +22,7 @@ from typing import Annotated
 
 import typer
 
-from areal_q.checks.automatic import settled, why_dtype
+from areal_q.checks.automatic import settled, why_dtype, why_smoothing
 from areal_q.checks.disk_use import check_room, still_to_write
 from areal_q.config import MegatronBackend, Run, load
 from areal_q.errors import BufferGone, ConfigError, Stopped
@@ -145,6 +145,8 @@ def _learn(
     """Trains to the end or until `stop`, and returns the exit code."""
     logger.info(why_dtype(run))
     check_room(run, directory)
+    if smoothing := why_smoothing(run):
+        logger.info(smoothing)
     exporter = Exporter(LEARNER, {"run": run.name})
     if metrics:
         from learner.measure.vitals import Vitals

@@ -99,8 +99,8 @@ def build_policy(
     policy = TorchPolicy(model, run.learner, run.rollout.sampling.temperature)
     policy.calibrate = run.rollout.kv_scales
     policy.sticky = VersionSettings.of(run).new_ranges()
-    if run.rollout.smoothing:
-        policy.smoothing = SmoothingScales(run.rollout.smoothing, model.config.head_dim)
+    if run.rollout.smooths:
+        policy.smoothing = SmoothingScales(run.rollout.smooths, model.config.head_dim)
     if resume:
         state = checkpoint.restore(directory / "checkpoints", policy)
         if policy.sticky and not policy.sticky.tensors():

@@ -6,6 +6,8 @@
 | | float32 | elsewhere; and with the rollouts' numbers (`precision`, `lora`), of whose format products are |
 | rollout.unquantized | bf16 | the model's own config.json names bfloat16 |
 | | fp32 | elsewhere |
+| rollout.smoothing | its defaults | a pretrained model in int8 or fp8-channel, which are nearer to it then |
+| | off | elsewhere; and with a learner that computes with the rollouts' numbers |
 
 What they became is recorded in config.toml, so that the run goes on, and is replayed, with the same numbers on
 any other machine.
@@ -25,7 +27,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from areal_q.config import Run, SmallModel
+from areal_q.config import Run, SmallModel, Smoothing
+from areal_q.config.rules import unsmoothed_forward
+from areal_q.config.run import ROUNDS_ACTIVATIONS, WORTH_SMOOTHING
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -44,6 +48,9 @@ def settled(run: Run) -> Run:
         own = model.get("dtype") or model.get("torch_dtype")
         rest: Literal["bf16", "fp32"] = "bf16" if own == "bfloat16" else "fp32"
         rollout = msgspec.structs.replace(rollout, unquantized=rest)
+    if rollout.smoothing == "auto":
+        smoothing = "off" if _unsmoothed(run) else Smoothing()
+        rollout = msgspec.structs.replace(rollout, smoothing=smoothing)
     return msgspec.structs.replace(run, learner=learner, rollout=rollout)
 
 
@@ -53,6 +60,31 @@ def why_dtype(run: Run) -> str:
     if set_to in ("auto", here):
         return f"the learner computes in {here}: {why}"
     return f"the learner computes in {set_to}, as the settings say; auto were {here}: {why}"
+
+
+def why_smoothing(run: Run) -> str:
+    """Returns a sentence that says whether the activations of a pretrained model are smoothed before they are
+    rounded, and why; "" for a run in which there are none to smooth."""
+    format = run.rollout.format
+    if isinstance(run.model, SmallModel) or format not in ROUNDS_ACTIVATIONS:
+        return ""
+    why, settles = _unsmoothed(run), run.rollout.smoothing == "auto"
+    on = not why if settles else run.rollout.smooths is not None
+    if on == (not why):
+        why = why or f"{format} is nearer to a pretrained model with it"
+    else:
+        why = "as the settings say"
+    return f"rollout.smoothing is {'on' if on else 'off'}: {why}"
+
+
+def _unsmoothed(run: Run) -> str:
+    """Returns why `rollout.smoothing` becomes off if it is `auto`; "" if it becomes on."""
+    if isinstance(run.model, SmallModel):
+        return "a small model has no outliers"
+    if run.rollout.format not in WORTH_SMOOTHING:
+        return f"{run.rollout.format} is no nearer to a pretrained model with it"
+    why = unsmoothed_forward(run)
+    return why and f"with {why} the learner computes with the published weights"
 
 
 def _dtype(run: Run) -> tuple[Dtype, str]:

@@ -12,10 +12,12 @@ import torch
 from msgspec import Struct
 from torch import nn
 
+from areal_q.checks.automatic import settled
 from areal_q.checks.machine import CheckResult
 from areal_q.checks.memory import memory_of
 from areal_q.config import LearnerConfig, PretrainedModel, RolloutConfig, Run, VllmEngine
-from areal_q.config.run import ROUNDS_ACTIVATIONS
+from areal_q.config.rules import unsmoothed_forward
+from areal_q.config.run import ROUNDS_ACTIVATIONS, WORTH_SMOOTHING
 from areal_q.errors import CheckpointError, ConfigError, QuantizationError, TaskError
 from areal_q.models import DecoderConfig, load_config
 from areal_q.models.hf.checkpoint import check_tensors, meta_decoder
@@ -117,10 +119,9 @@ def _hidden_updates(run: Run, shape: DecoderConfig) -> Iterator[CheckResult]:
 
 def _noisy_activations(run: Run) -> Iterator[CheckResult]:
     """Yields a warning if a pretrained model's activations are to be rounded as they come."""
-    rollout, learner = run.rollout, run.learner
-    exposed = rollout.format in ROUNDS_ACTIVATIONS and rollout.smoothing is None
-    full = learner.precision == "full" and not learner.lora
-    if isinstance(run.model, PretrainedModel) and exposed and full:
+    rollout = settled(run).rollout
+    exposed = rollout.format in ROUNDS_ACTIVATIONS and rollout.smooths is None
+    if isinstance(run.model, PretrainedModel) and exposed and not unsmoothed_forward(run):
         yield CheckResult(
             "activations",
             "warning",
@@ -135,7 +136,7 @@ def without_noise(rollout: RolloutConfig) -> str:
     scale a token, which outliers spoil most, and weights alone in as many bits."""
     weights = {"int8": "int8-weight", "fp8-channel": "fp8-weight", "fp8": "fp8-weight"}
     alone = f"rollout.format={weights.get(rollout.format, 'int4')}"
-    smooth = rollout.format in ("int8", "fp8-channel") and rollout.smoothing is None
+    smooth = rollout.format in WORTH_SMOOTHING and rollout.smooths is None
     return f"rollout.smoothing.alpha=0.5 or {alone}" if smooth else alone
 
 

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from areal_q.checks.automatic import settled, why_dtype
+from areal_q.checks.automatic import settled, why_dtype, why_smoothing
 from areal_q.checks.disk_use import disk_use
 from areal_q.checks.settings import preflight, served_at, without_effect
 from areal_q.cli.child_processes import DRAIN_S, ChildProcesses, Interrupts, Program
@@ -137,6 +137,8 @@ def launch(
         children = ChildProcesses(run_dir / "logs", sockets)
         view.start(run_dir)
         view.note(why_dtype(run))
+        if smoothing := why_smoothing(run):
+            view.note(smoothing)
         use = disk_use(run)
         view.note(f"{'' if resume or use.fits else 'warning: '}disk: {use}")
         for sentence in without_effect(run):

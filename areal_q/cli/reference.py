@@ -129,9 +129,7 @@ def _sections(table: types.Type, prefix: str, variant: str) -> Iterator[Section]
         if choices and len(choices) > 1:
             tags, default = " or ".join(f"`{c.tag}`" for c in choices), _tag_of(_default(field))
             own.append(Setting(f"{name}.type", variant, tags, default, "", meaning))
-        elif choices and _optional(field.type):
-            own.append(Setting(name, variant, "a table", "none", "", meaning))
-        elif not choices:
+        elif not choices or isinstance(field.type, types.UnionType):
             kind, default = _kind(field.type), _shown(_default(field))
             own.append(Setting(name, variant, kind, default, _unit(field.name), meaning))
     yield Section(prefix.rstrip("."), variant if table.tag_field else "", _doc(table.cls), own)
@@ -175,11 +173,6 @@ def _structs(kind: types.Type) -> list[types.StructType]:
     return [member for member in members if isinstance(member, types.StructType)]
 
 
-def _optional(kind: types.Type) -> bool:
-    members = kind.types if isinstance(kind, types.UnionType) else (kind,)
-    return any(isinstance(member, types.NoneType) for member in members)
-
-
 def _kind(kind: types.Type) -> str:
     """Returns the type in words, with its bounds or its choices."""
     match kind:
@@ -188,6 +181,8 @@ def _kind(kind: types.Type) -> str:
         case types.UnionType():
             members = [m for m in kind.types if not isinstance(m, types.NoneType)]
             return " or ".join(_kind(member) for member in members)
+        case types.StructType():
+            return "a table"
         case types.LiteralType():
             return " or ".join(f"`{value}`" for value in kind.values)
         case types.IntType() | types.FloatType():

@@ -56,6 +56,8 @@ def as_before(run: Run, before: Run) -> Run:
         learner = msgspec.structs.replace(learner, dtype=before.learner.dtype)
     if rollout.unquantized == "auto":
         rollout = msgspec.structs.replace(rollout, unquantized=before.rollout.unquantized)
+    if rollout.smoothing == "auto":
+        rollout = msgspec.structs.replace(rollout, smoothing=before.rollout.smoothing)
     return msgspec.structs.replace(run, learner=learner, rollout=rollout)
 
 

@@ -40,6 +40,9 @@ FormatName = Literal[
 
 ROUNDS_ACTIVATIONS: tuple[FormatName, ...] = ("int8", "fp8", "fp8-channel", "int4-fp8")
 """The formats that round activations as well as weights."""
+WORTH_SMOOTHING: tuple[FormatName, ...] = ("int8", "fp8-channel")
+"""Those of them that are nearer to a pretrained model with `rollout.smoothing` (docs/aligned.md): one scale a
+token is what outliers spoil most."""
 
 
 class SmallModel(TaggedSettings, frozen=True, kw_only=True, tag="small"):
@@ -169,9 +172,10 @@ class RolloutConfig(Settings, frozen=True, kw_only=True):
     kv_scales: KvScales | None = None
     """Scales of an FP8 KV cache, measured by the learner; None: the engine measures them, for every
     version anew."""
-    smoothing: Smoothing | None = None
-    """Scales by channel for a format that rounds activations; None: outliers are rounded as they come, which
-    costs a pretrained model much and a small one nothing."""
+    smoothing: Smoothing | Literal["auto", "off"] = "auto"
+    """Scales by channel for a format that rounds activations. off: outliers are rounded as they come, which
+    costs a pretrained model much and a small one nothing. auto: on for a pretrained model in int8 or
+    fp8-channel with `learner.precision = "full"` and no LoRA, else off."""
     engine: EngineConfig = TorchEngine()
     """What generates."""
     sampling: Sampling = Sampling()
@@ -185,6 +189,11 @@ class RolloutConfig(Settings, frozen=True, kw_only=True):
     """A response that has been drawn for so long ends with the tokens that it has; 0: never."""
     threads: Threads = 1
     """Threads of each worker's process."""
+
+    @property
+    def smooths(self) -> Smoothing | None:
+        """The settings of smoothing if it is on; a run settles what `auto` is when it starts."""
+        return self.smoothing if isinstance(self.smoothing, Smoothing) else None
 
     @property
     def tokens_after_prompt(self) -> int:

@@ -159,8 +159,8 @@ async def train(run: Run, flaky: Reward | None = None) -> AsyncIterator[Values]:
     policy = TorchPolicy(
         warm_model(run, task, tokenizer), run.learner, run.rollout.sampling.temperature
     )
-    if run.rollout.smoothing:
-        scales = SmoothingScales(run.rollout.smoothing, policy.model.config.head_dim)
+    if run.rollout.smooths:
+        scales = SmoothingScales(run.rollout.smooths, policy.model.config.head_dim)
         begin_smoothing(policy, scales, run, task, tokenizer)
     tickets = Tickets(run.name)
     admission = Admission(AdmissionSettings.of(run), task, tokenizer, tickets, 0, set())

@@ -195,8 +195,8 @@ class Replay:
         policy = TorchPolicy(model, run.learner, run.rollout.sampling.temperature)
         policy.calibrate = run.rollout.kv_scales
         policy.sticky = VersionSettings.of(run).new_ranges()
-        if run.rollout.smoothing:
-            policy.smoothing = SmoothingScales(run.rollout.smoothing, model.config.head_dim)
+        if smooths := run.rollout.smooths:
+            policy.smoothing = SmoothingScales(smooths, model.config.head_dim)
         checkpoint.load(self.checkpoint, self.state, policy)
         return policy
 

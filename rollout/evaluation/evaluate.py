@@ -226,7 +226,9 @@ def settings_of(
     if data:
         choice.append(f"task.path={json.dumps(str(data))}")
     pretrained = ["model.type=pretrained", f"model.path={json.dumps(str(path))}"]
-    run = load(config, [*choice, *pretrained, *overrides], recorded=config is not None)
+    # A model that no run was made with is measured in the format as it is.
+    plain = [] if config else ["rollout.smoothing=off"]
+    run = load(config, [*choice, *pretrained, *plain, *overrides])
     return settled(run), path
 
 

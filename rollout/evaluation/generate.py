@@ -146,7 +146,7 @@ def _engine_config(run: Run) -> TorchEngine:
 
 async def _load(engine: Engine, run: Run, path: Path, prompts: Iterable[Sequence[int]]) -> None:
     """Loads the model as a learner publishes it; smoothing's scales are those of `prompts`."""
-    model, smoothing = load_decoder(path).requires_grad_(False), run.rollout.smoothing
+    model, smoothing = load_decoder(path).requires_grad_(False), run.rollout.smooths
     state = model.state_dict()
     if smoothing and run.rollout.format in ROUNDS_ACTIVATIONS:
         state = smoothed_state(model, prompts, smoothing)

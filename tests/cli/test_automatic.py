@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from areal_q.checks import automatic
-from areal_q.checks.automatic import settled, why_dtype
-from areal_q.config import Run, dump_toml, load
+from areal_q.checks.automatic import settled, why_dtype, why_smoothing
+from areal_q.config import Run, Smoothing, dump_toml, load, parse
 from areal_q.errors import ConfigError
 from areal_q.system import run_dir
 
@@ -58,7 +58,8 @@ def test_torch_told_to_be_older_makes_auto_float32(processor, monkeypatch):
 
 def test_what_is_asked_for_stays(processor):
     processor(ZEN5)
-    run = load(None, ["learner.dtype=float32", "rollout.unquantized=bf16"])
+    asked = ["learner.dtype=float32", "rollout.unquantized=bf16", "rollout.smoothing=off"]
+    run = load(None, asked)
     assert settled(run) == run
     assert "as the settings say; auto were bfloat16" in why_dtype(run)
 
@@ -78,6 +79,33 @@ def test_the_rest_is_published_in_the_dtype_of_the_model(tmp_path, config, rest)
     run = load(None, ["model.type=pretrained", f"model.path={tmp_path}"])
     assert settled(run).rollout.unquantized == rest
     assert settled(load(None)).rollout.unquantized == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("settings", "on", "why"),
+    [
+        (["rollout.format=int8"], True, "is on: int8 is nearer"),
+        (["rollout.format=fp8-channel"], True, "is on: fp8-channel is nearer"),
+        (["rollout.format=fp8"], False, "is off: fp8 is no nearer"),
+        (["rollout.format=int4"], False, ""),
+        (
+            ["rollout.format=int8", "learner.precision=qarl"],
+            False,
+            "with learner.precision = 'qarl'",
+        ),
+        (["rollout.format=int8", "learner.lora={}"], False, "with learner.lora"),
+        (["rollout.format=int8", "rollout.smoothing=off"], False, "as the settings say"),
+        (["rollout.format=fp8", "rollout.smoothing={}"], True, "as the settings say"),
+        (["rollout.format=int8", "model.type=small"], False, ""),
+    ],
+)
+def test_outliers_are_smoothed_where_it_pays(tmp_path, settings, on, why):
+    run = load(None, ["model.type=pretrained", f"model.path={tmp_path}", *settings])
+    became = settled(run)
+    assert became.rollout.smooths == (Smoothing() if on else None)
+    assert parse(dump_toml(became), "config.toml") == became
+    for told in (why_smoothing(run), why_smoothing(became)):
+        assert why in told and bool(told) == bool(why)
 
 
 def a_run_from(directory: Path, recorded: Run) -> None:

@@ -414,8 +414,8 @@ def test_an_evaluation_is_smoothed_where_the_run_is(
     tokenizer, task = build_tokenizer(run.model, run.task), build_task(run.task)
     prompts = [tokenizer.encode_prompt(problem.asked) for problem in task.heldout[:2]]
     model = load_decoder(run_dir / "hf").requires_grad_(False)
-    assert run.rollout.smoothing
-    wanted = quantize_state(smoothed_state(model, prompts, run.rollout.smoothing), "int8")
+    assert run.rollout.smooths
+    wanted = quantize_state(smoothed_state(model, prompts, run.rollout.smooths), "int8")
     (version,) = loaded
     assert all(torch.equal(version.tensors[name], tensor) for name, tensor in wanted.items())
     norm = "model.layers.0.input_layernorm.weight"

@@ -169,8 +169,8 @@ SMOOTH = ("rollout.format=int8", "learner.precision=full", "rollout.smoothing.ev
 
 def policy_of(run: Run, directory: Path) -> TorchPolicy:
     policy = TorchPolicy(outlying("qwen3", directory), run.learner, 1.0)
-    assert run.rollout.smoothing
-    policy.smoothing = SmoothingScales(run.rollout.smoothing, 8)
+    assert run.rollout.smooths
+    policy.smoothing = SmoothingScales(run.rollout.smooths, 8)
     return policy
 
 
