@@ -49,7 +49,7 @@ def test_every_thread_takes_tiny_products_as_zero():
     assert printed(TINY) == ["2", "0", "0"]
 
 
-def test_two_threads_add_the_gradients_of_a_shared_token_in_order():
+def test_two_threads_add_gradients_of_a_shared_token_in_order():
     assert printed(SHARED) == ["0"]
 
 

@@ -462,7 +462,7 @@ def test_a_config_that_cannot_be_run_is_named(
     assert_refused(saved, rf"config\.json: .*{complaint}")
 
 
-def test_layers_without_tensors_are_told_before_they_are_laid_out(saved: Path) -> None:
+def test_layers_without_tensors_are_told_before_any_is_built(saved: Path) -> None:
     edit_config(saved, num_hidden_layers=999)
     assert_refused(saved, r"config\.json says 999 layers, and there are \d+ tensors")
 

@@ -107,7 +107,7 @@ def beginnings(episode: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("way", ["text", "ids", "messages"])
-async def test_an_agent_that_lost_a_turn_cannot_go_on_as_if_it_had_none(
+async def test_an_agent_that_lost_a_turn_cannot_go_on_without_it(
     ticket: Ticket, way: str, stream: bool
 ):
     """A stream is left after its first line, a whole reply unread."""

@@ -51,7 +51,7 @@ def is_held(peer: socket.socket) -> bool:
 
 
 @pytest.mark.parametrize("port", ["announce", "fetch"])
-def test_silent_connections_are_bounded_and_workers_have_each_version(
+def test_silent_connections_are_bounded_and_workers_go_on(
     sync: WeightSync, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, port: str
 ):
     monkeypatch.setattr(server_module, "most_connections", lambda: MOST)
@@ -82,7 +82,7 @@ def test_a_process_may_open_all_the_files_that_the_system_allows(files: tuple[in
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (files[1], files[1])
 
 
-def test_a_payload_is_ordinary_memory_where_no_file_can_be_opened(files: tuple[int, int]):
+def test_a_payload_is_ordinary_memory_where_no_file_opens(files: tuple[int, int]):
     """The limit is that of the next descriptor's number."""
     free = os.dup(0)
     os.close(free)
