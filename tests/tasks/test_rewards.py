@@ -294,7 +294,7 @@ async def test_scores_do_not_wait_for_turns_of_the_event_loop(tmp_path: Path):
         scores = asyncio.gather(*(reward(PROBLEM, "4", 1) for _ in range(64)))
         turns = 0
         while not scores.done():
-            time.sleep(0.02)  # a step of an engine
+            time.sleep(stretched(0.02))  # a step of an engine
             await asyncio.sleep(0)
             turns += 1
         assert turns < 64, turns
@@ -302,7 +302,8 @@ async def test_scores_do_not_wait_for_turns_of_the_event_loop(tmp_path: Path):
 
 
 async def test_a_cancelled_score_leaves_no_reply_for_the_next_question(tmp_path: Path):
-    async with using(settings(tmp_path, "reward.processes=1")) as reward:
+    run = settings(tmp_path, f"reward.timeout_s={stretched(3.0)}", "reward.processes=1")
+    async with using(run) as reward:
         waiting = asyncio.create_task(reward(PROBLEM, "sleep", 1))
         await asyncio.sleep(0.1)
         waiting.cancel()
