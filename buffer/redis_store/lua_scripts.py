@@ -74,7 +74,14 @@ ACQUIRE = (
 -- Returns {token} to whoever may lead the run now, else {0, record of who does, the end of its lease}.
 local found = redis.call('HMGET', KEYS[1], 'token', 'run_id', 'place', 'record', 'until')
 local same = found[2] == ARGV[1] and found[3] == ARGV[2]
-if not same and tonumber(found[5] or '0') > now_ms then return {'0', found[4], found[5]} end
+local over_ms = tonumber(found[5] or '0')
+if over_ms > now_ms + ARGV[4] then
+  -- No lease lasts so long: Redis's clock has stepped back. It ends as if it had been renewed now.
+  over_ms = now_ms + ARGV[4]
+  redis.call('HDEL', KEYS[1], '')
+  redis.call('HSET', KEYS[1], 'until', string.format('%.0f', over_ms))
+end
+if not same and over_ms > now_ms then return {'0', found[4], string.format('%.0f', over_ms)} end
 local token = string.format('%.0f', math.max(now_ms, tonumber(found[1] or '0') + 1))
 """
     + _EVEN_IF_FULL

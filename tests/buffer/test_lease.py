@@ -141,6 +141,21 @@ def test_a_crashed_learner_is_followed_from_its_directory(
     second.trim("0-0")
 
 
+def test_a_lease_from_before_the_clock_stepped_back_comes_to_an_end(
+    make: MakeLearner, url: str, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+):
+    """As if Redis's clock had been an hour ahead when the learner that is gone renewed it."""
+    monkeypatch.setattr(lease, "LEASE_S", 0.3)
+    monkeypatch.setattr(lease, "RENEW_S", 3600)
+    make("a")
+    now_s, _ = client.time()  # pyright: ignore[reportGeneralTypeIssues]
+    client.hset(KEYS.owner, "until", (now_s + 3600) * 1000)
+    other = LearnerBuffer(url, "run")
+    other.acquire(owner("b", "elsewhere"))
+    other.trim("0-0")
+    other.close()
+
+
 def test_a_stop_ends_the_wait_for_the_end_of_a_lease(
     make: MakeLearner, url: str, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ):
