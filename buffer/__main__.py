@@ -13,7 +13,7 @@ import msgspec
 import typer
 
 from areal_q.errors import AReaLQError, ConfigError
-from areal_q.system.command import PLAIN, WIDTH, accept_any_text, console
+from areal_q.system.command import PLAIN, WIDTH, accept_any_text, console, escaped
 from areal_q.system.credentials import no_password
 from buffer.admin import actions, inspect_state, tables
 from buffer.admin.open_run import open_run
@@ -121,7 +121,7 @@ def requeue(
     with open_run(directory, url, run) as (client, name):
         put_back, stayed = actions.requeue_records(client, name, ids or [])
     for line in stayed:
-        typer.echo(f"stays: {tables.escaped(line)}", err=True)
+        typer.echo(f"stays: {escaped(line)}", err=True)
     typer.echo(f"{len(put_back)} records put back, {len(stayed)} stay")
     if stayed:
         raise typer.Exit(1)
@@ -153,7 +153,7 @@ def _print_json(value: object) -> None:
 
 
 def _fail(error: Exception) -> NoReturn:
-    typer.echo(f"areal-q buffer: error: {tables.escaped(' '.join(str(error).split()))}", err=True)
+    typer.echo(f"areal-q buffer: error: {escaped(' '.join(str(error).split()))}", err=True)
     sys.exit(2)
 
 

@@ -121,5 +121,5 @@ def _marked(text: str, correct: bool | None) -> Text:
 
 def _one_line(text: str) -> Text:
     """Returns the text as one line. Of a long one the end is shown, since that is what is scored."""
-    flat = text.replace("\n", "⏎")
+    flat = command.escaped(text.replace("\n", "⏎"))
     return Text(flat if len(flat) <= 32 else "…" + flat[-31:])

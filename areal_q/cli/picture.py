@@ -10,6 +10,7 @@ from rich.text import Text
 from areal_q.observability.metrics_log import Record
 from areal_q.observability.progress import History
 from areal_q.observability.run_summary import duration, number
+from areal_q.system.command import escaped
 from areal_q.system.disk import size
 
 WIDE, NARROW = 100, 72
@@ -123,7 +124,7 @@ def _workers(workers: list[Record], width: int) -> RenderableType:
         table.add_column(name, justify="left" if name == "worker" else "right", no_wrap=True)
     for w in workers:
         cells = (
-            w["worker"],
+            Text(escaped(w["worker"])),
             number(w, "version", "d"),
             number(w, "tokens_per_s", ",.0f"),
             number(w, "idle_share", ".0%"),

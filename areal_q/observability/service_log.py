@@ -7,12 +7,21 @@ import time
 from typing import Literal
 
 from areal_q.errors import ConfigError
+from areal_q.system.command import escaped
 
 LOG_FORMAT = "AREAL_Q_LOG"
 """The environment variable that chooses the format: `text`, the default, or `json`."""
 LOG_LEVEL = "AREAL_Q_LOG_LEVEL"
 """The environment variable that chooses the least level that is written, one of LEVELS: `info` by default."""
 LEVELS = ("debug", "info", "warning", "error")
+
+
+class TextFormatter(logging.Formatter):
+    """Formats a record as one line, whatever its message holds; an exception follows on lines of its own."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = escaped(record.message)
+        return super().formatMessage(record)
 
 
 class JsonFormatter(logging.Formatter):
@@ -50,6 +59,6 @@ def set_up(service: str, format: Literal["text", "json"] | None = None) -> None:
     if level not in LEVELS:
         raise ConfigError(f"{LOG_LEVEL}: {level!r} is none of {', '.join(LEVELS)}")
     handler = logging.StreamHandler()
-    text = logging.Formatter("%(asctime)s %(name)s %(message)s")
+    text = TextFormatter("%(asctime)s %(name)s %(message)s")
     handler.setFormatter(JsonFormatter(service) if chosen == "json" else text)
     logging.basicConfig(level=level.upper(), handlers=[handler])

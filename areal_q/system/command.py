@@ -1,14 +1,16 @@
 """What all commands share: help in plain text under the name that a user types, exit codes, and output that
-never fails on a character."""
+never fails on a character, and that no text of others can turn into commands for a terminal."""
 
 import os
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from io import TextIOWrapper
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, TextIO
 
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 
 from areal_q.errors import AReaLQError, BufferUnavailable, RankLost, RecordError, UserError
 
@@ -19,6 +21,10 @@ PLAIN: dict[str, Any] = {
 }
 PIPED_WIDTH = 1000
 """Columns of an output that is no terminal: so many that nothing is wrapped and grep finds whole lines."""
+TERMINAL_COMMANDS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]"
+)
+"""Characters that command a terminal, or turn the direction of the text that follows; not line end and tab"""
 WIDTH = {"max_content_width": 100}
 _EXITS = "Exit codes: 0 done; 2 something to mend, which one line names."
 
@@ -60,13 +66,67 @@ def exit_with(error: AReaLQError, code: int, who: str = "areal-q: error") -> NoR
 
 
 def accept_any_text() -> None:
-    """Makes stdout and stderr replace characters that their encoding lacks, which otherwise would end a run."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="replace")
+    """Makes stdout and stderr harmless to a terminal, whoever writes to them, and replace characters that their
+    encoding lacks, which otherwise would end a run."""
+    sys.stdout, sys.stderr = _printable(sys.stdout), _printable(sys.stderr)
 
 
-def console() -> Console:
-    """Returns a console for stdout, as wide as the terminal, or as COLUMNS says, or PIPED_WIDTH."""
-    wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPED_WIDTH
-    return Console(width=wide)
+def harmless(text: str) -> str:
+    r"""Returns `text` with the characters of TERMINAL_COMMANDS as \uNNNN, which is what JSON and TOML write for
+    them. Example: "a\x1b[2J" → r"a\u001b[2J"."""
+    return TERMINAL_COMMANDS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def escaped(text: str) -> str:
+    r"""Returns `text` with everything that is not printable as \xNN or \uNNNN: control, bidirectional and
+    invisible characters, and line ends. Example: "a\x1b[2J" → r"a\x1b[2J"."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def console(stderr: bool = False) -> Console:
+    """Returns a console for stdout, or for stderr, as wide as the terminal, or as COLUMNS says, or
+    PIPED_WIDTH."""
+    stream = sys.stderr if stderr else sys.stdout
+    wide = None if stream.isatty() or "COLUMNS" in os.environ else PIPED_WIDTH
+    # While a live view is drawn rich puts a stream of its own in the place of stdout.
+    return _Console(width=wide, file=stream.beneath if isinstance(stream, _Printable) else stream)
+
+
+class _Console(Console):
+    """Makes all text harmless, while its own styles and moves of the cursor stay as they are."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else harmless(text), style, control)
+
+
+class _Printable:
+    """A stream for text alone. A console writes its styles to the one beneath."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.beneath = stream
+
+    def write(self, text: str) -> int:
+        # A bar of a library begins with a return, to draw itself anew.
+        start = "\r" if text.startswith("\r") else ""
+        self.beneath.write(start + harmless(text.removeprefix("\r")))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.beneath, name)
+
+
+def _printable(stream: Any) -> Any:
+    if stream is None or isinstance(stream, _Printable):
+        return stream
+    if isinstance(stream, TextIOWrapper):
+        stream.reconfigure(errors="replace")
+    return _Printable(stream)

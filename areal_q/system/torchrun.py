@@ -13,6 +13,8 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
+from areal_q.system.command import accept_any_text
+
 
 def torchrun(arguments: Sequence[str]) -> int:
     """Runs torchrun. Returns 0, the exit code of the process that failed first, or 128 plus the number of the
@@ -31,4 +33,5 @@ def torchrun(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    accept_any_text()
     sys.exit(torchrun(sys.argv[1:]))

@@ -17,6 +17,7 @@ from rich.text import Text
 from areal_q.config import parse
 from areal_q.errors import UserError
 from areal_q.messages import Group, Trajectory
+from areal_q.system.command import escaped
 from areal_q.system.disk import size
 from areal_q.tasks import Tokenizer, build_tokenizer
 from buffer.admin import inspect_state
@@ -25,12 +26,6 @@ from buffer.redis_store.keys import Keys
 
 _MAX_TEXT = 2000
 _Row = dict[str, Any]
-
-
-def escaped(text: str) -> str:
-    r"""Returns `text` with everything that is not printable as \xNN or \uNNNN: control, bidirectional and
-    invisible characters, and line ends. Example: "a\x1b[2J" → r"a\x1b[2J"."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def age(seconds: float | None) -> str:

@@ -19,6 +19,7 @@ from rich.text import Text
 from areal_q.errors import WeightVersionError
 from areal_q.messages import HeldVersion, WorkerStatus
 from areal_q.observability.run_summary import plural
+from areal_q.system.command import escaped
 from areal_q.system.disk import size
 from buffer.admin import inspect_state, tables
 from buffer.redis_store.keys import Keys
@@ -138,7 +139,7 @@ def screen(found: Cluster) -> RenderableType:
         _worker_table(found),
         *_waits(found.workers),
         tables.status_table(found.redis),
-        *(Text(f"WRONG: {tables.escaped(line)}", style="bold red") for line in found.wrong),
+        *(Text(f"WRONG: {escaped(line)}", style="bold red") for line in found.wrong),
     )
 
 
@@ -165,7 +166,7 @@ def _worker_table(found: Cluster) -> Table:
         numbers = (f"{w.tokens_per_s:,.0f}", f"{w.idle_share:.0%}", w.active, w.groups, w.waiting)
         cells = (str(w.version), behind, *map(str, numbers))
         episodes = [f"{w.open_episodes} of {w.episodes}"] * agents
-        table.add_row(tables.escaped(w.worker), *cells, *episodes)
+        table.add_row(escaped(w.worker), *cells, *episodes)
     total = sum(w.tokens_per_s for w in found.workers)
     table.add_row(plural(len(found.workers), "worker"), "", "", f"{total:,.0f}", style="dim")
     return table
@@ -176,7 +177,7 @@ def _waits(workers: list[WorkerStatus]) -> Iterator[Text]:
     not fit into 80 characters."""
     for w in workers:
         if w.waits_for:
-            yield Text(tables.escaped(f"{w.worker} waits for {w.waits_for}"))
+            yield Text(escaped(f"{w.worker} waits for {w.waits_for}"))
     if workers:
         p99_s, max_s = max((w.loop_lag_s, w.loop_lag_max_s) for w in workers)
         late = f"event loops late by {p99_s * 1e3:,.0f} ms (p99), {max_s * 1e3:,.0f} ms at most"

@@ -16,7 +16,6 @@ from typing import Annotated, Any, get_args
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from areal_q.checks.automatic import settled
@@ -25,6 +24,7 @@ from areal_q.config.run import FormatName
 from areal_q.errors import ConfigError, RecordError
 from areal_q.evaluation.benchmarks import BENCHMARKS, PRESETS, Preset
 from areal_q.evaluation.estimates import Answered, Estimate, Evaluation, estimates
+from areal_q.system import command
 from areal_q.system.command import run_command
 from areal_q.system.files import replacing
 from areal_q.tasks import (
@@ -270,7 +270,7 @@ def _answers_file(path: Path | None) -> Iterator[tuple[Callable[[Answered], Any]
 @contextlib.contextmanager
 def _progress(total: int) -> Iterator[Callable[[], None]]:
     """Prints progress on stderr: a bar on a terminal, elsewhere a line every tenth of the way."""
-    console = Console(stderr=True)
+    console = command.console(stderr=True)
     if not console.is_terminal:
         done, step = 0, max(1, round(total * PLAIN_EVERY))
 

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from areal_q.config import Run, dump_toml
 from areal_q.messages import encode
+from areal_q.system.command import escaped
 from buffer.__main__ import main
-from buffer.admin import actions, inspect_state, tables
+from buffer.admin import actions, inspect_state
 from buffer.logs.trajectory_log import TrajectoryLog
 from buffer.redis_store import LearnerBuffer, WorkerBuffer, lua_scripts
 from buffer.redis_store.keys import Keys
@@ -111,7 +112,7 @@ def test_peek_lists_each_kind(filled, what, rows):
 
 @given(st.text())
 def test_escaped_text_is_printable_and_says_what_it_was(text: str):
-    out = tables.escaped(text)
+    out = escaped(text)
     assert out.isprintable()
     if text.isprintable():
         assert out == text

@@ -15,6 +15,7 @@ import msgspec
 
 from areal_q.errors import ConfigError, RewardUnavailable, TaskError
 from areal_q.messages.trajectories import FailureCause
+from areal_q.system.command import accept_any_text
 from areal_q.tasks.base import Problem, Score
 from areal_q.tasks.datasets.python_file import load_score
 from areal_q.tasks.grading.graders import GRADERS, check_extra
@@ -25,6 +26,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 def main(kind: str, name: str, function: str, memory_mib: str) -> None:
     questions, replies = _private_pipes()
+    accept_any_text()  # a reward may print what the model wrote
     try:
         score = _load(kind, name, function)
     except (ConfigError, TaskError) as error:

@@ -1,0 +1,130 @@
+"""What models, workers, records and exceptions say reaches neither a terminal nor a log as a command to it."""
+
+import ast
+import io
+import json
+import logging
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+
+import pytest
+import typer
+from helpers.paths import ROOT
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import RenderableType
+
+from areal_q.cli.final_screen import _answers
+from areal_q.cli.picture import picture
+from areal_q.observability.progress import History
+from areal_q.observability.run_summary import ExampleAnswer
+from areal_q.observability.service_log import JsonFormatter, TextFormatter
+from areal_q.system.command import accept_any_text, console, harmless
+
+HOSTILE = "a\x1b]52;c;cHduZWQ=\x1b\\\x1b[2J\x9b2J\rb\x07\x08c\u202ed\x00"
+"""Writes the clipboard, clears the screen in two ways, overwrites the line, rings, turns the text around"""
+PACKAGES = ("areal_q", "buffer", "learner", "rollout")
+
+
+def tame(text: str) -> bool:
+    return all(c.isprintable() or c in "\n\t" for c in text)
+
+
+def shown(show: Callable[[], object]) -> str:
+    """What reaches stdout and stderr of a command that calls `show`."""
+    stream = io.StringIO()
+    with redirect_stdout(stream), redirect_stderr(stream):
+        accept_any_text()
+        show()
+    return stream.getvalue()
+
+
+def logged(text: str) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(TextFormatter("%(message)s"))
+    record = logging.LogRecord("worker", logging.INFO, "", 0, "%s says", (text,), None)
+    handler.handle(record)
+
+
+def raised(text: str) -> None:
+    try:
+        raise RuntimeError(text)
+    except RuntimeError:
+        traceback.print_exc()
+
+
+WAYS: dict[str, Callable[[str], object]] = {
+    "print": print,
+    "print to stderr": lambda text: print(text, file=sys.stderr),
+    "echo": typer.echo,
+    "echo to stderr": lambda text: typer.echo(text, err=True),
+    "lines": lambda text: sys.stdout.writelines([text, text]),
+    "log": logged,
+    "traceback": raised,
+    "console": lambda text: console().print(text, markup=False),
+    "console of stderr": lambda text: console(stderr=True).print(text, markup=False),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_way_of_printing_lets_a_command_through(way: str):
+    said = shown(lambda: WAYS[way](HOSTILE))
+    assert "cHduZWQ=" in said and tame(said), ascii(said)
+
+
+@given(st.text())
+def test_harmless_json_is_the_same_document(text: str):
+    """So that --json can be read by programs, whatever it holds."""
+    written = json.dumps({"text": text}, ensure_ascii=False)
+    assert json.loads(harmless(written)) == {"text": text}
+
+
+def test_a_log_line_stays_one_line():
+    record = logging.LogRecord(
+        "w", logging.INFO, "", 0, "%s joins", ("x\n2026 learner fine",), None
+    )
+    assert "\n" not in TextFormatter("%(message)s").format(record)
+    assert tame(JsonFormatter("w").format(record))
+
+
+def hostile_history() -> History:
+    history = History(3)
+    worker = {"worker": HOSTILE, "version": 1, "tokens_per_s": 1.0}
+    history.add({"kind": "step", "step": 1, "elapsed_s": 1.0, "time_s": 1.0, "workers": [worker]})
+    history.add({"kind": "warning", "step": 1, "elapsed_s": 1.0, "time_s": 1.0, "message": HOSTILE})
+    return history
+
+
+SCREENS: dict[str, Callable[[], RenderableType]] = {
+    "answers": lambda: _answers([ExampleAnswer(HOSTILE, HOSTILE, HOSTILE, HOSTILE, False, True)]),
+    "picture": lambda: picture("run", hostile_history(), 1.0, [HOSTILE], HOSTILE, 100),
+}
+
+
+@pytest.mark.parametrize("screen", SCREENS)
+def test_screens_show_what_is_hostile_as_text(screen: str):
+    said = shown(lambda: console().print(SCREENS[screen]()))
+    assert "2J" in said and tame(said), ascii(said)
+
+
+def test_every_command_and_console_is_made_harmless():
+    """Whoever prints on his own, by another console or without the streams of a command, is found here."""
+    consoles, commands = [], []
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            text = path.read_text()
+            name = str(path.relative_to(ROOT))
+            calls = [n.func for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Call)]
+            called = {f.id if isinstance(f, ast.Name) else getattr(f, "attr", "") for f in calls}
+            if "Console" in called:
+                consoles.append(name)
+            starts = 'if __name__ == "__main__":' in text and (
+                "print" in called or "echo" in called
+            )
+            if starts and not called & {"run_command", "accept_any_text", "main"}:
+                commands.append(name)
+    assert consoles == []
+    # It prints numbers, and runs every few seconds in a container, so that it imports little.
+    assert commands == ["areal_q/observability/health.py"]
