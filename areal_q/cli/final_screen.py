@@ -8,9 +8,10 @@ from rich.text import Text
 
 from areal_q.config import Arithmetic, Run
 from areal_q.evaluation.estimates import Evaluation, read_evaluations
+from areal_q.observability.learning_faults import advice
 from areal_q.observability.metrics_log import TENSORBOARD_DIR, read_metrics
 from areal_q.observability.plots import draw_curves
-from areal_q.observability.reward_signal import FailureLog, hint, reward_name, times
+from areal_q.observability.reward_signal import FailureLog, reward_name, times
 from areal_q.observability.run_summary import ExampleAnswer, Summary, summarize
 from areal_q.system import command
 from areal_q.system.run_dir import METRICS_FILE, has_checkpoint
@@ -23,7 +24,7 @@ def last_screen(run: Run, run_dir: Path, console: Console | None = None) -> None
     records = read_metrics(path) if path.exists() else []
     if not records:
         console.print(f"{run.name}: stopped before its first record", highlight=False)
-        console.print(_pairs(_reward_rows(run, run_dir, [])), highlight=False)
+        console.print(_pairs(_last_failure(run, run_dir)), highlight=False)
         return
     summary = summarize(records, run.learner.groups * run.learner.group_size)
     try:
@@ -35,7 +36,10 @@ def last_screen(run: Run, run_dir: Path, console: Console | None = None) -> None
 
 def _screen(run: Run, run_dir: Path, summary: Summary, curves: Path | None) -> RenderableType:
     parts: list[RenderableType] = [Text(), Text(f"{run.name}: {summary.title}", "bold")]
-    parts.append(_pairs([*summary.rows, *_reward_rows(run, run_dir, summary.rows)]))
+    count, rows = len(summary.faults), summary.rows
+    # What comes first may be the cause of the others, so that only its advice is given.
+    change = [("", f"→ {advice(summary.faults[0], run)}")] if count else []
+    parts.append(_pairs([*rows[:count], *change, *rows[count:], *_last_failure(run, run_dir)]))
     if evaluations := read_evaluations(run_dir):
         parts += [Text(), _pairs([_evaluation(e) for e in evaluations])]
     if summary.answers:
@@ -55,19 +59,13 @@ def _screen(run: Run, run_dir: Path, summary: Summary, curves: Path | None) -> R
     return Group(*parts)
 
 
-def _reward_rows(run: Run, run_dir: Path, told: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Returns rows on why rewards failed, from the workers' logs, and, if the reward is flat, on how a model
-    gets its first right answers."""
-    log, rows = FailureLog(run_dir), []
-    if failed := log.read():
-        rows.append(
-            ("last failure", f"✗ {reward_name(run.task, run.reward)}, {times(failed)}: {log.last}")
-        )
-    if any(name == "reward is flat" for name, _ in told) and (
-        advice := hint(run.model, run.warmstart)
-    ):
-        rows.append(("", advice))
-    return rows
+def _last_failure(run: Run, run_dir: Path) -> list[tuple[str, str]]:
+    """Returns a row on why rewards failed, from the workers' logs; none if none did."""
+    log = FailureLog(run_dir)
+    if not (failed := log.read()):
+        return []
+    name = reward_name(run.task, run.reward)
+    return [("last failure", f"✗ {name}, {times(failed)}: {log.last}")]
 
 
 def _next_commands(run: Run, run_dir: Path, summary: Summary) -> list[tuple[str, str]]:

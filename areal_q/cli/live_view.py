@@ -15,8 +15,8 @@ from areal_q.checks.settings import served_at
 from areal_q.cli.picture import picture
 from areal_q.config import External, Run
 from areal_q.observability.metrics_log import Record, Tail
-from areal_q.observability.progress import History, plain_line
-from areal_q.observability.reward_signal import FailureLog, RewardWatch, hint, reward_name
+from areal_q.observability.progress import FaultWatch, History, plain_line
+from areal_q.observability.reward_signal import FailureLog
 from areal_q.observability.run_end import how_it_ended
 from areal_q.observability.run_summary import plural, unfaithful
 from areal_q.system import command
@@ -37,13 +37,13 @@ class _Following:
         self.run, self.console = run, console
         self.history = History(run.steps)
         self._tail = Tail(path_of(run) / METRICS_FILE)
-        self.rewards = _watch_of(run, FailureLog(path_of(run)))
+        self.faults = FaultWatch(run, FailureLog(path_of(run)))
         self.heard = time.monotonic()
 
     def start(self, run_dir: Path) -> None:
         self.run_dir = run_dir
         # Failures in the logs of an earlier start were shown then.
-        self.rewards = _watch_of(self.run, FailureLog(run_dir, skip=True))
+        self.faults = FaultWatch(self.run, FailureLog(run_dir, skip=True))
         self._tail = Tail(run_dir / METRICS_FILE)
         self.heard = time.monotonic()
 
@@ -64,9 +64,10 @@ class _Following:
         records, restarted = self._tail.read()
         if restarted:
             self.history = History(self.run.steps)
+            self.faults.restart()
         for record in records:
             self.history.add(record)
-            self.rewards.add(record)
+            self.faults.add(record)
             self.heard = time.monotonic()
         return records
 
@@ -120,7 +121,7 @@ class PlainView(_Following):
             if problem.engine not in self._warned:
                 self._warned.add(problem.engine)
                 self.note(f"warning: {problem}")
-        for sentence in self.rewards.due():
+        for sentence in self.faults.due():
             self.note(f"warning: {sentence}")
 
 
@@ -148,15 +149,9 @@ class LiveView(_Following):
         self._live.stop()
 
     def _picture(self) -> RenderableType:
-        width, warnings = self.console.width, self.rewards.warnings()
+        width, warnings = self.console.width, self.faults.warnings()
         elapsed_s, awaits = self.elapsed_s(), self.awaited()
         return picture(self.run.name, self.history, elapsed_s, warnings, awaits, width)
-
-
-def _watch_of(run: Run, log: FailureLog) -> RewardWatch:
-    """Returns what looks for faults of the rewards of `run`, whose failures are in `log`."""
-    name, advice = reward_name(run.task, run.reward), hint(run.model, run.warmstart)
-    return RewardWatch(name, advice, log)
 
 
 def build_view(run: Run, console: Console | None = None) -> PlainView | LiveView:
@@ -169,7 +164,7 @@ def watch(run: Run, run_dir: Path, console: Console | None = None) -> None:
     """Follows a run, whoever started it, until it ends or Ctrl-C."""
     view = build_view(run, console)
     view.start(run_dir)
-    view.rewards = _watch_of(run, FailureLog(run_dir))
+    view.faults = FaultWatch(run, FailureLog(run_dir))
     try:
         while view.history.end is None:
             # The end is checked before the records are read, so that the last record is not missed.

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from areal_q.config import Run
+from areal_q.observability.learning_faults import FAULTS, FaultName, LearningJudge, with_advice
 from areal_q.observability.metrics_log import Record, read_metrics
+from areal_q.observability.reward_signal import FailureLog, reward_name, times
 from areal_q.observability.run_summary import Gap, duration, number, summarize, unfaithful
 from areal_q.system.run_dir import METRICS_FILE
 
@@ -14,6 +16,8 @@ LINE_EVERY_S = 15.0
 """Seconds from one progress line in a service's log to the next."""
 _WINDOW = 20
 """Steps over which the time left is estimated."""
+_AGAIN = 10
+"""A warning is repeated once its count has grown by this factor."""
 
 
 class History:
@@ -136,9 +140,51 @@ def plain_line(record: Record, history: History) -> str:
     )
 
 
+class FaultWatch:
+    """Finds faults of a run in progress, those of learning and failing rewards, and words the warnings that a
+    view shows."""
+
+    def __init__(self, run: Run, log: FailureLog) -> None:
+        self._run, self._log, self._judge = run, log, LearningJudge()
+        self._said: dict[str, int] = {}
+
+    def restart(self) -> None:
+        """Forgets the records, which are given again from the first one on."""
+        self._judge = LearningJudge()
+
+    def add(self, record: Record) -> None:
+        self._judge.add(record)
+
+    def lasting(self) -> dict[FaultName, int]:
+        """Returns for how many steps each fault has lasted; 0 without it."""
+        found = {fault.name: fault.steps for fault in self._judge.faults()}
+        return {name: found.get(name, 0) for name in FAULTS}
+
+    def warnings(self) -> list[str]:
+        """Returns one sentence for each present fault."""
+        return [text for _, _, text in self._problems()]
+
+    def due(self) -> list[str]:
+        """Returns the warnings that are new, or whose count has grown tenfold since they were last returned."""
+        found = [p for p in self._problems() if p[1] >= _AGAIN * self._said.get(p[0], 0)]
+        self._said |= {name: count for name, count, _ in found}
+        return [text for _, _, text in found]
+
+    def _problems(self) -> list[tuple[str, int, str]]:
+        """Returns (name, count, sentence) of each present fault."""
+        problems = []
+        if failed := self._log.read():
+            name = reward_name(self._run.task, self._run.reward)
+            text = f"the reward {name} failed {times(failed)}: {self._log.last}"
+            problems.append(("failed", failed, text))
+        for fault, change in with_advice(self._judge.faults(), self._run):
+            problems.append((fault.name, fault.steps, f"{fault.says}; {change}"))
+        return problems
+
+
 class ProgressLog:
-    """Writes the run's progress to a log: a line every `every_s` seconds, one for each evaluation, and a
-    summary at the end. `add` is a sink of the run's MetricsLog.
+    """Writes the run's progress to a log: a line every `every_s` seconds, one for each evaluation and each new
+    fault, and a summary at the end. `add` is a sink of the run's MetricsLog, whose earlier records count.
 
     Example: metrics.also("log", ProgressLog(run, run_dir, logger.info).add)
     """
@@ -148,17 +194,27 @@ class ProgressLog:
     ) -> None:
         self._run, self._path, self._say, self._every_s = run, run_dir / METRICS_FILE, say, every_s
         self._history = History(run.steps)
+        self._faults = FaultWatch(run, FailureLog(run_dir, skip=True))
+        for record in read_metrics(self._path) if self._path.exists() else []:
+            self._faults.add(record)
         self._next_line = 0.0
 
     def add(self, record: Record) -> None:
         """Adds a record to the history, and logs it if a line is due."""
         self._history.add(record)
+        self._faults.add(record)
         kind = record["kind"]
         if kind == "end":
             self._say_summary()
         elif kind == "eval" or (kind != "warning" and time.monotonic() >= self._next_line):
             self._say(plain_line(record, self._history).strip())
             self._next_line = time.monotonic() + self._every_s
+        for sentence in self._faults.due():
+            self._say(f"warning: {sentence}")
+
+    def lasting_faults(self) -> dict[str, int]:
+        """Returns for how many steps each fault has lasted, 0 without it, by `fault/NAME`."""
+        return {f"fault/{name}": steps for name, steps in self._faults.lasting().items()}
 
     def _say_summary(self) -> None:
         responses = self._run.learner.groups * self._run.learner.group_size

@@ -6,14 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from areal_q.observability.learning_faults import Fault, learning_faults
 from areal_q.observability.metrics_log import Record
-from areal_q.observability.reward_signal import (
-    EQUAL_STEPS,
-    equal_steps,
-    equal_text,
-    failed_rewards,
-    failed_text,
-)
+from areal_q.observability.reward_signal import failed_rewards, failed_text
 from areal_q.system.disk import size
 
 
@@ -70,7 +65,10 @@ class Gap:
 class Summary:
     title: str
     rows: list[tuple[str, str]]
+    """Begin with the faults."""
     answers: list[ExampleAnswer]
+    faults: list[Fault]
+    """Why the run did not learn; empty if it did."""
     reason: str
     """The end's reason: done, drained, or "" if no `end` record was written."""
 
@@ -119,18 +117,17 @@ def summarize(records: Sequence[Record], responses: int = 0) -> Summary:
         for gap in gaps(steps)
         if not gap.faithful or gap.noise_nats is not None
     ]
-    warnings += _reward_warnings(steps, responses)
-    rows = [*_accuracy_rows(evals), *_step_rows(steps), *warnings]
-    return Summary(title, rows, _answers(evals), reason)
+    if failed := _failed_rewards(steps, responses):
+        warnings.append(("reward failed", f"✗ {failed}"))
+    faults = learning_faults(records)
+    rows = [*((fault.name, f"✗ {fault.says}") for fault in faults), *_accuracy_rows(evals)]
+    rows += [*_step_rows(steps), *warnings]
+    return Summary(title, rows, _answers(evals), faults, reason)
 
 
-def _reward_warnings(steps: list[Record], responses: int) -> Iterable[tuple[str, str]]:
+def _failed_rewards(steps: list[Record], responses: int) -> str:
     failed, causes = failed_rewards(steps)
-    if failed:
-        yield "reward failed", f"✗ {failed_text(failed, causes, responses * len(steps))}"
-    equal = equal_steps(steps)
-    if equal and equal >= min(EQUAL_STEPS, len(steps)):
-        yield "reward is flat", f"✗ {equal_text(equal, steps[-1].get('reward/mean'))}"
+    return failed_text(failed, causes, responses * len(steps)) if failed else ""
 
 
 def _accuracy_rows(evals: list[Record]) -> Iterable[tuple[str, str]]:

@@ -1,1 +1,1 @@
-"""`areal-q doctor`: where rollouts and learner disagree, and why."""
+"""`areal-q doctor`: why a run does not learn, and where rollouts and learner disagree."""

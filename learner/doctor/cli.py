@@ -1,5 +1,5 @@
-"""`areal-q doctor RUN` reports where rollouts and learner disagree, what share each cause has, and what to
-change.
+"""`areal-q doctor RUN` reports why a run does not learn, and where rollouts and learner disagree: what share
+each cause has, and what to change.
 
 It reads the log and the checkpoints, also while the run is in progress. Exit codes: 0 nothing worse than a
 note, 1 a warning or an error was found, 2 no run or log (one line on stderr), 130 Ctrl-C.
@@ -44,7 +44,10 @@ def main(
         bool, typer.Option("--follow", help="again whenever the log has grown, until the run ends")
     ] = False,
 ) -> None:
-    """Splits the gap between behaviour and learner by cause; writes RUN/doctor.json.
+    """Says why the run does not learn, and splits the gap between behaviour and learner by cause; writes
+    RUN/doctor.json.
+
+    What it says of learning is about the whole run, the gap about the last steps, or those of --from and --to.
 
     With --probe, every version has the same weights: what is left is quantization and the engine.
 

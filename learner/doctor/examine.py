@@ -1,5 +1,6 @@
 """One examination by the doctor: checks of the logged groups, then a replay of some steps with measurements."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,10 +11,13 @@ from rich.progress import Progress
 from areal_q.config import Run
 from areal_q.errors import CheckpointError, LogError
 from areal_q.models import DecoderConfig
+from areal_q.observability.learning_faults import learning_faults
+from areal_q.observability.metrics_log import Record, read_metrics
 from areal_q.observability.reward_signal import FailureLog, reward_name, times
 from areal_q.observability.run_summary import mean
+from areal_q.system.run_dir import METRICS_FILE
 from areal_q.tasks.stops import read_stops
-from buffer.logs.step_log import iter_steps
+from buffer.logs.step_log import StepRecord, iter_steps
 from buffer.logs.trajectory_log import iter_log, logged_steps
 from learner import checkpoint
 from learner.doctor.diagnosis import TERMS, Case, Finding, LogFacts, TokenTable, diagnose, look_at
@@ -72,9 +76,18 @@ def examine(directory: Path, first: int | None, stop: int | None, console: Conso
     metrics = [r.metrics for r in records if r.step >= first]
     disagreement = mean(metrics, "routing/disagreement")
     experts = bool(model and model.sparse_layers)
-    case = Case(run, facts, tokens, disagreement, experts, metrics, probe.noise_rms())
+    faults = learning_faults(_of_whole_run(directory, records))
+    case = Case(run, facts, tokens, disagreement, experts, metrics, faults, probe.noise_rms())
     findings = diagnose(case)
     return Examined(directory, run, first, stop, facts, tokens, findings, exact, note)
+
+
+def _of_whole_run(directory: Path, records: Sequence[StepRecord]) -> Iterable[Record]:
+    """Returns the run's metrics; without their file those of the logged steps, which lack the evaluations."""
+    path = directory / METRICS_FILE
+    if path.exists():
+        return read_metrics(path)
+    return [{"kind": "step", "step": r.step + 1, **r.metrics} for r in records]
 
 
 def _nothing_logged(directory: Path, run: Run, asked: int | None) -> str:

@@ -36,3 +36,22 @@ def test_log_ends_with_what_the_run_came_to(tmp_path):
     told = {row[2:19].strip(): row[21:] for row in rows}
     assert told["held-out accuracy"].startswith("0.750 → 0.750")
     assert told["model"] == str(tmp_path / "hf")
+
+
+def test_log_warns_of_a_fault_once_and_knows_what_was_before(tmp_path):
+    """The accuracy falls in a second learner's part, from what the first one's reached."""
+    run = load("quickstart", ["steps=9"])
+    lines: list[str] = []
+    with MetricsLog(tmp_path, tensorboard=False) as metrics:
+        metrics.write("eval", 0, {"eval/accuracy": 0.75, "eval/problems": 512.0})
+    with MetricsLog(tmp_path, tensorboard=False) as metrics:
+        log = ProgressLog(run, tmp_path, lines.append, every_s=3600.0)
+        metrics.also("log", log.add)
+        for step in range(1, 7):
+            metrics.write("eval", step, {"eval/accuracy": 0.01, "eval/problems": 512.0})
+            metrics.write("step", step, {"reward/mean": 0.0, "reward/std": 0.0})
+    told = [line.split(";")[0] for line in lines if line.startswith("warning: ")]
+    assert told == [
+        "warning: held-out accuracy fell from 0.75 at step 0 to 0.01 at step 1",
+        "warning: all rewards were 0 for 5 steps: nothing to learn from",
+    ]

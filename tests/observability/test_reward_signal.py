@@ -1,11 +1,10 @@
-"""Failing and flat rewards are said: while the run goes on, in its summary, and by the doctor's rules."""
+"""Failing and flat rewards are said: while the run goes on and in its summary."""
 
 import asyncio
 import io
 import logging
 from pathlib import Path
 
-import numpy as np
 import pytest
 from rich.console import Console
 
@@ -13,7 +12,8 @@ from areal_q.cli.final_screen import last_screen
 from areal_q.cli.live_view import LiveView, PlainView
 from areal_q.config import Run, load
 from areal_q.observability.metrics_log import MetricsLog
-from areal_q.observability.reward_signal import FailureLog, RewardWatch, equal_steps, failed_rewards
+from areal_q.observability.progress import FaultWatch
+from areal_q.observability.reward_signal import FailureLog, failed_rewards
 from areal_q.observability.run_summary import summarize
 from areal_q.tasks.base import Problem
 from areal_q.tasks.grading.reward_process import Isolated
@@ -81,7 +81,7 @@ def test_first_failure_of_a_reward_is_said_with_cause_and_file(own, run_dir):
 
 
 def test_failures_are_said_again_at_ten_times_as_many(own, run_dir):
-    watch = RewardWatch("mine.py", "", FailureLog(run_dir))
+    watch = FaultWatch(own, FailureLog(run_dir))
     fail(own, 1)
     assert len(watch.due()) == 1
     fail(own, 4)
@@ -111,7 +111,7 @@ def test_the_live_view_shows_failures_and_flat_rewards(own, run_dir):
 
 
 def test_equal_rewards_are_said_once_and_then_counted(own, run_dir):
-    watch = RewardWatch("mine.py", "", FailureLog(run_dir))
+    watch = FaultWatch(own, FailureLog(run_dir))
     said = []
     for step in range(60):
         watch.add({"kind": "step", "step": step, "reward/mean": 0.0, "reward/std": 0.0})
@@ -122,15 +122,8 @@ def test_equal_rewards_are_said_once_and_then_counted(own, run_dir):
     ]
     watch.add({"kind": "step", "step": 60, "reward/mean": 0.1, "reward/std": 0.3})
     assert watch.warnings() == []
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_equal_steps_are_those_since_the_last_unequal_one(seed):
-    stds = np.random.default_rng(seed).integers(0, 2, 12).tolist()
-    expected = 0
-    for std in stds:
-        expected = 0 if std else expected + 1
-    assert equal_steps([{"reward/std": float(std)} for std in stds]) == expected
+    watch.restart()
+    assert set(watch.lasting().values()) == {0}
 
 
 def test_the_summary_tells_share_and_causes_of_failures(own, run_dir):
@@ -167,5 +160,6 @@ def test_summary_of_flat_rewards_says_that_nothing_was_learnt(run_dir):
 
     flat = rows(*[(0.0, 0.0)] * 3)
     assert flat["reward is flat"] == "✗ all rewards were 0 for 3 steps: nothing to learn from"
+    assert next(iter(flat)) == "reward is flat"
     assert "reward is flat" not in rows(*[(0.0, 0.0)] * 8, (0.2, 0.4))
     assert "reward is flat" not in rows(*[(0.1, 0.4)] * 8, (1.0, 0.0))

@@ -19,6 +19,8 @@ from areal_q.config import Run, Sampling, dump_toml, load, override
 from areal_q.errors import LogError
 from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan
 from areal_q.models import Decoder, DecoderConfig, init_weights
+from areal_q.observability.learning_faults import Fault
+from areal_q.observability.metrics_log import MetricsLog
 from areal_q.quant import is_quantized
 from areal_q.system.run_dir import STOPS_FILE
 from areal_q.tasks.base import Stop
@@ -159,7 +161,7 @@ class World:
                     behavior_logprobs=Array.of(np.zeros(TOKENS), "float32"),
                     loss_mask=Array.of(np.ones(TOKENS), "uint8"),
                     spans=[VersionSpan(u, TOKENS, history.digests[u])],
-                    finish_reason="length", reward=float(i % 2),
+                    finish_reason="stop", reward=float(i % 2),
                 )
                 for i in range(SIZE)
             ],
@@ -479,8 +481,6 @@ def test_staleness_in_bounds_is_a_note_until_few_samples_count():
 @pytest.mark.parametrize(
     ("metrics", "found"),
     [
-        ([{"reward/mean": 0.0, "reward/std": 0.0}] * 10, {"flat rewards": "error"}),
-        ([{"reward/mean": 1.0, "reward/std": 0.0}] * 10, {"flat rewards": "error"}),
         ([{"reward/mean": 0.5, "reward/std": 0.5, "reward/errors": 512.0}] * 2, {"failing rewards": "error"}),
         (
             [{"reward/mean": 0.5, "reward/std": 0.5, "reward/invalid": 1.0, "reward/invalid/timeout": 1.0}] * 9,
@@ -489,9 +489,35 @@ def test_staleness_in_bounds_is_a_note_until_few_samples_count():
         ([{"reward/mean": 0.5, "reward/std": 0.5, "reward/errors": 0.0}] * 9, {}),
     ],
 )  # fmt: skip
-def test_rewards_that_fail_or_are_flat_are_found(metrics, found):
+def test_rewards_that_fail_are_found(metrics, found):
     case = Case(load(None, []), LogFacts(), empty(), metrics=metrics)
     assert {f.name: f.severity for f in diagnose(case)} == found
+
+
+def test_the_whole_run_is_judged_before_its_last_steps():
+    """Where a run does not learn, a gap is a note; an engine that computes otherwise stays an error."""
+    faults = [Fault("policy ran away", 1, "it did"), Fault("reward is flat", 9, "it is")]
+    for term, severity in (("staleness", "note"), ("activations", "note"), ("engine", "error")):
+        case = case_of(term, RUN, 0.0)
+        alone, ruined = diagnose(case), diagnose(replace(case, faults=faults))
+        assert [f.name for f in ruined[:2]] == [fault.name for fault in faults]
+        assert (
+            "learner.optimizer.lr" in ruined[0].change
+            and ruined[1].change == "mend first: policy ran away"
+        )
+        assert {f.name for f in ruined[2:]} == {f.name for f in alone}
+        assert {f.severity for f in ruined[2:]} <= {severity, "note"}
+        assert ruined[2].severity == severity
+
+
+def test_the_doctor_reads_why_the_run_does_not_learn(tmp_path):
+    World(tmp_path / "run").play()
+    with MetricsLog(tmp_path / "run", tensorboard=False) as log:
+        for step in range(1, 30):
+            values = {"reward/mean": 0.0, "reward/std": 0.0, "response/cut_off_share": 1.0}
+            log.write("step", step, values)
+    x = examine(tmp_path / "run", None, None, Console())
+    assert [f.name for f in x.findings] == ["responses cut off", "reward is flat"]
 
 
 def test_a_run_without_a_step_names_the_reward_that_failed(tmp_path):

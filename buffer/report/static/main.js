@@ -53,7 +53,8 @@ async function main() {
     document.getElementById("summary")?.remove();
     if (runs.length === 1) {
       document.getElementById("header").insertBefore(
-        el("dl", { id: "summary" }, runs[0].rows.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
+        el("dl", { id: "summary" }, runs[0].rows.map(([name, value]) =>
+          el("div", value.startsWith("✗") ? { class: "bad" } : {}, el("dt", {}, name), el("dd", {}, value)))),
         document.getElementById("tabs"));
     }
   }

@@ -1,5 +1,9 @@
 """Causes of the gap between behaviour and learner: statistics of logged tokens, and findings in words."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
+from areal_q.observability.learning_faults import with_advice
 from learner.doctor.diagnosis.findings import Case, Finding, Rule
 from learner.doctor.diagnosis.gap_rules import GAP_RULES
 from learner.doctor.diagnosis.group_checks import LogFacts, look_at
@@ -9,10 +13,21 @@ from learner.doctor.diagnosis.token_ratios import TERMS, TokenTable
 
 __all__ = ["TERMS", "Case", "Finding", "LogFacts", "TokenTable", "diagnose", "look_at"]
 
-RULES: tuple[Rule, ...] = (*RECORD_RULES, *GAP_RULES, *TEXT_RULES)
-
 
 def diagnose(case: Case) -> list[Finding]:
-    """Returns the findings of all rules, errors first; empty if no rule applies."""
-    found = [finding for rule in RULES if (finding := rule(case)) is not None]
-    return sorted(found, key=lambda f: ("error", "warning", "note").index(f.severity))
+    """Returns what keeps the whole run from learning, then the findings of all rules about the examined steps,
+    errors first; empty if nothing is wrong. In a run that does not learn, a gap or a text that looks wrong
+    is a consequence as likely as a cause, so that it is a note at most."""
+    run = [
+        Finding(fault.name, "error", fault.steps, fault.says, change)
+        for fault, change in with_advice(case.faults, case.run)
+    ]
+    others = [*_found(GAP_RULES, case), *_found(TEXT_RULES, case)]
+    if run:
+        others = [f if f.severity == "error" else replace(f, severity="note") for f in others]
+    steps = [*_found(RECORD_RULES, case), *others]
+    return [*run, *sorted(steps, key=lambda f: ("error", "warning", "note").index(f.severity))]
+
+
+def _found(rules: Sequence[Rule], case: Case) -> list[Finding]:
+    return [finding for rule in rules if (finding := rule(case)) is not None]

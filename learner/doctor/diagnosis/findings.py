@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from areal_q.config import Run
+from areal_q.observability.learning_faults import Fault
 from learner.doctor.diagnosis.group_checks import LogFacts
 from learner.doctor.diagnosis.token_ratios import TokenTable
 
@@ -26,6 +27,8 @@ class Case:
     """True if the model has experts."""
     metrics: Sequence[Mapping[str, float | None]] = ()
     """The metrics of each examined step."""
+    faults: Sequence[Fault] = ()
+    """Why the whole run does not learn, causes first."""
     noise_rms: float = 0.0
     """How far float32's own rounding moves the log-probs of π_Q, in nats, root mean square
     (areal_q/models/low_bit/engine_policy.py)."""

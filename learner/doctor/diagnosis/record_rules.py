@@ -1,13 +1,6 @@
-"""Rules about what a run recorded, whatever its model computes: log-probs, padding, settings, rewards."""
+"""Rules about what a run recorded, whatever its model computes: log-probs, padding, settings, failures."""
 
-from areal_q.observability.reward_signal import (
-    EQUAL_STEPS,
-    equal_steps,
-    equal_text,
-    failed_rewards,
-    failed_text,
-    hint,
-)
+from areal_q.observability.reward_signal import failed_rewards, failed_text
 from learner.doctor.diagnosis.findings import SOME_SHARE, Case, Finding, Rule
 
 
@@ -107,23 +100,8 @@ def _failing_rewards(case: Case) -> Finding | None:
     )
 
 
-def _flat_rewards(case: Case) -> Finding | None:
-    """Reports steps whose rewards are all equal, so that every advantage is 0."""
-    steps = equal_steps(case.metrics)
-    if not steps or steps < min(EQUAL_STEPS, len(case.metrics)):
-        return None
-    mean = case.metrics[-1].get("reward/mean")
-    advice = hint(case.run.model, case.run.warmstart) or (
-        "easier problems first, more responses a group (learner.group_size), a finer reward"
-        if mean is None or mean <= 0
-        else "harder problems: these are solved"
-    )
-    return Finding("flat rewards", "error", steps, equal_text(steps, mean), advice)
-
-
 RECORD_RULES: tuple[Rule, ...] = (
     _failing_rewards,
-    _flat_rewards,
     _missing_logprobs,
     _positive_logprobs,
     _zero_logprobs,
