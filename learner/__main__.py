@@ -179,7 +179,9 @@ def _learn(
     if watchdog:
         Watchdog(learner.progress).start()
     learner.metrics.also("Prometheus", exporter.update)
-    learner.metrics.also("log", ProgressLog(run, directory, logger.info).add)
+    log = ProgressLog(run, directory, logger.info)
+    learner.metrics.also("log", log.add)
+    learner.metrics.also("faults", lambda _: exporter.update(log.lasting_faults()))
     try:
         finished = finish(learner, learner.train(stop))
     finally:

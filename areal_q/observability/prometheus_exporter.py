@@ -76,6 +76,12 @@ LEARNER = (
     Exported("reward_uniform_ratio", "reward/uniform_share"),
     Exported("response_tokens_mean", "response/tokens_mean"),
     Exported("response_cut_off_ratio", "response/cut_off_share"),
+    Exported(
+        "learning_fault_steps",
+        "fault/*",
+        "For how many steps a fault of learning has lasted; 0 without it",
+        split="fault",
+    ),
     Exported("lag_mean_versions", "lag/mean"),
     Exported("lag_max_versions", "lag/max"),
     Exported("mismatch_kl_nats", "mismatch/kl_k3"),
