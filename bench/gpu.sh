@@ -2,7 +2,8 @@
 # All that only a GPU can show, in one call of at most ten minutes; nothing is downloaded. Ends with the tables.
 #   bench/gpu.sh                 # on the GPU; PYTHON names the interpreter that has torch
 #   bench/gpu.sh --sections gemm,kernels
-# Packages that the interpreter lacks are taken from wheels in the folder that WHEELS names (default .wheels).
+# Packages that the interpreter lacks are taken from wheels in the folder that WHEELS names (default .wheels), which
+# `python -m bench.gpu.wheels` fills beforehand, where there is an index.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
