@@ -14,7 +14,7 @@ import redis.asyncio
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 from redis.connection import parse_url
-from redis.exceptions import AskError, OutOfMemoryError
+from redis.exceptions import AskError, ClusterDownError, OutOfMemoryError, TryAgainError
 from redis.retry import Retry
 
 from areal_q.errors import BufferGone, BufferUnavailable, ConfigError
@@ -22,7 +22,13 @@ from areal_q.system.credentials import check_redis_url, redis_password, shown
 
 _T = TypeVar("_T")
 logger = logging.getLogger(__name__)
-TRANSIENT = (redis.ConnectionError, redis.TimeoutError, redis.ReadOnlyError)
+TRANSIENT = (
+    redis.ConnectionError,
+    redis.TimeoutError,
+    redis.ReadOnlyError,
+    ClusterDownError,
+    TryAgainError,
+)
 PATIENCE_S = 60.0
 """Seconds for which an operation is retried, enough for a Redis that restarts and loads a large append-only
 file"""

@@ -296,11 +296,6 @@ def test_validity_and_cause_survive_redis_and_the_log(make_group: MakeGroup):
     assert groups_from_table(groups_to_table(3, 3, [group])) == [group]
 
 
-def test_a_log_of_before_validity_reads_as_valid(make_group: MakeGroup):
-    table = groups_to_table(0, 0, [make_group()]).drop_columns(["valid", "failure"])
-    assert groups_from_table(table) == [make_group()]
-
-
 def test_a_replay_can_count_failures_as_0_or_drop_them():
     group = group_of(0, [trajectory(0, 1.0), trajectory(1, 1.0), failed(trajectory(2, 0.0))])
     lost = group_of(1, [failed(trajectory(0, 0.0)), trajectory(1, 1.0)])

@@ -13,7 +13,7 @@ import torch
 from helpers.fixture_types import MakeRun, MakeSamples
 from helpers.policies import initial_model, save_at
 
-from areal_q.config import LearnerConfig, Run, dump_toml
+from areal_q.config import LearnerConfig, Run, dump_toml, settings_hash
 from areal_q.messages import Array, Group, Ticket, VersionSpan
 from areal_q.models import (
     load_decoder,
@@ -22,6 +22,7 @@ from areal_q.models.hf.adapters import save_adapted
 from areal_q.models.low_bit.engine_policy import engine_policy
 from areal_q.observability.metrics_log import MetricsLog
 from areal_q.quant import FORMATS
+from areal_q.system.run_dir import keep_settings
 from areal_q.tasks import build_task, build_tokenizer
 from bench.weights.packed import packed
 from buffer.logs.step_log import StepLog, StepRecord
@@ -255,6 +256,7 @@ def test_run_logged_on_a_cpu_is_replayed_on_the_device(
     run, directory = make_run("rollout.format=int8", "learner.fidelity.share=1"), tmp_path / "run"
     directory.mkdir()
     (directory / "config.toml").write_text(dump_toml(run))
+    keep_settings(directory, run)
     policy, history, builder = (
         policies(run)[1],
         VersionHistory(4),
@@ -280,7 +282,8 @@ def test_run_logged_on_a_cpu_is_replayed_on_the_device(
         steps.append(
             StepRecord(
                 step=step, tickets=[g.ticket.number for g in groups], seeds=[0] * 4, base_digest=base,
-                digest=history.digests[step + 1], fork=0, settings="", machine="a CPU", metrics=metrics,
+                digest=history.digests[step + 1], fork=0, settings=settings_hash(run), machine="a CPU",
+                metrics=metrics,
             )
         )  # fmt: skip
     log.close()

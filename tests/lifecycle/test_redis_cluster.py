@@ -56,7 +56,7 @@ class Cluster:
         home = self._directory / str(number)
         home.mkdir(exist_ok=True)
         options = {"port": self.ports[number], "dir": home, "cluster-enabled": "yes", "save": ""}
-        options |= {"bind": "127.0.0.1", "cluster-node-timeout": 2000}
+        options |= {"bind": "127.0.0.1", "cluster-node-timeout": 60_000}
         # With everysec a busy disk may cost what was acknowledged in the last two seconds.
         options |= {"appendonly": "yes", "appendfsync": "always"}
         options |= {"cluster-require-full-coverage": "no"}

@@ -54,7 +54,7 @@ def test_log_probs_keep_every_bit_and_columns_their_types(tmp_path, make_group):
     table = pq.read_table(path)
     assert table.schema.field("behavior_logprobs").type == pa.list_(pa.float32())
     assert table.schema.field("response_ids").type == pa.list_(pa.int32())
-    assert table.schema.metadata[b"areal-q-log-schema"] == b"5"
+    assert table.schema.metadata[b"areal-q-log-schema"] == b"1"
     assert pq.ParquetFile(path).metadata.row_group(0).column(0).compression == "ZSTD"
     values = np.float32(table["behavior_logprobs"][1].as_py())
     assert values.tobytes() == group.trajectories[1].behavior_logprobs.data
@@ -188,48 +188,9 @@ def test_an_error_of_the_writer_reaches_the_learner(tmp_path, make_group, monkey
     assert read_log(tmp_path) == []
 
 
-def test_a_log_of_before_there_were_routes_is_read(tmp_path, make_group):
-    group = make_group()
-    table = groups_to_table(0, 0, [group]).drop_columns(["routes", "routes_shape"])
-    table = table.replace_schema_metadata({b"areal-q-log-schema": b"1"})
-    pq.write_table(table, tmp_path / "part-000000.parquet")
-    assert read_log(tmp_path) == [(0, [group])]
-
-
-def test_a_part_from_before_min_p_is_read_without_it(tmp_path, make_group):
-    group = make_group()
-    table = groups_to_table(0, 0, [group]).drop_columns(["min_p", "stop"])
-    older = table.replace_schema_metadata({b"areal-q-log-schema": b"2"})
-    pq.write_table(older, tmp_path / "part-000000.parquet")
-    assert read_log(tmp_path) == [(0, [group])]
-    assert group.ticket.sampling.stop == () and group.ticket.sampling.min_p == 0
-
-
-def test_a_part_from_before_runs_had_ids_is_read_as_without(tmp_path, make_ticket, make_group):
-    groups = [make_group(make_ticket(0, run_id="id")), make_group(make_ticket(0))]
-    tables = [groups_to_table(0, 0, [group]) for group in groups]
-    assert groups_from_table(tables[0]) == [groups[0]]
-    older = tables[0].drop_columns(["run_id"])
-    older = older.replace_schema_metadata({b"areal-q-log-schema": b"4"})
-    pq.write_table(older, tmp_path / "part-000000.parquet")
-    assert read_log(tmp_path) == [(0, [groups[1]])]
-
-
-def test_sampling_beyond_a_bound_that_came_later_is_read(make_group, caplog):
-    table = groups_to_table(0, 0, [make_group()])
-    sampling = [row | {"temperature": 5000.0} for row in table["sampling"].to_pylist()]
-    place = table.schema.get_field_index("sampling")
-    old = table.set_column(
-        place, table.schema.field(place), pa.array(sampling, table["sampling"].type)
-    )
-    (group,) = groups_from_table(old)
-    assert group.ticket.sampling.temperature == 1000.0
-    assert "temperature = 5000.0: taken as 1000.0" in caplog.text
-
-
 def test_a_part_of_a_newer_schema_or_of_somebody_else_is_refused(tmp_path, make_group):
     table = groups_to_table(0, 0, [make_group()])
-    newer = {b"areal-q-log-schema": b"6"}
+    newer = {b"areal-q-log-schema": b"2"}
     for metadata in (newer, None):
         pq.write_table(table.replace_schema_metadata(metadata), tmp_path / "part-000000.parquet")
         with pytest.raises(RecordError, match="log schema"):

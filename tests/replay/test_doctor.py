@@ -15,14 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from areal_q.config import Run, Sampling, dump_toml, load, override
+from areal_q.config import Run, Sampling, dump_toml, load, override, settings_hash
 from areal_q.errors import LogError
 from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan
 from areal_q.models import Decoder, DecoderConfig, init_weights
 from areal_q.observability.learning_faults import Fault
 from areal_q.observability.metrics_log import MetricsLog
 from areal_q.quant import is_quantized
-from areal_q.system.run_dir import STOPS_FILE
+from areal_q.system.run_dir import STOPS_FILE, keep_settings
 from areal_q.tasks.base import Stop
 from areal_q.tasks.stops import write_stops
 from areal_q.tasks.tokenizer import CharTokenizer
@@ -93,6 +93,7 @@ class World:
         history.add(0, builder.build(model, 0).manifest.digest)
         self.directory.mkdir()
         (self.directory / "config.toml").write_text(dump_toml(self.run))
+        keep_settings(self.directory, self.run)
         write_stops(self.directory, {id: Stop(f"<{id}>", ("test",)) for id in (EOS, TURN_END)})
         self._save(policy, history)
         log = TrajectoryLog(self.directory / "trajectories")
@@ -122,7 +123,8 @@ class World:
             steps.append(
                 StepRecord(
                     step=step, tickets=[g.ticket.number for g in groups], seeds=[0] * GROUPS,
-                    base_digest=base, digest=digest, fork=0, settings="", machine=machine_name("cpu"),
+                    base_digest=base, digest=digest, fork=0, settings=settings_hash(self.run),
+                    machine=machine_name("cpu"),
                     metrics=metrics,
                 )
             )  # fmt: skip

@@ -271,7 +271,7 @@ async def test_a_start_that_vllms_core_refuses_is_told_and_met_once(monkeypatch)
     engine = vllm_engine(VllmEngine(slots=4))
     await engine.start()
     try:
-        with pytest.raises(ConfigError, match=r"the model: ValueError: .*KV cache"):
+        with pytest.raises(ConfigError, match=r"the model: ValueError: .*cache"):
             await engine.load_weights(published(0))
         assert engine.deaths == 0
     finally:

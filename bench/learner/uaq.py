@@ -1,6 +1,6 @@
 """What UAQ's scale s does to one optimizer step: codes that move, and update against quantization error.
 
-    python -m bench.uaq
+    python -m bench.learner.uaq
 
 For s = 1, 1.5, 2 and each optimizer: the warm-started small model, rescaled, learns from the same groups,
 drawn once. Measured on the linears that UAQ rescales (q, k, v, gate, up), which alone are trained here, as

@@ -1,7 +1,7 @@
 """A small run that learns, and the same one ruined in five ways: settings, recorded metrics and verdicts.
 
-The metrics in tests/data/ruined-runs/ are those of real runs in one process (bench/stability/lab.py). To record
-them again: `PYTHONPATH=. python tests/helpers/ruined_runs.py`.
+The metrics beside this file are those of real runs in one process (bench/stability/lab.py). To record them
+again: `PYTHONPATH=. python tests/helpers/ruined_runs/__init__.py`.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from areal_q.config import Run, load
 from areal_q.observability.learning_faults import FaultName
 from areal_q.observability.metrics_log import Record
 
-DATA = Path(__file__).parent.parent / "data" / "ruined-runs"
+DATA = Path(__file__).parent
 SMALL = [
     "model.layers=2", "model.width=32", "model.heads=4", "model.kv_heads=2", "model.mlp=64",
     "model.max_positions=32", "task.digits=1", "task.heldout=20", "steps=60", "learner.groups=8",
@@ -102,7 +102,6 @@ def _file(name: str) -> Path:
 
 
 if __name__ == "__main__":
-    DATA.mkdir(exist_ok=True)
     for name in RUINED:
         with tempfile.TemporaryDirectory() as directory:
             records = asyncio.run(run(name, Path(directory)))
