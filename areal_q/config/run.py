@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from msgspec import Meta, field
+from msgspec import Meta
 
 from areal_q.config.buffer import BufferConfig
 from areal_q.config.engines import EngineConfig, TorchEngine
@@ -284,5 +284,5 @@ class Run(Settings, frozen=True, kw_only=True):
     """How weights reach the workers."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """When checkpoints are written, and which are kept."""
-    eval: EvalConfig = field(default_factory=EvalConfig)
+    eval: EvalConfig = EvalConfig()
     """Evaluation on held-out problems."""

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from helpers.policies import initial_model
@@ -46,6 +47,11 @@ def numbers(kind: types.Type, name: str) -> Iterator[tuple[str, types.IntType | 
 
 def found() -> list[tuple[str, types.IntType | types.FloatType]]:
     return list(numbers(types.type_info(Run), ""))
+
+
+def test_all_settings_of_a_run_have_their_defaults_in_the_same_way():
+    factories = [f.name for f in msgspec.structs.fields(Run) if f.default is msgspec.NODEFAULT]
+    assert factories == []
 
 
 def test_every_whole_number_has_bounds_on_both_sides():
