@@ -11,9 +11,8 @@ k3 = mean(ratio - 1 - log ratio).
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +30,7 @@ from areal_q.algorithms.reducers import (
     Sum,
 )
 
+_Record = TypeVar("_Record", LossInputs, Ratios, PolicyLoss)
 CHUNK = 1 << 16
 """Tokens that are processed together, so few that the intermediate tensors stay in a processor's cache."""
 
@@ -57,10 +57,10 @@ def diagnostics(inputs: LossInputs, x: Ratios, out: PolicyLoss) -> Metrics:
     return metrics
 
 
-def _cut(record: Any, cut: slice) -> Any:
-    """Returns the fields of `record`, with only the tokens of `cut` in its tensors [T]."""
-    given = vars(record).items()
-    return SimpleNamespace(**{k: v[cut] if isinstance(v, Tensor) else v for k, v in given})
+def _cut(record: _Record, cut: slice) -> _Record:
+    """Returns `record` with only the tokens of `cut` in its tensors [T]."""
+    given = {field.name: getattr(record, field.name) for field in fields(record)}
+    return replace(record, **{k: v[cut] for k, v in given.items() if isinstance(v, Tensor)})
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from areal_q.algorithms import OBJECTIVES, LossInputs, loss_fn, reduce_metrics
+from areal_q.algorithms.diagnostics import _cut
 from areal_q.algorithms.lag_sums import LAGS, LagSums
 from areal_q.algorithms.reducers import (
     BINS,
@@ -266,6 +267,12 @@ def test_a_metric_without_a_count_is_left_out():
         "e": EffectiveSampleShare(0.0, 0.0, 3),  # weights that are all 0
     }
     assert reduce_metrics([empty]) == {}
+
+
+def test_a_part_of_the_tokens_is_a_record_of_the_same_kind():
+    part = _cut(five_tokens(), slice(1, 3))
+    assert type(part) is LossInputs
+    assert torch.equal(part.advantages, five_tokens().advantages[1:3]) and len(part.mask) == 2
 
 
 def test_metrics_do_not_depend_on_how_tokens_are_batched(monkeypatch):
