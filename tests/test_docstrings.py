@@ -31,6 +31,23 @@ def test_docstrings_begin_a_sentence(package: str):
     assert found == []
 
 
+FILES_OF_USERS = {"buffer.py", "random.py"}
+"""Names that areal_q/system/processes.py tells ours from"""
+
+
+@pytest.mark.parametrize("package", ["areal_q", "buffer", "learner", "rollout"])
+def test_a_file_that_is_named_without_its_folder_is_near(package: str):
+    """It is a module of the same subpackage; one of another is named by its path."""
+    found = []
+    for path in sorted((ROOT / package).rglob("*.py")):
+        within = ROOT / package / path.relative_to(ROOT / package).parts[0]
+        near = {p.name for p in (within if within.is_dir() else ROOT / package).rglob("*.py")}
+        for name in re.findall(r"(?<![\w/.])[a-z_0-9]+\.py\b", path.read_text("utf-8")):
+            if name not in near | FILES_OF_USERS:
+                found.append(f"{path.relative_to(ROOT)}: {name}")
+    assert found == []
+
+
 def test_planted_fragment_is_found():
     source = '"""Sizes."""\nTOTAL = 1\n"""Of all ranks."""\ndef f():\n    """Offers a seat."""\n'
     assert list(fragments(source)) == ["3: Of all ranks."]

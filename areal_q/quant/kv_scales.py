@@ -9,7 +9,7 @@ the weights, by the engine (rollout/engines/reference/kv_cache_fp8.py), or by th
 with the weights as `….self_attn.q_scale`, `k_scale` and `v_scale`, float32 [1]: the names of
 compressed-tensors. q's is for engines that multiply in FP8.
 
-Error bound. |x - code · scale| ≤ max(2⁻⁴ |code|, 2⁻¹⁰) · scale for |x| ≤ 448 scale, as in `fp8.py`.
+Error bound. |x - code · scale| ≤ max(2⁻⁴ |code|, 2⁻¹⁰) · scale for |x| ≤ 448 scale, as in `fp8_block.py`.
 """
 
 from collections.abc import Mapping

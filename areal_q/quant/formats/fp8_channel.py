@@ -3,11 +3,11 @@
     scale[o] = max(max_i |w[o, i]| / 448, smallest normal float32)     float32 [out, 1]
     code     = E4M3(w / scale), round to nearest even                   float8_e4m3fn [out, in]
 
-E4M3 and its error as in `fp8.py`. With a scale per row on both sides the scales leave the sum: the
+E4M3 and its error as in `fp8_block.py`. With a scale per row on both sides the scales leave the sum: the
 GEMM runs on the codes, and is scaled afterwards. Layout of compressed-tensors' `float-quantized` with
 strategy `channel` and dynamic per-token activations.
 
-Range. ±max|w| of each channel. Error bound. As in `fp8.py`, with the
+Range. ±max|w| of each channel. Error bound. As in `fp8_block.py`, with the
 channel's scale. An outlier costs its channel precision only where codes become subnormal, 2¹⁵ times
 below it.
 

@@ -1,4 +1,4 @@
-"""The number formats on a GPU: what kernels.py computes on a CPU, in Triton, and the same for activations.
+"""The number formats on a GPU: what cpu_numba.py computes on a CPU, in Triton, and the same for activations.
 
 A program holds some blocks that share a scale in registers, from the search for their largest magnitude to
 the store of their codes. E4M3 is rounded by hand, in integers, as on the CPU: the results are the same bits
@@ -144,7 +144,7 @@ def quantize(
 def activations(
     x: Tensor, dtype: torch.dtype, width: int, least_range: float, least_scale: float
 ) -> tuple[Tensor, Tensor]:
-    """(codes [T, K], scales float32 [T, ⌈K / width⌉]) of float x [T, K], as the functions of rows.py.
+    """(codes [T, K], scales float32 [T, ⌈K / width⌉]) of float x [T, K], as those of activations.py.
 
     A scale is max(max(largest magnitude, least_range) / the dtype's largest number, least_scale). The device
     is not waited for.
