@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from areal_q.messages import Group
 from areal_q.models import Decoder
 from areal_q.models.low_bit.bf16_rounding import round_frozen, round_rest
 from areal_q.models.low_bit.engine_policy import perturbed
@@ -24,6 +23,7 @@ from areal_q.quant.aqn import noise_of, with_noise
 from areal_q.quant.smoothing import SmoothingScales
 from areal_q.quant.state_dict import parts_of, rest_in_bf16
 from areal_q.quant.sticky_scales import StickyRanges
+from buffer.sampling.replay_pool import SampledGroups
 from learner.backends.single_device import TorchPolicy
 from learner.data.packing import Sample, samples_of
 from learner.data.staleness import VersionHistory
@@ -87,7 +87,7 @@ class Probe:
     """What a perturbed pass of each version's engine changes, float64 [N] nats of tokens that count"""
 
     def __call__(
-        self, policy: TorchPolicy, step: int, groups: Sequence[Group], history: VersionHistory
+        self, policy: TorchPolicy, step: int, batch: SampledGroups, history: VersionHistory
     ) -> None:
         keep = self.max_lag + 1
         self.versions = {v: self.versions[v] for v in self.versions if v > step - keep}
@@ -97,7 +97,8 @@ class Probe:
             )
         if step >= self.first:
             cfg = policy.cfg
-            samples = samples_of(groups, cfg.advantage, history, step, mask=cfg.mask)
+            groups = batch.groups
+            samples = samples_of(groups, cfg.advantage, history, step, batch.weights, cfg.mask)
             sampling = [g.ticket.sampling.temperature for g in groups for _ in g.valid_trajectories]
             self.parts.append(self._measure(policy, step, samples, sampling, history))
             self.responses += len(samples)

@@ -82,11 +82,11 @@ def _run(replay, console: Console, until_diverges: bool, debug: bool):
     columns = (TextColumn("step"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     stops_in = replay.first if debug else None
 
-    def before(policy, number, groups, history) -> None:
+    def before(policy, number, batch, history) -> None:
         if number == stops_in:
             bar.stop()
             try:
-                inspect(policy, number, groups, history)
+                inspect(policy, number, batch, history)
             except BdbQuit:
                 raise typer.Exit from None
 
@@ -105,7 +105,7 @@ def _run(replay, console: Console, until_diverges: bool, debug: bool):
     return done, differing
 
 
-def inspect(policy, step: int, groups, history) -> None:
+def inspect(policy, step: int, drawn, history) -> None:
     """Starts the debugger in step `step`, before its update. Its variables are `samples`, one per response;
     `minibatches`, one per optimizer step, each a list of micro-batches; `batch` (PackedBatch) and `inputs`
     (LossInputs) of the first micro-batch; and `policy`, with `policy.model`."""
@@ -113,7 +113,7 @@ def inspect(policy, step: int, groups, history) -> None:
     from learner.policy_update import prepare_minibatches
 
     cfg = policy.cfg
-    samples = samples_of(groups, cfg.advantage, history, step, mask=cfg.mask)
+    samples = samples_of(drawn.groups, cfg.advantage, history, step, drawn.weights, cfg.mask)
     minibatches = prepare_minibatches(policy, samples)
     batch, inputs = minibatches[0][0]  # noqa: RUF059
     typer.echo(

@@ -26,6 +26,7 @@ from areal_q.system.run_dir import differences, settings_of
 from areal_q.weights.version import WeightVersion
 from buffer.logs.step_log import StepRecord, iter_steps
 from buffer.logs.trajectory_log import iter_log, logged_steps
+from buffer.sampling.replay_pool import SampledGroups
 from learner import checkpoint
 from learner.backends.precision import PrecisionSettings, set_precision
 from learner.backends.single_device import TorchPolicy
@@ -51,8 +52,8 @@ FIXED = (
 )
 """Settings of `learner` that a replay cannot change, because logged groups or checkpoints depend on them."""
 
-Before = Callable[[TorchPolicy, int, list[Group], VersionHistory], None]
-"""A function of (policy, step, groups, history) that is called before each step."""
+Before = Callable[[TorchPolicy, int, SampledGroups, VersionHistory], None]
+"""A function of (policy, step, batch, history) that is called before each step."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ class Replay:
                 groups, weights = judged(groups, weights, on_error, fewest)
             history.fork = record.fork
             if before:
-                before(self.policy, record.step, groups, history)
+                before(self.policy, record.step, SampledGroups(groups, weights), history)
             updater = SingleProcessUpdater(self.policy)
             metrics = train_step(updater, groups, history, record.step, weights, self.recorder)
             history.add(record.step + 1, record.digest)

@@ -4,6 +4,8 @@ import asyncio
 import threading
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import msgspec
@@ -23,10 +25,13 @@ from areal_q.errors import ConfigError
 from areal_q.messages import Group, Ticket, VersionSpan
 from bench.stability.memory_buffer import MemoryBuffer
 from buffer.interface import Entry
+from buffer.sampling.replay_pool import SampledGroups
 from buffer.sampling.samplers import PooledGroup, build_sampler, inclusion, spread, systematic
 from learner.data import group_reader as group_reader_module
-from learner.data.packing import samples_of
+from learner.data.packing import Sample, samples_of
 from learner.data.staleness import VersionHistory
+from learner.doctor import probe
+from learner.replay import cli as replay_cli
 
 TYPES = ["fifo", "freshest", "uniform", "prioritized"]
 shared = settings(
@@ -154,6 +159,40 @@ def test_a_weight_multiplies_the_advantages_of_its_group(make_run, make_ticket, 
     plain = [s.advantage for s in samples_of(groups, cfg, history, 1)]
     weighted = [s.advantage for s in samples_of(groups, cfg, history, 1, [1.0, 0.25])]
     assert weighted == [*plain[:2], plain[2] / 4, plain[3] / 4]
+
+
+def debugged(policy: Any, drawn: SampledGroups, patch: pytest.MonkeyPatch) -> list[Sample]:
+    seen: list[Sample] = []
+    patch.setattr("builtins.breakpoint", lambda: None)
+    patch.setattr(
+        "learner.policy_update.prepare_minibatches",
+        lambda policy, samples: seen.extend(samples) or [[(None, None)]],
+    )
+    replay_cli.inspect(policy, 1, drawn, VersionHistory(4))
+    return seen
+
+
+def probed(policy: Any, drawn: SampledGroups, patch: pytest.MonkeyPatch) -> list[Sample]:
+    seen: list[Sample] = []
+    patch.setattr(probe, "VersionPolicies", lambda *args: None)
+    patch.setattr(
+        probe.Probe, "_measure", lambda self, policy, step, samples, *rest: seen.extend(samples)
+    )
+    settings: Any = None
+    probe.Probe(settings, max_lag=0, first=1)(policy, 1, drawn, VersionHistory(4))
+    return seen
+
+
+@pytest.mark.parametrize("look", [debugged, probed])
+def test_whoever_looks_into_a_step_sees_its_weights(
+    look: Any, make_run: Any, make_ticket: Any, make_group: Any, monkeypatch: pytest.MonkeyPatch
+):
+    groups = [rewarded(make_group(make_ticket(n)), 0, 1) for n in range(2)]
+    cfg, drawn = make_run().learner, SampledGroups(groups, [1.0, 0.25])
+    learnt = samples_of(groups, cfg.advantage, VersionHistory(4), 1, drawn.weights, cfg.mask)
+    policy = SimpleNamespace(cfg=cfg, model=None, sticky=None, smoothing=None)
+    seen = look(policy, drawn, monkeypatch)
+    assert [s.advantage for s in seen] == [s.advantage for s in learnt]
 
 
 @pytest.mark.parametrize(
