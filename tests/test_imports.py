@@ -20,7 +20,7 @@ PACKAGES = {
 """Each package and the packages that it may import"""
 LAYERS = {
     "areal_q": (
-        {"errors"},
+        {"errors", "decode_errors"},
         {"config"},
         {"messages"},
         {"algorithms", "evaluation", "quant"},

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from areal_q.config.faults import suggestion
+from areal_q.decode_errors import suggestion
 from areal_q.errors import ConfigError
 
 _PACKAGE = Path(__file__).resolve().parents[1]

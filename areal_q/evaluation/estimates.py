@@ -23,6 +23,7 @@ import numpy as np
 from msgspec import Struct
 
 from areal_q.config import Sampling
+from areal_q.decode_errors import in_words
 from areal_q.errors import RecordError
 
 _RESAMPLES = 2_000
@@ -94,8 +95,8 @@ def read_evaluations(run_dir: Path) -> list[Evaluation]:
     for path in sorted((run_dir / "evals").glob("*.json")):
         try:
             found.append(msgspec.json.decode(path.read_bytes(), type=Evaluation))
-        except msgspec.DecodeError as error:
-            raise RecordError(f"{path}: {error}") from error
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise RecordError(f"{path}: {in_words(error)}") from error
     return found
 
 

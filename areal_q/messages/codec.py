@@ -6,6 +6,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from msgspec.structs import replace
 
+from areal_q.decode_errors import in_words
 from areal_q.errors import RecordError
 from areal_q.messages.trajectories import Array, Group, PartialGroup, Ticket, WorkerStatus
 from areal_q.messages.weight_sync import Broadcast, FetchReply, FetchRequest, Manifest
@@ -86,7 +87,7 @@ class MessageDecoder(Generic[T]):
             # From a view, the arrays' views take no further object each.
             return self._decoder.decode(memoryview(data))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise RecordError(f"record refused: {error}") from error
+            raise RecordError(f"record refused: {in_words(error)}") from error
 
 
 decode_ticket: MessageDecoder[Ticket] = MessageDecoder(Ticket)

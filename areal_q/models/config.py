@@ -1,17 +1,22 @@
 """The shape of a decoder, read from and written to Hugging Face's `config.json`."""
 
 import math
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
+import msgspec
 from msgspec import Meta, Struct
 
+from areal_q.decode_errors import in_words
 from areal_q.errors import CheckpointError
+
+_T = TypeVar("_T")
 
 LLAMA3_CONTEXT = "original_max_position_embeddings"
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama")
 MOST_LAYERS, MOST_EXPERTS = 1000, 100_000
-"""Of a whole model: even an empty one of more takes long to build."""
+"""Bounds on a whole model: even an empty one of more takes long to build."""
 Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+_Id = Annotated[int, Meta(ge=0, lt=2**31)]
 SILU = ("silu", "swish")
 """The two names by which config.json calls the same activation"""
 
@@ -37,6 +42,36 @@ class Experts(Struct, frozen=True, kw_only=True):
         return layer not in self.dense_layers and (layer + 1) % self.step == 0
 
 
+class _Sizes(Struct):
+    """What `config.json` must say of a decoder, and may."""
+
+    vocab_size: Size
+    hidden_size: Size
+    num_hidden_layers: Annotated[int, Meta(ge=1, le=MOST_LAYERS)]
+    num_attention_heads: Size
+    intermediate_size: Size
+    max_position_embeddings: Size
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = None
+    rms_norm_eps: Annotated[float, Meta(ge=0, le=1)] = 1e-6
+    tie_word_embeddings: bool = False
+    bos_token_id: int | None = None
+    eos_token_id: _Id | list[_Id] | None = None
+    pad_token_id: int | None = None
+
+
+class _ExpertSizes(Struct):
+    """What it must say of a mixture of experts, and may."""
+
+    num_experts_per_tok: Size
+    moe_intermediate_size: Size
+    num_experts: Size | None = None
+    num_local_experts: Size | None = None
+    norm_topk_prob: bool = False
+    decoder_sparse_step: Size = 1
+    mlp_only_layers: list[int] | None = None
+
+
 class DecoderConfig(Struct, frozen=True, kw_only=True):
     """Pre-norm decoder: RMSNorm, grouped-query attention with RoPE, SwiGLU.
 
@@ -60,7 +95,7 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
     tied: bool = True
     """True if the output head shares the embedding's weights"""
     bos_id: int | None = None
-    eos_ids: tuple[Annotated[int, Meta(ge=0, lt=2**31)], ...] = ()
+    eos_ids: tuple[_Id, ...] = ()
     pad_id: int | None = None
     qkv_bias: bool = False
     experts: Experts | None = None
@@ -91,34 +126,33 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
     @classmethod
     def from_hf(cls, hf: dict[str, Any]) -> "DecoderConfig":
         """Returns the shape that a `config.json` describes. Raises CheckpointError for an architecture or a
-        variant that is not implemented."""
+        variant that is not implemented, and for a size that is missing or none."""
         family = hf.get("model_type")
         if family not in FAMILIES:
             raise CheckpointError(f"model_type {family!r} is none of {', '.join(FAMILIES)}")
+        sizes = _read(hf, _Sizes)
         unknown = [name for name, asked in _not_implemented(family, hf).items() if asked]
         if unknown:
             raise CheckpointError(f"{family} with {unknown[0]} is not implemented")
         rope_theta, rope_scaling = _rope(hf)
-        eos = hf.get("eos_token_id")
-        heads, head_dim = hf["num_attention_heads"], hf.get("head_dim")
-        kv_heads = hf.get("num_key_value_heads")
+        eos, heads = sizes.eos_token_id, sizes.num_attention_heads
         return cls(
             family=family,
-            vocab_size=hf["vocab_size"],
-            width=hf["hidden_size"],
-            layers=hf["num_hidden_layers"],
+            vocab_size=sizes.vocab_size,
+            width=sizes.hidden_size,
+            layers=sizes.num_hidden_layers,
             heads=heads,
-            kv_heads=heads if kv_heads is None else kv_heads,
-            head_dim=hf["hidden_size"] // heads if head_dim is None else head_dim,
-            mlp=hf["intermediate_size"],
-            max_positions=hf["max_position_embeddings"],
+            kv_heads=sizes.num_key_value_heads or heads,
+            head_dim=sizes.head_dim or sizes.hidden_size // heads,
+            mlp=sizes.intermediate_size,
+            max_positions=sizes.max_position_embeddings,
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
-            norm_eps=hf.get("rms_norm_eps", 1e-6),
-            tied=hf.get("tie_word_embeddings", False),
-            bos_id=hf.get("bos_token_id"),
+            norm_eps=sizes.rms_norm_eps,
+            tied=sizes.tie_word_embeddings,
+            bos_id=sizes.bos_token_id,
             eos_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
-            pad_id=hf.get("pad_token_id"),
+            pad_id=sizes.pad_token_id,
             qkv_bias=family == "qwen2",
             experts=_experts(hf) if family == "qwen3_moe" else None,
         )
@@ -239,17 +273,25 @@ def _rope(hf: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
 def _experts(hf: dict[str, Any]) -> Experts:
     """Returns the experts that `hf` describes. Raises CheckpointError if a token asks for more experts than
     there are, or the numbers are otherwise not valid."""
-    count = hf["num_local_experts"] if "num_local_experts" in hf else hf["num_experts"]
-    experts = Experts(
+    sizes = _read(hf, _ExpertSizes)
+    count = sizes.num_local_experts or sizes.num_experts
+    if count is None:
+        raise CheckpointError("num_experts is missing")
+    if sizes.num_experts_per_tok > count:
+        raise CheckpointError(f"{sizes.num_experts_per_tok} of {count} experts a token")
+    return Experts(
         count=count,
-        per_token=hf["num_experts_per_tok"],
-        mlp=hf["moe_intermediate_size"],
-        normalised=hf.get("norm_topk_prob", False),
-        step=hf.get("decoder_sparse_step", 1),
-        dense_layers=tuple(hf.get("mlp_only_layers") or ()),
+        per_token=sizes.num_experts_per_tok,
+        mlp=sizes.moe_intermediate_size,
+        normalised=sizes.norm_topk_prob,
+        step=sizes.decoder_sparse_step,
+        dense_layers=tuple(sizes.mlp_only_layers or ()),
     )
-    if not 1 <= experts.per_token <= experts.count or experts.step < 1:
-        raise CheckpointError(
-            f"{experts.per_token} of {experts.count} experts a token in every {experts.step}th layer"
-        )
-    return experts
+
+
+def _read(hf: dict[str, Any], kind: type[_T]) -> _T:
+    """Returns those entries of `hf` that `kind` names. Raises CheckpointError for one that does not fit."""
+    try:
+        return msgspec.convert(hf, kind)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(in_words(error, kind, hf)) from error

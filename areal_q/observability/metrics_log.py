@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, Literal
 
 import msgspec
 
+from areal_q.decode_errors import in_words
 from areal_q.errors import RecordError
 from areal_q.system.files import replacing
 from areal_q.system.run_dir import METRICS_FILE
@@ -262,4 +263,4 @@ def _decode_line(line: bytes, path: str | Path, number: int) -> Record:
     try:
         return msgspec.json.decode(line, type=Record)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RecordError(f"{path}, line {number}: {error}") from error
+        raise RecordError(f"{path}, line {number}: {in_words(error)}") from error

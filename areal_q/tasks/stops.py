@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from areal_q.decode_errors import in_words
 from areal_q.errors import CheckpointError, LogError
 from areal_q.system.files import replacing
 from areal_q.system.run_dir import STOPS_FILE
@@ -60,7 +61,9 @@ def read_stops(directory: Path) -> dict[int, Stop]:
     try:
         return msgspec.json.decode(file.read_bytes(), type=dict[int, Stop])
     except (OSError, msgspec.DecodeError) as error:
-        raise LogError(f"{file}: the ids that end a response cannot be read: {error}") from error
+        raise LogError(
+            f"{file}: the ids that end a response cannot be read: {in_words(error)}"
+        ) from error
 
 
 def _named_in(file: Path) -> list[int]:

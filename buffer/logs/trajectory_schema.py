@@ -22,6 +22,7 @@ import numpy as np
 import pyarrow as pa
 
 from areal_q.config import Sampling
+from areal_q.decode_errors import in_words
 from areal_q.errors import RecordError
 from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan
 from buffer.logs.parquet_log import LogFormat
@@ -154,7 +155,9 @@ def _sampling(row: dict[str, Any]) -> Sampling:
         stop = msgspec.json.decode(row["stop"])
         return msgspec.convert({**row["sampling"], "stop": stop}, Sampling)
     except (msgspec.ValidationError, msgspec.DecodeError) as error:
-        raise RecordError(f"sampling settings of ticket {row['number']}: {error}") from error
+        raise RecordError(
+            f"sampling settings of ticket {row['number']}: {in_words(error)}"
+        ) from error
 
 
 def _trajectory(row: dict[str, Any]) -> Trajectory:

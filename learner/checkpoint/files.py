@@ -25,6 +25,7 @@ import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from areal_q.decode_errors import in_words
 from areal_q.errors import CheckpointError
 from areal_q.system.files import (
     SCRATCH,
@@ -181,7 +182,7 @@ def read_state(path: Path) -> State:
     try:
         return msgspec.json.decode((path / STATE).read_bytes(), type=State)
     except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
-        raise CheckpointError(f"{path}: {error}") from error
+        raise CheckpointError(f"{path / STATE}: {in_words(error)}") from error
 
 
 def read_tensors(path: Path, state: State) -> dict[str, torch.Tensor]:

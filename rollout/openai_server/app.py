@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from areal_q.config import Sampling
+from areal_q.decode_errors import in_words
 from areal_q.errors import ConfigError, EngineDied, RecordError, TaskError
 from areal_q.system.ports import most_connections
 from areal_q.tasks import Tokenizer
@@ -124,7 +125,7 @@ class Endpoint:
             return self._refused(*reason)
         try:
             return await handler(request)
-        except (RecordError, TaskError, msgspec.DecodeError) as error:
+        except (RecordError, TaskError) as error:
             return self._refused(400, "invalid_request_error", str(error))
         except EngineDied as error:
             return self._refused(503, "unavailable", str(error))
@@ -164,7 +165,7 @@ class Endpoint:
 
     async def _body(self, request: Any, type: type[B]) -> B:
         """Returns the decoded body. A request need not name a model; raises HTTPNotFound if it names another
-        than the run's, and DecodeError for a body that is not valid."""
+        than the run's, and RecordError for a body that is not valid."""
         body = decoded_request(await self._read(request), type)
         if body.model not in ("", self._model):
             raise self._web.HTTPNotFound(text=f"no model {body.model!r} here, but {self._model!r}")
@@ -227,7 +228,11 @@ class Endpoint:
         asked = {name: getattr(body, name) for name in KNOBS}
         asked |= {"max_tokens": body.limit, "stop": body.stops or None}
         given = {k: v for k, v in asked.items() if v is not None}
-        return msgspec.convert({**msgspec.structs.asdict(self._sampling), **given}, Sampling)
+        table = msgspec.structs.asdict(self._sampling) | given
+        try:
+            return msgspec.convert(table, Sampling)
+        except msgspec.ValidationError as error:
+            raise RecordError(in_words(error, Sampling, table)) from error
 
     async def _begin(self, request: Any) -> Any:
         data = await self._read(request)

@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Raw
 
+from areal_q.errors import RecordError
 from rollout.openai_server.schema import ChatBody, CompletionBody, Message, decoded
 
 B = TypeVar("B", CompletionBody, ChatBody)
@@ -60,9 +61,8 @@ _EMPTY = ("", [], {})
 
 
 def decoded_request(data: bytes, type: type[B]) -> B:
-    """Returns the request in `data`. Raises DecodeError if it is not JSON, and ValidationError, a kind of
-    DecodeError, for a value that does not fit its field, and for a field, or one of a message, that is not
-    implemented."""
+    """Returns the request in `data`. Raises RecordError if it is not JSON, for a value that does not fit its
+    field, and for a field, or one of a message, that is not implemented."""
     found = decoded(data, dict[str, Raw])
     for name in found:
         if name not in type.__struct_fields__ and name not in WITHOUT_EFFECT:
@@ -72,12 +72,12 @@ def decoded_request(data: bytes, type: type[B]) -> B:
         for i, message in enumerate(decoded(found["messages"], list[dict[str, Raw]])):
             for name in message:
                 if name not in Message.__struct_fields__:
-                    _refuse(name, message[name], _EMPTY, f" - at `$.messages[{i}]`")
+                    _refuse(name, message[name], _EMPTY, f" in messages[{i}]")
     return body
 
 
 def _refuse(name: str, raw: Raw, neutral: tuple[Any, ...], where: str) -> None:
-    """Raises ValidationError unless the value is null or asks for nothing."""
+    """Raises RecordError unless the value is null or asks for nothing."""
     value = msgspec.json.decode(raw)
     if value is not None and value not in neutral:
-        raise msgspec.ValidationError(f"`{name}` is not implemented{where}")
+        raise RecordError(f"`{name}` is not implemented{where}")

@@ -8,6 +8,8 @@ from msgspec import Meta, Struct
 
 from areal_q.config.run import LARGEST_TEMPERATURE, LONGEST_STOP, MOST_STOPS
 from areal_q.config.struct_types import TokenId
+from areal_q.decode_errors import in_words, untyped
+from areal_q.errors import RecordError
 from areal_q.messages.trajectories import LARGEST_REWARD, FailureCause
 
 _Stop = Annotated[str, Meta(min_length=1, max_length=LONGEST_STOP)]
@@ -27,12 +29,11 @@ _T = TypeVar("_T")
 
 
 def decoded(data: bytes, type: type[_T]) -> _T:
-    """Returns `data` as a `type`. Raises DecodeError if it is not JSON, and ValidationError, a kind of
-    DecodeError, if it does not fit `type`."""
+    """Returns `data` as a `type`. Raises RecordError, which names the field, unless they are JSON that fits."""
     try:
         return msgspec.json.decode(data, type=type)
-    except (UnicodeDecodeError, RecursionError) as error:
-        raise msgspec.DecodeError(f"JSON is malformed: {error}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RecordError(in_words(error, type, untyped(data))) from error
 
 
 class StreamOptions(Struct):

@@ -117,7 +117,9 @@ def test_a_row_without_a_prompt_is_told_what_it_has(write, row: dict, complaint:
 
 
 def test_a_line_that_is_no_object_is_named(write):
-    with pytest.raises(TaskError, match=r"rows\.jsonl:2: Expected `object`"):
+    with pytest.raises(
+        TaskError, match=r"rows\.jsonl:2: must be a table, not a list; it takes JSON lines"
+    ):
         all_problems(Jsonl(path=write({"prompt": "Q", "answer": "A"}, ["Q", "A"])))
 
 

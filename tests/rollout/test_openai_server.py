@@ -269,7 +269,7 @@ async def test_fields_of_a_message_do_not_vanish(make_run: MakeRun):
         }.items():
             with pytest.raises(
                 openai.BadRequestError,
-                match=rf"`{field}` is not implemented - at `\$.messages\[1\]`",
+                match=rf"`{field}` is not implemented in messages\[1\]",
             ):
                 await create(**asked, messages=[user, {**reply, field: value}, user])
         first = await create(**asked, messages=[user])

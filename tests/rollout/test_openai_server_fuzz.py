@@ -153,7 +153,7 @@ def test_a_reward_that_is_taken_makes_a_sound_group(reward: float, part: bool):
     try:
         data = msgspec.json.encode(body)
         taken = decoded(data, RewardBody)
-    except msgspec.DecodeError:
+    except RecordError:
         assert not abs(reward) <= 1e15
         return
     group_of(taken).validate()
@@ -164,7 +164,7 @@ def test_a_reward_that_is_taken_makes_a_sound_group(reward: float, part: bool):
     [{"": 1.0}, {"x" * 65: 1.0}, {"a b": 1.0}, {f"p{i}": 1.0 for i in range(33)}, {"x\n": 1.0}],
 )
 def test_parts_of_a_reward_are_few_and_have_short_names(parts: dict[str, float]):
-    with pytest.raises(msgspec.ValidationError):
+    with pytest.raises(RecordError):
         decoded(msgspec.json.encode({"reward": 1.0, "parts": parts}), RewardBody)
 
 

@@ -9,6 +9,8 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -267,9 +269,9 @@ def test_gsm8k_rewards_the_right_final_number_only() -> None:
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ('{"question": "q"}', "missing required field `answer`"),
-        ('{"question": 3, "answer": "#### 3"}', r"Expected `str`, got `int` - at `\$.question`"),
-        ('{"question": "q", "answer"', "truncated"),
+        ('{"question": "q"}', "answer is missing"),
+        ('{"question": 3, "answer": "#### 3"}', "question = 3: must be text"),
+        ('{"question": "q", "answer"', "it ends too early; it takes JSON lines"),
         ("\udcff", ""),
         ('{"question": "q", "answer": "no mark 3"}', "does not end with a line `#### number`"),
         ('{"question": "q", "answer": "#### none"}', "does not end with a line `#### number`"),
@@ -281,6 +283,28 @@ def test_a_bad_line_is_named_with_its_file(tmp_path: Path, line: str, complaint:
     path.write_bytes(f"{good}\n\n{line}\n{good}\n".encode(errors="surrogateescape"))
     with pytest.raises(TaskError, match=rf"bad\.jsonl:3: .*{complaint}"):
         build_task(Gsm8k(path=str(path), heldout=0.5))
+
+
+def test_what_others_read_is_refused_with_the_way_to_json_lines(tmp_path: Path) -> None:
+    table = pa.table({"question": ["q"], "answer": ["#### 1"]})
+    pq.write_table(table, tmp_path / "g.parquet")
+    (tmp_path / "g.json").write_text(json.dumps(table.to_pylist(), indent=1))
+    (tmp_path / "g.csv").write_text("question,answer\nq,#### 1\n")
+    for name, marker in (("split", "dataset_info.json"), ("splits", "dataset_dict.json")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / marker).touch()
+    (tmp_path / "bare").mkdir()
+    ways = {
+        "g.parquet": "a Parquet file; .*pandas.read_parquet",
+        "g.json": "one JSON array; .*jq -c",
+        "g.csv": "a table of text; .*pandas.read_csv",
+        "split": r"a data set of save_to_disk; .*load_from_disk\(\S+split'\)\.to_json",
+        "splits": r"a data set of save_to_disk; .*load_from_disk\(\S+splits'\)\['train'\]\.to_json",
+        "bare": "a directory; it takes JSON lines, one object a line$",
+    }
+    for name, way in ways.items():
+        with pytest.raises(TaskError, match=f"{name}: {way}"):
+            build_task(Gsm8k(path=str(tmp_path / name)))
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])

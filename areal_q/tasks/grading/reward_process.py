@@ -25,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
+from areal_q.decode_errors import in_words
 from areal_q.errors import ConfigError, TaskError
 from areal_q.messages.trajectories import FailureCause
 from areal_q.system.processes import die_with_parent, supervised_command
@@ -120,7 +121,7 @@ class Isolated:
             failed = Graded(error=TIMED_OUT, cause="timeout")
         except (OSError, EOFError, msgspec.MsgspecError) as error:
             cause = "killed" if child else "unavailable"
-            failed = Graded(error=f"its process ended: {error}", cause=cause)
+            failed = Graded(error=f"its process ended: {in_words(error)}", cause=cause)
         except (TaskError, ConfigError) as error:
             failed = Graded(error=f"its process did not start: {error}", cause="unavailable")
         if child:  # a late reply would be taken for that to the next request
@@ -145,7 +146,7 @@ class Isolated:
             ready = child.read(time.monotonic() + _START_S)
         except (OSError, EOFError, msgspec.MsgspecError) as error:
             self._end(child)
-            raise TaskError(f"{self._source[1]}: cannot be started: {error}") from error
+            raise TaskError(f"{self._source[1]}: cannot be started: {in_words(error)}") from error
         if ready.error:
             self._end(child)
             raise (ConfigError if ready.extra_missing else TaskError)(ready.error)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
+from areal_q.decode_errors import in_words
 from areal_q.errors import ConfigError, EngineDied, RecordError
 from areal_q.system.credentials import shown
 
@@ -109,7 +110,7 @@ class SglangClient:
         except (self._error, TimeoutError, msgspec.DecodeError, ValueError) as error:
             if isinstance(error, RecordError):
                 raise
-            raise EngineDied(f"SGLang: {error or type(error).__name__}") from error
+            raise EngineDied(f"SGLang: {in_words(error) or type(error).__name__}") from error
 
     async def close(self) -> None:
         await self._session.close()
