@@ -46,8 +46,7 @@ from areal_q.messages import (
     WorkerStatus,
     encode,
 )
-from areal_q.models import DecoderConfig
-from areal_q.models.hf.checkpoint import load_config, load_decoder
+from areal_q.models import DecoderConfig, load_config, load_decoder
 from areal_q.observability.metrics_log import read_metrics
 from areal_q.system.run_dir import METRICS_FILE
 from areal_q.weights import delta, version

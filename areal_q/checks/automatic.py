@@ -103,15 +103,18 @@ def _dtype(run: Run) -> tuple[Dtype, str]:
     return "float32", f"nothing is known of {learner.device}"
 
 
+def cpu_flags() -> set[str]:
+    """Returns the processor's features by their names in /proc/cpuinfo; none where there is no such file, or
+    torch is told to compute as an older processor does."""
+    if os.environ.get("ATEN_CPU_CAPABILITY", "avx512") in ("default", "avx2"):
+        return set()
+    lines = CPUINFO.read_text().splitlines() if CPUINFO.exists() else []
+    return set(next((line for line in lines if line.startswith("flags")), "").split())
+
+
 def _bf16_instructions() -> str:
-    """Returns the name of the instructions with which the processor multiplies bfloat16 numbers; "" if it has
-    none, or torch is told to compute as an older one does."""
-    if (
-        os.environ.get("ATEN_CPU_CAPABILITY", "avx512") in ("default", "avx2")
-        or not CPUINFO.exists()
-    ):
-        return ""
-    flags = next((s for s in CPUINFO.read_text().splitlines() if s.startswith("flags")), "").split()
+    """Returns the name of the instructions with which the processor multiplies bfloat16 numbers, or ""."""
+    flags = cpu_flags()
     return next((name for flag, name in _BF16_FLAGS.items() if flag in flags), "")
 
 

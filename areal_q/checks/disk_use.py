@@ -18,7 +18,7 @@ _TOKEN_BYTES = 24
 """Most bytes of a response's token in trajectories/, tokens/ and redis/ together: its id and log-probs"""
 _EIGHT_BITS = ("int8", "int8-weight", "fp8", "fp8-channel", "fp8-weight")
 _FORMAT_BYTES = {"bf16": 2.0, **dict.fromkeys(_EIGHT_BITS, 1.0)}
-"""Bytes of a weight that LoRA leaves frozen; 0.6 in all other formats"""
+"""Bytes of a weight; 0.6 in all other formats"""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,8 @@ def disk_use(run: Run) -> DiskUse:
     kept, cfg = run.checkpoint, run.learner
     written = math.ceil(run.steps / kept.every)
     later = min(kept.keep + 1, written) + (run.steps // kept.keep_every if kept.keep_every else 0)
-    modules = weights * (_frozen_bytes(run) if cfg.lora else 4) * (2 if _has_reference(run) else 1)
+    each = format_bytes(run.rollout.format) if cfg.lora else 4
+    modules = weights * each * (2 if _has_reference(run) else 1)
     moments = 0 if cfg.lora else weights * _moment_bytes(run)
     separate = cfg.critic is not None and cfg.critic.trunk == "separate"
     critic = weights * (4 + 8) if separate else 0
@@ -119,8 +120,9 @@ def _has_reference(run: Run) -> bool:
     return run.learner.reference_kl is not None and run.learner.lora is None
 
 
-def _frozen_bytes(run: Run) -> float:
-    return _FORMAT_BYTES.get(run.rollout.format, 0.6)
+def format_bytes(format: str) -> float:
+    """Returns about how many bytes a weight takes in this number format, scales included."""
+    return _FORMAT_BYTES.get(format, 0.6)
 
 
 def _moment_bytes(run: Run) -> int:

@@ -1,14 +1,15 @@
 """An estimate of the memory that a run's processes take, beside what the machine has."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
+from areal_q.checks.disk_use import format_bytes
 from areal_q.checks.machine import CheckResult
 from areal_q.config import PretrainedModel, Run, ScriptedEngine
 from areal_q.models import DecoderConfig
-from areal_q.models.hf.checkpoint import meta_decoder
 from areal_q.observability.run_summary import plural
-from areal_q.quant import FORMATS, is_quantized
+from areal_q.quant import is_quantized
 from areal_q.system.disk import size
 
 PROCESS_BYTES = 700 << 20
@@ -47,10 +48,9 @@ def available_bytes() -> int | None:
 
 def learner_bytes(run: Run, shape: DecoderConfig) -> int:
     """Returns about how much the learner takes, all its ranks on this machine together."""
-    weights = sum(p.numel() for p in meta_decoder(shape).parameters())
     each = FROZEN_BYTES if run.learner.lora else TRAINED_BYTES
     kl = run.learner.reference_kl
-    return PROCESS_BYTES + weights * (each + 4 * bool(kl and kl.path))
+    return PROCESS_BYTES + shape.weights * (each + 4 * bool(kl and kl.path))
 
 
 def worker_bytes(run: Run, shape: DecoderConfig, prompt: int) -> int:
@@ -59,13 +59,12 @@ def worker_bytes(run: Run, shape: DecoderConfig, prompt: int) -> int:
     if isinstance(engine, ScriptedEngine):
         return PROCESS_BYTES
     rest = 2 if rollout.unquantized == "bf16" else 4
-    bits = FORMATS[rollout.format].bits_per_weight
-    state = meta_decoder(shape).state_dict()
+    linears = format_bytes(rollout.format)
     payload = sum(
-        p.numel() * (bits(p.shape[-2], p.shape[-1]) / 8 if is_quantized(name) else rest)
-        for name, p in state.items()
+        math.prod(size) * (linears if is_quantized(name) else rest)
+        for name, size in shape.tensors().items()
     )
-    held = VERSIONS * payload + LAID_OUT_BYTES * sum(p.numel() for p in state.values())
+    held = VERSIONS * payload + LAID_OUT_BYTES * shape.weights
     kv_item = KV_ITEM_BYTES[getattr(engine, "kv_cache", "auto")]
     position = 2 * shape.layers * shape.kv_heads * shape.head_dim * kv_item
     outstanding = (run.learner.max_lag + 1) * run.learner.groups * run.learner.group_size

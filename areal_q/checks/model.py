@@ -8,9 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 import msgspec
-import torch
 from msgspec import Struct
-from torch import nn
 
 from areal_q.checks.automatic import settled
 from areal_q.checks.machine import CheckResult
@@ -20,11 +18,11 @@ from areal_q.config.rules import unsmoothed_forward
 from areal_q.config.run import ROUNDS_ACTIVATIONS, WORTH_SMOOTHING
 from areal_q.errors import CheckpointError, ConfigError, QuantizationError, TaskError
 from areal_q.models import DecoderConfig, load_config
-from areal_q.models.hf.checkpoint import check_tensors, meta_decoder
 from areal_q.models.hf.vllm_shapes import vllm_refuses
+from areal_q.models.hf.weight_files import check_tensors
 from areal_q.models.shape import shape_of
-from areal_q.quant import FORMATS
-from areal_q.quant.state_dict import is_quantized
+from areal_q.quant import is_quantized
+from areal_q.quant.linears import check_inputs
 from areal_q.tasks import Task, Tokenizer, build_task, build_tokenizer
 from areal_q.tasks.prompt_lengths import without_long
 from areal_q.tasks.stops import stops_text
@@ -72,9 +70,8 @@ def check_model(run: Run) -> FoundModel:
 def findings(run: Run, found: FoundModel) -> Iterator[CheckResult]:
     """Yields what the model of `run` is, what ends its replies, a prompt as it reads it, and its memory."""
     shape, tokenizer = found.shape, found.tokenizer
-    weights = sum(p.numel() for p in meta_decoder(shape).parameters())
     where = f"{run.model.path}: " if isinstance(run.model, PretrainedModel) else ""
-    told = f"{shape.family}, {weights:,} parameters, {shape.max_positions} positions"
+    told = f"{shape.family}, {shape.weights:,} parameters, {shape.max_positions} positions"
     yield CheckResult("model", "ok", where + told)
     yield CheckResult(
         "tokenizer",
@@ -147,7 +144,7 @@ def check_fit(run: Run, shape: DecoderConfig, tokenizer: Tokenizer, task: Task) 
     if isinstance(run.model, PretrainedModel):
         check_tensors(run.model.path, shape)
     check_experts(shape, run.learner)
-    check_format(meta_decoder(shape), run.rollout.format)
+    check_format(shape, run.rollout.format)
     check_engine(shape, run.rollout)
     check_vocabulary(shape, tokenizer, tokenizer.encode_prompt(task.train[0].asked))
     return without_long(task, tokenizer, longest_prompt(run, shape))
@@ -199,18 +196,15 @@ def check_experts(config: DecoderConfig, cfg: LearnerConfig) -> None:
             raise ConfigError(f"learner.{name}: {config.family} has no experts")
 
 
-def check_format(model: nn.Module, format: str) -> None:
-    """Raises ConfigError for a number format that the shape of some linear of `model` does not allow. Otherwise
-    this would become known only after the warm start."""
-    shapes = {
-        p.shape[-1]: name for name, p in model.named_parameters() if is_quantized(f"model.{name}")
-    }
-    for inputs, name in shapes.items():
-        try:
-            # A view of one number, which no kernel takes, so that none is loaded.
-            FORMATS[format].quantize(torch.zeros(()).expand(1, inputs), name)
-        except QuantizationError as error:
-            raise ConfigError(f"rollout.format = {format!r}: {error}") from error
+def check_format(shape: DecoderConfig, format: str) -> None:
+    """Raises ConfigError for a number format that some linear of the model does not allow. Otherwise this would
+    become known only after the warm start."""
+    try:
+        for name, size in shape.tensors().items():
+            if is_quantized(name):
+                check_inputs(format, size[-1], name)
+    except QuantizationError as error:
+        raise ConfigError(f"rollout.format = {format!r}: {error}") from error
 
 
 def check_engine(shape: DecoderConfig, rollout: RolloutConfig) -> None:

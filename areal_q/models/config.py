@@ -123,6 +123,36 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
             )
         return self
 
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of a checkpoint's tensors by Hugging Face's names, in the order of the model's
+        `state_dict`."""
+        width, queries, keys = self.width, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, width)}
+        for layer in range(self.layers):
+            at = f"model.layers.{layer}."
+            found[f"{at}input_layernorm.weight"] = (width,)
+            for name, rows in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
+                found[f"{at}self_attn.{name}.weight"] = (rows, width)
+                if self.qkv_bias:
+                    found[f"{at}self_attn.{name}.bias"] = (rows,)
+            found[f"{at}self_attn.o_proj.weight"] = (width, queries)
+            if self.qk_norm:
+                found |= {f"{at}self_attn.{x}_norm.weight": (self.head_dim,) for x in "qk"}
+            found[f"{at}post_attention_layernorm.weight"] = (width,)
+            if self.experts and self.experts.has(layer):
+                found[f"{at}mlp.gate.weight"] = (self.experts.count, width)
+                for expert in range(self.experts.count):
+                    found |= _mlp(f"{at}mlp.experts.{expert}.", width, self.experts.mlp)
+            else:
+                found |= _mlp(f"{at}mlp.", width, self.mlp)
+        found["model.norm.weight"] = (width,)
+        return found if self.tied else found | {"lm_head.weight": (self.vocab_size, width)}
+
+    @property
+    def weights(self) -> int:
+        """Number of all weights."""
+        return sum(map(math.prod, self.tensors().values()))
+
     @classmethod
     def from_hf(cls, hf: dict[str, Any]) -> "DecoderConfig":
         """Returns the shape that a `config.json` describes. Raises CheckpointError for an architecture or a
@@ -216,6 +246,11 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
             return freq * smooth + freq / factor * (1 - smooth)
 
         return [scale(f) for f in freqs]
+
+
+def _mlp(at: str, width: int, mlp: int) -> dict[str, tuple[int, ...]]:
+    shapes = {"gate_proj": (mlp, width), "up_proj": (mlp, width), "down_proj": (width, mlp)}
+    return {f"{at}{name}.weight": shape for name, shape in shapes.items()}
 
 
 def _not_implemented(family: str, hf: dict[str, Any]) -> dict[str, bool]:

@@ -2,7 +2,7 @@
 
 from areal_q.config import ModelConfig, SmallModel
 from areal_q.models.config import DecoderConfig, Experts
-from areal_q.models.hf.checkpoint import load_config
+from areal_q.models.hf.weight_files import load_config
 from areal_q.tasks.base import Tokenizer
 
 

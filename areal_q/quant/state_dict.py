@@ -9,7 +9,6 @@ Engines fuse q, k and v, and gate and up, into one linear. Scales of blocks, gro
 stand one after the other there; a scale of the whole tensor (nvfp4) must be one for all of them.
 """
 
-import re
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -18,15 +17,9 @@ from torch import Tensor
 
 from areal_q.errors import QuantizationError
 from areal_q.quant.format import Format, Ranges, check_ranges
+from areal_q.quant.linears import is_quantized
 from areal_q.quant.registry import FORMATS
 
-_QUANTIZED = re.compile(
-    r"(?:^|\.)layers\.\d+\.(?:"
-    r"self_attn\.[qkvo]_proj|"
-    r"mlp\.(?:experts\.\d+\.|shared_experts?\.)?(?:gate|up|down)_proj|"
-    r"block_sparse_moe\.experts\.\d+\.w[123]"
-    r")\.weight$"
-)
 _FUSED = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
     **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
@@ -38,11 +31,6 @@ class RangePolicy(Protocol):
     def __call__(self, name: str, ranges: Ranges) -> Ranges:
         """Returns the ranges to use for parameter `name`, given the measured ones."""
         ...
-
-
-def is_quantized(name: str) -> bool:
-    """Returns True if parameter `name` of a Hugging Face checkpoint takes the rollout's format."""
-    return _QUANTIZED.search(name) is not None
 
 
 def fused_name(name: str) -> str:

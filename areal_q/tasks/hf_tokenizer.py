@@ -89,7 +89,16 @@ class HFTokenizer:
         self._hf.save_pretrained(directory)
 
 
+def check_whole(directory: Path) -> None:
+    """Raises CheckpointError for the directory of an adapter, which has no model."""
+    if not (directory / "config.json").exists() and (directory / "adapter_config.json").exists():
+        raise CheckpointError(
+            f"{directory}: an adapter alone is no model: merge it into its base (peft: merge_and_unload)"
+        )
+
+
 def _load(path: str | Path) -> Any:
+    check_whole(Path(path))
     try:
         transformers = importlib.import_module("transformers")
     except ModuleNotFoundError as error:

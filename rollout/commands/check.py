@@ -93,17 +93,16 @@ def learner_of(run: Run) -> Iterator[CheckResult]:
 def engine_of(run: Run) -> Iterator[CheckResult]:
     """Compares what the configured engine can do with what the run asks of it. An engine that is a server at a
     URL is queried."""
-    from rollout.engines import build_engine
+    from rollout.engines import capabilities_of
 
     tag = type(run.rollout.engine).__struct_config__.tag
     try:
-        engine = build_engine(run.rollout.engine)
+        able = capabilities_of(run.rollout.engine)
     except UserError as error:
         yield CheckResult(
             f"engine {tag}", "error", str(error), "another rollout.engine, or setting"
         )
         return
-    able = engine.capabilities
     if problem := able.lacks(run.rollout, run.learner.routing_replay):
         yield CheckResult(f"engine {tag}", "error", problem, "another rollout.engine, or setting")
     else:
@@ -120,11 +119,13 @@ def engine_of(run: Run) -> Iterator[CheckResult]:
 
 def vllm_on_cpu(rollout: RolloutConfig) -> Iterator[CheckResult]:
     """Names the kernel with which vLLM computes the run's format, if it runs on a CPU."""
+    engine, format = rollout.engine, rollout.format
+    if not isinstance(engine, VllmEngine):
+        return
     from rollout.engines.process import checkpoint_backend
     from rollout.engines.vllm_backend import cpu_kernels
 
-    engine, format = rollout.engine, rollout.format
-    if not isinstance(engine, VllmEngine) or checkpoint_backend.has_gpu():
+    if checkpoint_backend.has_gpu():
         return
     kernel = cpu_kernels.kernel_for(format, engine.dtype)
     dtype = cpu_kernels.dtype_for(format, engine.dtype)

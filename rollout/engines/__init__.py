@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-from areal_q.config.run import EngineConfig
-from rollout.engines.base import Engine
+from areal_q.checks.machine import check_device
+from areal_q.config.run import EngineConfig, TorchEngine
+from rollout.engines import reference
+from rollout.engines.base import Capabilities, Engine
 
 
 def _torch(config: Any) -> Engine:
@@ -43,3 +45,12 @@ def build_engine(config: EngineConfig) -> Engine:
     """Returns the engine for `config`, which needs no running event loop to be built. Await `engine.start()`
     before the first request. Raises ConfigError if the engine cannot run here."""
     return ENGINES[type(config).__struct_config__.tag](config)  # type: ignore[index]
+
+
+def capabilities_of(config: EngineConfig) -> Capabilities:
+    """Returns what the engine for `config` can do, without torch if it is the reference engine on a CPU. Raises
+    as `build_engine` does."""
+    if isinstance(config, TorchEngine):
+        check_device("rollout.engine.device", config.device)
+        return reference.CAPABILITIES
+    return build_engine(config).capabilities

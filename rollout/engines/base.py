@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from msgspec import Struct
@@ -11,7 +11,9 @@ from areal_q.config import RolloutConfig, Sampling
 from areal_q.errors import EngineDied, RecordError
 from areal_q.messages import FinishReason, VersionSpan
 from areal_q.models.config import DecoderConfig
-from areal_q.weights.version import WeightVersion
+
+if TYPE_CHECKING:  # its module needs torch
+    from areal_q.weights.version import WeightVersion
 
 _LARGEST = 2**31
 """Exclusive upper bound on token ids and on numbers of tokens in a request"""
@@ -136,7 +138,7 @@ class Engine(Protocol):
         on_token: TokenCallback | None = None,
         on_response: ResponseCallback | None = None,
     ) -> list[Completion]: ...
-    async def load_weights(self, weights: WeightVersion) -> float:
+    async def load_weights(self, weights: "WeightVersion") -> float:
         """Generates with `weights` from now on. Returns for how many seconds generation paused."""
         ...
 

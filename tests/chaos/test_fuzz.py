@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from areal_q import messages
 from areal_q.errors import CheckpointError, RecordError
 from areal_q.messages import Array
-from areal_q.models.hf.checkpoint import load_config
+from areal_q.models.hf.weight_files import load_config
 from areal_q.observability.metrics_log import read_metrics
 from bench.fuzz import Target, fuzz, fuzz_apart, targets
 from buffer.logs.step_log import StepLog, iter_steps

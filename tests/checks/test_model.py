@@ -4,6 +4,7 @@ and by the learner in the same words."""
 import json
 import os
 import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -101,6 +102,11 @@ def another_family(path: Path) -> None:
     (path / "config.json").write_text(json.dumps(table))
 
 
+def an_adapter(path: Path) -> None:
+    no_tokenizer(path)
+    (path / "config.json").rename(path / "adapter_config.json")
+
+
 def an_odd_width(path: Path) -> None:
     tokenizer = path.rename(path.parent / "tokenizer")
     write_model(path, tokenizer, mlp=33)
@@ -118,6 +124,7 @@ REFUSED: list[tuple[Callable[[Path], None], list[str], str]] = [
     (another_tokenizer_version, [], r"model: no tokenizer can be read: data did not match"),
     (no_tokenizer, [], r"model: no tokenizer can be read: the directory has no file of one"),
     (no_tokenizer, ["task.template=plain"], r"model: no tokenizer can be read"),
+    (an_adapter, [], r"model: an adapter alone is no model: merge it into its base"),
     (another_family, [], r"config\.json: model_type 'gemma2' is none of"),
     (an_odd_width, ["rollout.format=mxfp4"], r"rollout\.format = 'mxfp4': .*down_proj.*33 inputs"),
     (
@@ -253,6 +260,14 @@ def test_the_preflight_says_what_to_take_instead(model: Path):
     )
     (line,) = (x for x in done.stdout.splitlines() if x.startswith("warning: activations: int8 "))
     assert line.endswith("; take rollout.smoothing.alpha=0.5 or rollout.format=int8-weight")
+
+
+def test_a_pretrained_model_is_read_without_torch(model: Path):
+    code = "import sys; from areal_q.checks.__main__ import main; main(); print('torch' in sys.modules)"
+    settings = dump_toml(run_of(model, "rollout.format=mxfp4"))
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, input=settings, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False" and "tokenizer: 257 tokens" in done.stdout
 
 
 @pytest.mark.slow

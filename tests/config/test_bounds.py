@@ -1,7 +1,7 @@
 """What a setting may be: every number is bounded, and a setting that would do nothing is refused by name."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -14,7 +14,9 @@ from areal_q.checks.model import check_format
 from areal_q.config import Run, load
 from areal_q.config.struct_types import GENERAL, LARGEST_FLOAT
 from areal_q.errors import ConfigError, QuantizationError
+from areal_q.models import DecoderConfig
 from areal_q.quant import FORMATS
+from areal_q.quant.linears import check_inputs
 
 ENDLESS = {
     *("clip_high", "cap", "cap_high", "max_widening"),
@@ -139,19 +141,31 @@ def test_a_soft_length_penalty_inside_the_budget_is_taken():
 def test_every_format_takes_the_small_model(format: str, make_run: Any):
 
     run = make_run(f"rollout.format={format}")
-    check_format(initial_model(run), format)
+    check_format(initial_model(run).config, format)
 
 
 def test_a_model_that_a_format_cannot_hold_is_refused_at_start():
-    class Odd(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            layer = torch.nn.ModuleDict({"mlp": torch.nn.ModuleDict()})
-            layer["mlp"]["down_proj"] = torch.nn.Linear(33, 4)  # pyright: ignore
-            self.layers = torch.nn.ModuleList([layer])
-
+    odd = DecoderConfig(
+        family="llama", vocab_size=8, width=4, layers=1, heads=1, kv_heads=1, head_dim=4, mlp=33,
+        max_positions=8,
+    )  # fmt: skip
     with pytest.raises(ConfigError, match=r"rollout\.format = 'mxfp4': .*down_proj.*33 inputs"):
-        check_format(Odd(), "mxfp4")
+        check_format(odd, "mxfp4")
+
+
+@pytest.mark.parametrize("format", sorted(FORMATS))
+def test_a_width_is_refused_unread_where_quantizing_refuses_it(format: str):
+    def refused(check: Callable[..., object], *args: Any) -> bool:
+        try:
+            check(*args)
+        except QuantizationError:
+            return True
+        return False
+
+    for inputs in (1, 2, 3, 31, 32, 33, 127, 128, 129, 133_144, 133_145, 140_000):
+        row = torch.zeros(()).expand(1, inputs)
+        by_quantizing = refused(FORMATS[format].quantize, row, "x")
+        assert refused(check_inputs, format, inputs, "x") == by_quantizing, inputs
 
 
 def test_int8_sums_that_may_wrap_are_refused_by_name():

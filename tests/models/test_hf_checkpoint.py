@@ -31,7 +31,8 @@ from areal_q.models import (
     load_decoder,
     save_decoder,
 )
-from areal_q.models.hf.checkpoint import check_tensors
+from areal_q.models.config import FAMILIES
+from areal_q.models.hf.weight_files import check_tensors
 from areal_q.tasks import CharTokenizer
 
 SHAPE: dict[str, Any] = {
@@ -96,6 +97,19 @@ def make() -> Callable[[], Decoder]:
         return model
 
     return build
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_and_shapes_are_those_of_the_model(family: str, tied: bool) -> None:
+    """In the model's order; of 4 layers the second has experts, and the last is told to have none."""
+    table = SHAPE | {"model_type": family, "num_hidden_layers": 4, "tie_word_embeddings": tied}
+    table |= {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    config = DecoderConfig.from_hf(table | {"decoder_sparse_step": 2, "mlp_only_layers": [3]})
+    assert config.sparse_layers == ((1,) if family == "qwen3_moe" else ())
+    state = Decoder(config).state_dict()
+    assert [*config.tensors().items()] == [(name, tuple(t.shape)) for name, t in state.items()]
+    assert config.weights == sum(t.numel() for t in state.values())
 
 
 every_kind = pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "llama3-rope"])
@@ -381,8 +395,8 @@ def test_weights_of_another_user_are_told_from_missing_ones(
 ) -> None:
     """transformers writes mode 0600, and safetensors calls what it may not open a file that is not there."""
     if os.getuid() == 0:  # may read everything
-        monkeypatch.setattr("areal_q.models.hf.checkpoint.safe_open", not_there)
-        monkeypatch.setattr("areal_q.models.hf.checkpoint.os.access", lambda path, mode: False)
+        monkeypatch.setattr("areal_q.models.hf.weight_files.safe_open", not_there)
+        monkeypatch.setattr("areal_q.models.hf.weight_files.os.access", lambda path, mode: False)
     (saved / "model.safetensors").chmod(0)
     assert_refused(
         saved, r"model.safetensors: user \d+ may not read it by its mode.* chmod -R a\+rX"

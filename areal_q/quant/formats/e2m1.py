@@ -6,10 +6,10 @@ A code is sign · 8 + index in that list: its own bits.
 import torch
 from torch import Tensor
 
-from areal_q.errors import QuantizationError
 from areal_q.quant.activations import on
 from areal_q.quant.format import blocked, unblocked
 from areal_q.quant.kernels import dispatch
+from areal_q.quant.linears import check_inputs
 
 MAX = 6.0
 _VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -42,10 +42,7 @@ def quantize(w: Tensor, scale: Tensor, block: int, name: str) -> Tensor:
 
     Raises QuantizationError for an odd `in`.
     """
-    if w.shape[1] % 2:
-        raise QuantizationError(
-            f"{name}: two codes share a byte, so {w.shape[1]} inputs do not fit"
-        )
+    check_inputs("mxfp4", w.shape[1], name)
     packed = dispatch.four_bits(w, scale, block, w.shape[1] // 2, kind="e2m1")
     if packed is not None:
         return packed

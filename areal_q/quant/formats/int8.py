@@ -26,7 +26,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from areal_q.errors import QuantizationError
 from areal_q.quant.activations import INT8_MAX
 from areal_q.quant.format import (
     Parts,
@@ -40,9 +39,7 @@ from areal_q.quant.format import (
 )
 from areal_q.quant.kernels import dispatch
 from areal_q.quant.linear.quantized_linear import FloatLinear, Int8Linear
-
-MOST_INPUTS = (2**31 - 1) // INT8_MAX**2
-"""The largest in_features whose products every engine may add up in an int32: 133,144."""
+from areal_q.quant.linears import check_inputs
 
 
 class Int8:
@@ -59,10 +56,7 @@ class Int8:
 
     def quantize(self, weight: Tensor, name: str, ranges: Ranges | None = None) -> Parts:
         w = as_float32(weight, name)
-        if w.shape[1] > MOST_INPUTS:
-            raise QuantizationError(
-                f"{name}: sums over {w.shape[1]:,} inputs do not fit an int32, over {MOST_INPUTS:,} they do"
-            )
+        check_inputs("int8", w.shape[1], name)
         fast = dispatch.eight_bits(w, name, torch.int8, (1, w.shape[1]), ranges and ranges.blocks)
         if fast is not None:
             return {"weight": fast[0], "weight_scale": fast[1]}

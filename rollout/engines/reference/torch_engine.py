@@ -19,9 +19,9 @@ from torch import Tensor
 from areal_q.checks.machine import check_device
 from areal_q.config import TorchEngine
 from areal_q.errors import RecordError, WeightVersionError
-from areal_q.quant import FORMATS
 from areal_q.weights.version import WeightVersion
-from rollout.engines.base import Capabilities, Completion, Request, check_fits, not_finite
+from rollout.engines.base import Completion, Request, check_fits, not_finite
+from rollout.engines.reference import CAPABILITIES
 from rollout.engines.reference.async_engine import AsyncEngine, Job, StepVersions
 from rollout.engines.reference.batch_state import BatchState
 from rollout.engines.reference.build_ops import build_ops
@@ -47,13 +47,7 @@ def torch_engine(config: TorchEngine) -> AsyncEngine:
 
 class TorchStepper:
     name = "torch"
-    capabilities = Capabilities(
-        formats=frozenset(FORMATS),
-        kv_on_update=frozenset({"keep", "recompute"}),
-        kv_cache=frozenset({"auto", "fp8"}),
-        kv_scales=True,
-        routes=True,
-    )
+    capabilities = CAPABILITIES
     tokens_per_s = math.inf
 
     def __init__(self, config: TorchEngine) -> None:

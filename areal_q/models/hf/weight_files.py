@@ -1,0 +1,122 @@
+"""Reads what a directory in Hugging Face's layout says of its model: config.json, and the headers of the files
+of weights. Imports no torch."""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from areal_q.errors import CheckpointError
+from areal_q.models.config import DecoderConfig
+from areal_q.tasks.hf_tokenizer import check_whole
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def load_config(path: str | Path) -> DecoderConfig:
+    """Returns the shape of the model in directory `path`. Raises CheckpointError, which names the file, if it
+    cannot be read."""
+    directory = Path(path)
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory}: no such directory")
+    check_whole(directory)
+    file = directory / "config.json"
+    table = _read_object(file)
+    try:
+        return DecoderConfig.from_hf(table).validate()
+    except (ValueError, TypeError, ArithmeticError) as error:
+        raise CheckpointError(f"{file}: {error}") from error
+
+
+def declared_dtype(path: str | Path) -> str | None:
+    """Returns the dtype that config.json in directory `path` names for the weights, such as "bfloat16"; None if
+    it names none, or does not exist any more."""
+    file = Path(path) / "config.json"
+    table = _read_object(file) if file.is_file() else {}
+    return table.get("dtype") or table.get("torch_dtype")
+
+
+def check_tensors(path: str | Path, config: DecoderConfig) -> None:
+    """Compares the headers of the files of weights in directory `path` with a model of `config`; no tensor is
+    read. Raises CheckpointError, which names the file, if one cannot be read or a tensor is missing, unexpected
+    or of a wrong shape."""
+    found: dict[str, tuple[Path, list[int]]] = {}
+    for file in weight_files(Path(path)):
+        with opened(file, "numpy") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                if not is_derived(name, config):
+                    found[name] = file, tensors.get_slice(name).get_shape()
+    if len(found) < config.layers:  # a model of so many layers would take long to lay out
+        raise CheckpointError(
+            f"{path}: config.json says {config.layers} layers, and there are {len(found)} tensors"
+        )
+    wanted = {name: [*shape] for name, shape in config.tensors().items()}
+    for name, (file, shape) in found.items():
+        if name not in wanted:
+            raise CheckpointError(f"{file}: unexpected tensor {name}")
+        if shape != wanted[name]:
+            raise CheckpointError(f"{file}: {name} is {shape}, config.json says {wanted[name]}")
+    missing = [name for name in wanted if name not in found]
+    if missing:
+        raise CheckpointError(f"{path}: tensor {missing[0]} is missing ({len(missing)} in all)")
+
+
+def is_derived(name: str, config: DecoderConfig) -> bool:
+    """Returns True for a tensor that follows from others: transformers 4 wrote a tied head as well, and older
+    versions the frequencies that config.json determines."""
+    return (name == "lm_head.weight" and config.tied) or name.endswith("rotary_emb.inv_freq")
+
+
+def weight_files(directory: Path) -> list[Path]:
+    index = directory / INDEX
+    if not index.exists() or (directory / WEIGHTS).exists():  # transformers' order
+        return [directory / WEIGHTS]
+    shards = _read_object(index).get("weight_map")
+    if not isinstance(shards, dict) or not all(isinstance(s, str) for s in shards.values()):
+        raise CheckpointError(f"{index}: weight_map is not a table of file names")
+    names = sorted(set(shards.values()))
+    outside = [name for name in names if Path(name).name != name]
+    if outside:
+        raise CheckpointError(f"{index}: {outside[0]!r} is not in this directory")
+    return [directory / name for name in names]
+
+
+@contextmanager
+def opened(file: Path, framework: str) -> Iterator[Any]:
+    """Opens a file of tensors. Raises CheckpointError if it, or later a tensor of it, cannot be read."""
+    if not file.is_file():
+        raise CheckpointError(f"{file}: no such file{_other_weights(file.parent)}")
+    try:
+        with safe_open(file, framework=framework) as tensors:
+            yield tensors
+    except (SafetensorError, OSError) as error:
+        if not os.access(file, os.R_OK):  # safetensors would report it as missing
+            raise CheckpointError(
+                f"{file}: user {os.getuid()} may not read it by its mode; transformers writes files "
+                "for their owner alone: chmod -R a+rX the directory"
+            ) from error
+        raise CheckpointError(f"{file}: {error}") from error
+
+
+def _other_weights(directory: Path) -> str:
+    """Returns what to do about a directory that has weights in files of another kind; else ""."""
+    others = any(directory.glob("*.bin")) or any(directory.glob("*.pth"))
+    said = "; only safetensors are read: load the model with transformers, and save_pretrained"
+    return said if others else ""
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text())
+    except OSError as error:
+        raise CheckpointError(f"{file}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file}: not a JSON object")
+    return value
