@@ -212,11 +212,17 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
             "hidden_act": "silu",
             "tie_word_embeddings": self.tied,
             "bos_token_id": self.bos_id,
-            "eos_token_id": list(self.eos_ids) if len(self.eos_ids) != 1 else self.eos_ids[0],
+            "eos_token_id": self._eos_to_hf(),
             "pad_token_id": self.pad_id,
             "torch_dtype": "float32",
             **self._experts_to_hf(),
         }
+
+    def _eos_to_hf(self) -> int | list[int] | None:
+        if len(self.eos_ids) > 1:
+            return list(self.eos_ids)
+        # Of an empty list, transformers' generate would take the first.
+        return self.eos_ids[0] if self.eos_ids else None
 
     def _experts_to_hf(self) -> dict[str, Any]:
         if self.experts is None:

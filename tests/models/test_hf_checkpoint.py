@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -485,6 +486,19 @@ def test_a_config_that_cannot_be_run_is_named(
 def test_layers_without_tensors_are_told_before_any_is_built(saved: Path) -> None:
     edit_config(saved, num_hidden_layers=999)
     assert_refused(saved, r"config\.json says 999 layers, and there are \d+ tensors")
+
+
+@pytest.mark.parametrize("eos", [(), (2,), (2, 3)])
+def test_end_tokens_come_back_and_none_is_no_list(
+    make: Callable[[], Decoder], tmp_path: Path, eos: tuple[int, ...]
+) -> None:
+    """Of an empty list transformers' `generate` takes the first."""
+    model = make()
+    model.config = msgspec.structs.replace(model.config, eos_ids=eos)
+    save_decoder(model, tmp_path / "saved")
+    assert load_config(tmp_path / "saved").eos_ids == eos
+    hf = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert hf.generate(torch.tensor([[5, 6]]), max_new_tokens=1).shape[1] == 3
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "\0", "[" * 100_000])
