@@ -33,10 +33,12 @@ def _group_is_sampled(run: Run) -> str | None:
 
 
 def _distribution_is_whole(run: Run) -> str | None:
-    """The learner scores the whole distribution: a truncated one would bias every ratio."""
     sampling = run.rollout.sampling
     if sampling.top_p < 1 or sampling.top_k or sampling.min_p:
-        return "rollout.sampling.top_p, top_k and min_p must be 1.0, 0 and 0.0 in training"
+        return (
+            "rollout.sampling.top_p, top_k and min_p must be 1.0, 0 and 0.0 in training: the learner scores "
+            "the whole distribution, so a truncated one would bias every ratio"
+        )
     return None
 
 
