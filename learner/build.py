@@ -19,6 +19,7 @@ from areal_q.observability.metrics_log import MetricsLog
 from areal_q.quant.rescaling import apply_uaq
 from areal_q.quant.smoothing import SmoothingScales
 from areal_q.system import run_dir
+from areal_q.system.processes import command_began
 from areal_q.tasks import (
     Task,
     Tokenizer,
@@ -296,7 +297,7 @@ def _build(
     stop: threading.Event,
     ranks: Ranks,
 ) -> Learner:
-    metrics = MetricsLog(directory)
+    metrics = MetricsLog(directory, began=command_began())
     if not resume:
         metrics.write("start", 0, {}, doing="loading the model")
     policy, state = build_policy(run, directory, resume, task, tokenizer, metrics, stop)

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from areal_q.errors import ChildDied, UserError
-from areal_q.system.processes import die_with_parent
+from areal_q.system.processes import BEGAN, command_began, die_with_parent
 
 DRAIN_S = 60.0
 """Seconds that a learner may take for its checkpoint after another process died"""
@@ -46,6 +46,7 @@ class ChildProcesses:
         """Names of the children that were sent SIGTERM"""
 
     def start(self, program: Program) -> None:
+        began = {BEGAN: str(command_began())}
         threads = dict.fromkeys(THREAD_VARIABLES, str(program.threads))
         with (self._logs / f"{program.name}.log").open("ab") as log:
             self._children[program.name] = subprocess.Popen(
@@ -53,7 +54,7 @@ class ChildProcesses:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**self._defaults, **os.environ, **threads, **PLAIN_LOGS},
+                env={**self._defaults, **os.environ, **threads, **PLAIN_LOGS, **began},
                 start_new_session=True,
                 preexec_fn=die_with_parent(signal.SIGKILL),
             )

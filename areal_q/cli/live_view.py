@@ -20,6 +20,7 @@ from areal_q.observability.reward_signal import FailureLog
 from areal_q.observability.run_end import how_it_ended
 from areal_q.observability.run_summary import plural, unfaithful
 from areal_q.system import command
+from areal_q.system.processes import command_began
 from areal_q.system.run_dir import METRICS_FILE, path_of
 
 PLAIN_EVERY_S = 5.0
@@ -45,7 +46,7 @@ class _Following:
         # Failures in the logs of an earlier start were shown then.
         self.faults = FaultWatch(self.run, FailureLog(run_dir, skip=True))
         self._tail = Tail(run_dir / METRICS_FILE)
-        self.heard = time.monotonic()
+        self.heard = command_began()
 
     def note(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -45,17 +45,20 @@ class MetricsLog:
     Raises OSError, before any training, if the directory cannot be written. If the disk fills up later, the run
     goes on: a sink's first failure is logged and the sink is not used again.
 
-    `elapsed_s` counts the seconds in which the run was active. It continues from the last record of an existing
-    file, without the time between a stop and its resumption.
+    `elapsed_s` counts the seconds in which the run was active, from `began` (by time.monotonic) or from now. It
+    continues from the last record of an existing file, without the time between a stop and its resumption.
 
     Example: MetricsLog("runs/demo").write("step", 3, {"reward/mean": 0.5}, workers=[])
     """
 
-    def __init__(self, run_dir: str | Path, tensorboard: bool = True) -> None:
+    def __init__(
+        self, run_dir: str | Path, tensorboard: bool = True, began: float | None = None
+    ) -> None:
         self._path = path = Path(run_dir) / METRICS_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         last = _drop_torn_line(path)
-        self._began = time.monotonic() - (last["elapsed_s"] if last else 0.0)
+        began = time.monotonic() if began is None else began
+        self._began = began - (last["elapsed_s"] if last else 0.0)
         self._parts: set[str] = set()
         self._file = path.open("ab", buffering=0)
         self._sinks: dict[str, Callable[[Record], None]] = {"metrics.jsonl": self._write_line}

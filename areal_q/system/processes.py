@@ -18,6 +18,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+BEGAN = "AREAL_Q_BEGAN"
+"""Environment variable by which a launcher tells its children when it was started, by time.monotonic"""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 # It is loaded before any fork, as only calls that take no lock are safe between fork and exec.
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -39,6 +41,20 @@ def supervised_command(module: str, *arguments: str) -> list[str]:
     """Returns the command of a supervisor that runs `main(*arguments)` of a module of this project. Its parent
     ends both with SIGTERM, in a session of their own, and waits for it: then no process of them is left."""
     return module_command("areal_q.system.processes", module, *arguments)
+
+
+def command_began() -> float:
+    """Returns when the command that a user typed was started, in seconds of time.monotonic: that of the
+    launcher, or this process, imports included. Where the system does not say so in Linux's way, it is now."""
+    if told := os.environ.get(BEGAN):
+        return float(told)
+    try:
+        after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        started_s = int(after_name[19]) / os.sysconf("SC_CLK_TCK")  # "starttime" of proc(5)
+        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
+    except (OSError, AttributeError):
+        age_s = 0.0
+    return time.monotonic() - max(0.0, age_s)
 
 
 def die_with_parent(signum: int = signal.SIGTERM) -> Callable[[], None]:
