@@ -108,11 +108,13 @@ class LearningJudge:
     def _add_step(self, record: Record) -> None:
         self._steps += 1
         self._recent.append(record)
-        equal = record.get("reward/std") == 0
+        taught = record.get("reference/kl") is not None  # by a reference policy, as in a distillation
+        equal = record.get("reward/std") == 0 and not taught
         cut = (record.get("response/cut_off_share") or 0) >= CUT_OFF_SHARE
         self._equal = self._equal + 1 if equal else 0
         self._cut = self._cut + 1 if cut else 0
-        self._uniform.append(1.0 if equal else record.get("reward/uniform_share") or 0.0)
+        uniform = 0.0 if taught else record.get("reward/uniform_share") or 0.0
+        self._uniform.append(1.0 if equal else uniform)
         flat = statistics.fmean(self._uniform) >= FLAT_SHARE
         self._flat = max(self._flat + 1, len(self._uniform)) if flat else 0
         if (moved := abs(record.get("policy/kl") or 0)) >= AWAY_NATS:

@@ -104,6 +104,13 @@ def test_a_fault_is_named_from_its_bound_on(records: list[Record], expected: lis
     assert names(records) == expected
 
 
+def test_equal_rewards_of_a_distillation_are_no_fault():
+    """Where the policy learns from a reference, rewards may all be 0."""
+    flat = {"reward/mean": 0.0, "reward/std": 0.0, "reward/uniform_share": 1.0}
+    assert names(steps(*[flat] * 10)) == ["reward is flat"]
+    assert names(steps(*[flat | {"reference/kl": 0.2}] * 10)) == []
+
+
 def test_a_lasting_fault_of_a_run_that_goes_on_takes_five_steps():
     judge = LearningJudge()
     told = []
