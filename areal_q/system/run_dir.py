@@ -66,6 +66,23 @@ MAY_CHANGE_ON_RESUME = (
     "learner.threads",
     "learner.microbatch_tokens",  # changes the order of sums only
     "learner.backend.",  # gives the same loss and weights within tolerances
+    # From here on: how the run goes on learning. settings/ has each step's, for replays.
+    "learner.max_lag",
+    "learner.max_grad_norm",
+    "learner.optimizer.lr",
+    "learner.optimizer.warmup_steps",
+    "learner.optimizer.decay_steps",
+    "learner.optimizer.decay",
+    "learner.optimizer.final",
+    "learner.objective.clip_low",
+    "learner.objective.clip_high",
+    "learner.objective.negative_clip_low",
+    "learner.objective.negative_clip_high",
+    "reward.timeout_s",
+    "reward.retries",
+    "reward.retry_pause_s",
+    "reward.processes",
+    "reward.memory_mib",
 )
 """Settings, or prefixes of settings, that may change because what was learnt so far stays valid."""
 

@@ -1,5 +1,6 @@
 """The launcher, with a real Redis and small programs in the place of the learner and the workers."""
 
+import json
 import os
 import shutil
 import signal
@@ -10,6 +11,7 @@ import time
 from io import StringIO
 from pathlib import Path
 
+import msgspec
 import pytest
 import redis
 from helpers.commands import limit
@@ -528,7 +530,22 @@ def test_a_resumed_run_may_change_the_size_of_its_micro_batches(ended):
 
 
 @pytest.mark.parametrize(
-    "text", ["seed=7", "learner.max_lag=1", "model.width=64", "task.digits=3", "name=other"]
+    ("key", "value"),
+    [
+        ("learner.optimizer.lr", 1e-5),
+        ("learner.optimizer.decay", "linear"),
+        ("learner.objective.clip_high", 0.3),
+        ("learner.max_lag", 1),
+        ("reward.timeout_s", 60.0),
+    ],
+)
+def test_a_resumed_run_may_change_how_it_goes_on_learning(ended, key: str, value: object):
+    again = run_dir.resumed(ended, [f"{key}={json.dumps(value)}"])
+    assert run_dir.flat(msgspec.to_builtins(again))[key] == value
+
+
+@pytest.mark.parametrize(
+    "text", ["seed=7", "learner.groups=1", "model.width=64", "task.digits=3", "name=other"]
 )
 def test_a_resumed_run_cannot_change_what_is_being_learnt(ended, text):
     with pytest.raises(ConfigError, match=text.split("=")[0]):

@@ -42,6 +42,13 @@ EXECUTABLE = Path(sysconfig.get_path("scripts")) / "areal-q"
 STEPS = 8
 FORK = 5
 """Where the run was stopped and resumed"""
+RESUMED = [
+    "learner.max_lag=1",
+    "learner.microbatch_tokens=64",
+    "learner.objective.clip_high=0.4",
+    "learner.optimizer.lr=1e-3",
+    "reward.timeout_s=20",
+]
 SETTINGS = [
     "model.width=64",
     "model.layers=1",
@@ -79,13 +86,13 @@ def areal_q(cwd: Path, *args: str, **more) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Path:
-    """A run of STEPS steps, resumed at FORK with smaller micro-batches; its checkpoints are of 0, 6 and 8."""
+    """A run of STEPS steps, resumed at FORK with RESUMED; its checkpoints are of 0, 6 and 8."""
     cwd = tmp_path_factory.mktemp("replay")
     quickstart = str(ROOT / "configs" / "quickstart.toml")
     directory = cwd / "runs" / "quickstart"
     for args in (
         [quickstart, *SETTINGS, f"steps={FORK}"],
-        [str(directory), "--resume", f"steps={STEPS}", "learner.microbatch_tokens=64"],
+        [str(directory), "--resume", f"steps={STEPS}", *RESUMED],
     ):
         result = areal_q(cwd, "run", *args)
         assert result.returncode == 0, result.stderr
@@ -218,8 +225,10 @@ def test_the_step_log_names_batch_order_seeds_and_settings(finished):
 
 def test_what_a_resumption_changed_is_told_with_its_first_step(finished):
     notes = [r["message"] for r in read_metrics(finished / "metrics.jsonl") if r["kind"] == "note"]
-    told = f"from step {FORK} on: learner.microbatch_tokens = 64, was 16384; steps = 8, was 5"
-    assert told in notes
+    [told] = [note for note in notes if note.startswith(f"from step {FORK} on: ")]
+    assert "learner.optimizer.lr = 0.001, was 0.00015; " in told
+    for setting in (*RESUMED, f"steps={STEPS}"):
+        assert f"{setting.partition('=')[0]} = " in told
 
 
 def test_each_step_is_replayed_with_the_threads_that_it_had(run_dir):
