@@ -16,7 +16,8 @@ from areal_q.observability.metrics_log import has_ended
 from areal_q.system.ports import free_ports
 from areal_q.system.run_dir import METRICS_FILE
 from buffer.redis_store.local_server import RedisServer
-from learner.measure.vitals import Vitals
+from learner.measure import vitals as measure
+from learner.measure.vitals import COUNT_EVERY, Vitals
 
 TINY = """
 name = "vitals"
@@ -48,6 +49,27 @@ def test_vitals_count_workers_and_notice_a_redis_that_died(server: RedisServer, 
     found = vitals.look()
     assert found["redis/up"] == 0.0 and "workers" not in found
     assert found["disk/free_bytes"] > 0
+
+
+def test_what_is_still_to_be_written_is_told_now_and_then(
+    server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    class Enough(Exception):
+        pass
+
+    told: list[dict[str, object]] = []
+
+    def record(values: dict[str, object]) -> None:
+        told.append(values)
+        if len(told) > 2 * COUNT_EVERY:
+            raise Enough
+
+    monkeypatch.setattr(measure, "EVERY_S", 0.0)
+    with pytest.raises(Enough):
+        Vitals(server.url, "demo", tmp_path, lambda: 7.0, record).run()
+    ahead = [values["disk/needed_bytes"] for values in told if "disk/needed_bytes" in values]
+    assert ahead == [7.0, 7.0]
+    assert "disk/needed_bytes" in told[1] and "redis/up" in told[2]
 
 
 @pytest.mark.slow

@@ -18,6 +18,8 @@ from areal_q.errors import ConfigError
 from areal_q.observability import prometheus_exporter
 from areal_q.observability.health import complaint
 from areal_q.observability.prometheus_exporter import (
+    CRASHES,
+    CRASHES_VARIABLE,
     LEARNER,
     MOST_SCRAPES,
     PREFIX,
@@ -55,6 +57,15 @@ def test_what_a_step_recorded_is_what_prometheus_reads():
     }
     if sys.platform == "linux":
         assert found["process_open_fds"][()] > 0
+
+
+def test_crashes_that_a_supervisor_counted_are_exported(monkeypatch: pytest.MonkeyPatch):
+    port = serve_metrics("0", Exporter(LEARNER, {"run": "demo"}))
+    assert PREFIX + CRASHES not in scraped(port)
+    monkeypatch.setenv(CRASHES_VARIABLE, "0")
+    assert scraped(port)[PREFIX + CRASHES] == {(("run", "demo"),): 0.0}
+    monkeypatch.setenv(CRASHES_VARIABLE, "3")
+    assert scraped(port)[PREFIX + CRASHES] == {(("run", "demo"),): 3.0}
 
 
 def test_a_number_that_was_not_finite_is_no_sample():
