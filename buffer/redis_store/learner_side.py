@@ -234,7 +234,7 @@ class LearnerBuffer:
     def forget(self) -> None:
         """Deletes every key of the run except the one that names its learner."""
         names: Any = self._call(lambda: self._redis.smembers(self.keys.workers))
-        beats = [*map(self.keys.worker, names)]
+        beats: Any = map(self.keys.worker, names)
         state = [key for key in self.keys.fixed if key != self.keys.owner]
         self._change("FORGET", [*state, *beats], [])
 

@@ -79,7 +79,8 @@ def gather(client: redis.Redis, run: str, source: WeightSource, silent_s: float)
 def _workers(client: redis.Redis, run: str) -> tuple[list[WorkerStatus], list[str]]:
     """Returns the workers' heartbeats, and a sentence for each that cannot be read."""
     keys = Keys(run)
-    names: list[bytes] = sorted(client.smembers(keys.workers))  # pyright: ignore[reportArgumentType]
+    found: Any = client.smembers(keys.workers)
+    names: list[bytes] = sorted(found)
     beats: Any = client.mget([*map(keys.worker, names)]) if names else []
     return read_heartbeats(names, beats)
 

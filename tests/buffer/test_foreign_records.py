@@ -120,7 +120,8 @@ def test_a_group_at_which_a_check_fails_is_set_aside(
         client.xadd(KEYS.eval_groups, {"record": group})
     assert [group.ticket.number for group in learner.take(3, 0.0)] == [0, 2]
     assert [group.ticket.number for group in learner.take_eval()] == [0, 2]
-    kept = [fields[b"reason"] for _, fields in client.xrange(KEYS.quarantine)]
+    found: Any = client.xrange(KEYS.quarantine)
+    kept = [fields[b"reason"] for _, fields in found]
     assert learner.quarantined == len(kept) == 2
     assert all(reason.startswith(error.__name__.encode()) for reason in kept)
     assert max(map(len, kept)) < 2000
@@ -153,7 +154,8 @@ async def test_names_that_are_no_text_end_neither_side(
     learner.publish_run("", {})
     learner.admit([make_ticket(n) for n in range(len(NAMES))], cursor=len(NAMES))
     client.sadd(KEYS.workers, *NAMES)
-    for name in NAMES:
+    consumers: list[Any] = NAMES
+    for name in consumers:
         client.xreadgroup("workers", name, {KEYS.tickets: ">"}, count=1)
     assert learner.workers() == []
     assert client.smembers(KEYS.workers) == set()

@@ -5,8 +5,9 @@
 import asyncio
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,13 @@ from areal_q.messages import (
     PartialGroup,
     PartialResponse,
     VersionSpan,
-    WorkerStatus,
+    decode_group,
     decode_status,
     decode_ticket,
     encode,
 )
 from areal_q.observability.metrics_log import read_metrics
-from areal_q.system.run_dir import METRICS_FILE, claimed
+from areal_q.system.run_dir import METRICS_FILE, claimed, has_checkpoint
 from bench.fuzz import Target, mutated
 from buffer.logs.trajectory_log import read_log
 from buffer.redis_store import lua_scripts
@@ -84,13 +85,11 @@ class ForeignHand:
         names: Any = self._client.smembers(self._keys.workers)
         beats: Any = self._client.mget([*map(self._keys.worker, names)])
         for beat in beats:
-            try:
-                status: WorkerStatus = decode_status(beat or b"")
-            except RecordError:
-                continue
-            self._client.sadd(self._keys.workers, "forged")
-            self._client.set(self._keys.worker("forged"), self._mutated(encode(status)), ex=5)
-            return 1
+            with suppress(RecordError):
+                record = self._mutated(encode(decode_status(beat or b"")))
+                self._client.sadd(self._keys.workers, "forged")
+                self._client.set(self._keys.worker("forged"), record, ex=5)
+                return 1
         return 0
 
     def _group(self) -> int:
@@ -99,8 +98,10 @@ class ForeignHand:
         for stream in (self._keys.groups, self._keys.eval_groups):
             found: Any = self._client.xrevrange(stream, count=2)
             for _, fields in found:
-                self._client.xadd(stream, {RECORD: self._mutated(fields.get(RECORD, b"\xc0"))})
-                count += 1
+                with suppress(RecordError):
+                    group = decode_group(fields.get(RECORD, b""))
+                    self._client.xadd(stream, {RECORD: self._mutated(encode(group))})
+                    count += 1
         return count
 
     def _partial(self) -> int:
@@ -136,19 +137,16 @@ class ForeignHand:
         return len(taken)
 
 
-@pytest.fixture
-def learner_of(redis_url: str, short_dir: Path) -> Iterator[Callable[..., Learner]]:
-    """learner_of(run, directory, resume) is a learner, which is closed at the end."""
-    made: list[Learner] = []
-
-    def make(run: Run, directory: Path, resume: bool) -> Learner:
-        ends = (f"ipc://{short_dir}/{name}-{len(made)}" for name in ("announce", "fetch"))
-        made.append(build_learner(run, directory, redis_url, *ends, resume, threading.Event()))
-        return made[-1]
-
-    yield make
-    for learner in made:
-        learner.close()
+@contextmanager
+def learner_of(run: Run, directory: Path, url: str, sockets: Path) -> Iterator[Learner]:
+    """Yields the run's learner, which resumes if there is something to go on with."""
+    announce, fetch = (f"ipc://{sockets}/{end}" for end in ("announce", "fetch"))
+    resume = has_checkpoint(directory)
+    made = build_learner(run, directory, url, announce, fetch, resume, threading.Event())
+    try:
+        yield made
+    finally:
+        made.close()
 
 
 async def train(learner: Learner, url: str, hand: ForeignHand) -> int:
@@ -176,31 +174,24 @@ async def train(learner: Learner, url: str, hand: ForeignHand) -> int:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", [0, 1])
 async def test_no_record_of_a_foreign_hand_ends_learner_or_worker(
-    make_run: MakeRun,
-    learner_of: Callable[..., Learner],
-    redis_url: str,
-    tmp_path: Path,
-    seed: int,
+    make_run: MakeRun, redis_url: str, tmp_path: Path, short_dir: Path, seed: int
 ):
-    run = make_run(*SETTINGS, f'root="{tmp_path}"', f"steps={STEPS}")
+    run, longer = (
+        make_run(*SETTINGS, f'root="{tmp_path}"', f"steps={steps}") for steps in (STEPS, 2 * STEPS)
+    )
     with claimed(run, resume=False) as (directory, _), ForeignHand(redis_url, run, seed) as hand:
-        learner = learner_of(run, directory, False)
-        assert await train(learner, redis_url, hand) == STEPS
-        with redis.Redis.from_url(redis_url) as client:
+        with learner_of(run, directory, redis_url, short_dir) as learner:
+            assert await train(learner, redis_url, hand) == STEPS
             hand.act()
-            status = gather(client, run.name, WeightSource(), silent_s=600.0)
-            assert status.version == STEPS
-        learner.close()
-        run = make_run(*SETTINGS, f'root="{tmp_path}"', f"steps={2 * STEPS}")
-        assert await train(learner_of(run, directory, True), redis_url, hand) == 2 * STEPS
+            with redis.Redis.from_url(redis_url) as client:
+                assert gather(client, run.name, WeightSource(), silent_s=600.0).version == STEPS
+        with learner_of(longer, directory, redis_url, short_dir) as learner:
+            assert await train(learner, redis_url, hand) == 2 * STEPS
     assert all(hand.done.values()), hand.done
-    steps = [r for r in read_metrics(directory / METRICS_FILE) if r["kind"] == "step"]
-    assert [r["step"] for r in steps] == [*range(1, 2 * STEPS + 1)]
-    assert max(map(len, (directory / METRICS_FILE).read_bytes().splitlines())) < 100_000
-    taken = [
-        group.ticket.number
-        for _, groups in read_log(directory / "trajectories")
-        for group in groups
-    ]
-    assert len(taken) == len({*taken}) == 2 * STEPS * run.learner.groups
+    file = directory / METRICS_FILE
+    steps = [record for record in read_metrics(file) if record["kind"] == "step"]
+    assert [record["step"] for record in steps] == [*range(1, 2 * STEPS + 1)]
     assert steps[-1]["buffer/quarantined"] > 0
+    assert max(map(len, file.read_bytes().splitlines())) < 100_000
+    taken = [g.ticket.number for _, groups in read_log(directory / "trajectories") for g in groups]
+    assert len(taken) == len({*taken}) == 2 * STEPS * run.learner.groups
