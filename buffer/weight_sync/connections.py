@@ -28,7 +28,7 @@ class ConnectionBound:
         address = f"inproc://connections-{id(sock)}"
         sock.monitor(address, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
         self.events = sock.context.socket(zmq.PAIR)
-        """To be polled: when it can be read, `look` is due."""
+        """Socket that can be read when `look` is due."""
         self.events.setsockopt(zmq.RCVHWM, 0)  # else a flood would make ZeroMQ's own thread wait
         self.events.connect(address)
 

@@ -141,7 +141,7 @@ def test_a_crashed_learner_is_followed_from_its_directory(
     second.trim("0-0")
 
 
-def test_a_lease_from_before_the_clock_stepped_back_comes_to_an_end(
+def test_a_lease_ends_though_the_clock_stepped_back(
     make: MakeLearner, url: str, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ):
     """As if Redis's clock had been an hour ahead when the learner that is gone renewed it."""

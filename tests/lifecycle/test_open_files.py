@@ -4,9 +4,10 @@ import os
 import resource
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from functools import partial
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
@@ -17,10 +18,18 @@ from areal_q.checks.machine import open_files
 from areal_q.config import BroadcastConfig
 from areal_q.system.ports import allow_open_files, most_connections
 from areal_q.weights.shared_memory import allocate, file_of
+from areal_q.weights.version import WeightVersion
 from buffer.weight_sync import server as server_module
 
 CONFIG = BroadcastConfig(timeout_s=1.0, heartbeat_s=0.05)
 MOST = 8
+
+
+@pytest.fixture
+def sync(
+    short_dir: Path, stack: ExitStack, make_version: Callable[..., WeightVersion]
+) -> WeightSync:
+    return WeightSync(short_dir, stack, make_version, CONFIG)
 
 
 def connected(endpoint: str, stack: ExitStack) -> socket.socket:
