@@ -194,7 +194,7 @@ class LearningJudge:
 
     @property
     def _accuracy(self) -> float:
-        """That of the newest evaluation; 0 without one."""
+        """The accuracy of the newest evaluation; 0 without one."""
         return self._evals[-1].value if self._evals else 0.0
 
     def _mean(self, key: str) -> float:

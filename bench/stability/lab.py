@@ -215,5 +215,5 @@ async def train(run: Run, flaky: Reward | None = None) -> AsyncIterator[Values]:
                 values["eval/accuracy"] = await accuracy(step + 1)
             yield values
     finally:
-        for engine in engines:
-            await engine.close()
+        for part in (*engines, reward):
+            await part.close()

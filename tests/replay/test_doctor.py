@@ -510,6 +510,8 @@ def test_the_whole_run_is_judged_before_its_last_steps():
         assert {f.name for f in ruined[2:]} == {f.name for f in alone}
         assert {f.severity for f in ruined[2:]} <= {severity, "note"}
         assert ruined[2].severity == severity
+        for finding in ruined[2:]:
+            assert finding.severity == "error" or finding.change == "mend first: policy ran away"
 
 
 def test_the_doctor_reads_why_the_run_does_not_learn(tmp_path):

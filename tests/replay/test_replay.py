@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import typer
-from helpers.commands import refused, run_here
+from helpers.commands import refused, run_here, stretched
 from helpers.paths import ROOT
 
 from areal_q.config import load, settings_hash
@@ -79,7 +79,7 @@ def areal_q(cwd: Path, *args: str, **more) -> subprocess.CompletedProcess[str]:
         env=environment | more.pop("env", {}),
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=stretched(100),
         **more,
     )
 

@@ -24,7 +24,11 @@ def diagnose(case: Case) -> list[Finding]:
     ]
     others = [*_found(GAP_RULES, case), *_found(TEXT_RULES, case)]
     if run:
-        others = [f if f.severity == "error" else replace(f, severity="note") for f in others]
+        first = f"mend first: {run[0].name}"
+        others = [
+            f if f.severity == "error" else replace(f, severity="note", change=first)
+            for f in others
+        ]
     steps = [*_found(RECORD_RULES, case), *others]
     return [*run, *sorted(steps, key=lambda f: ("error", "warning", "note").index(f.severity))]
 
