@@ -1,7 +1,7 @@
 """Measures the inputs of a decoder's linear layers, from which smoothing's scales follow
 (areal_q/quant/smoothing.py)."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -16,7 +16,7 @@ from areal_q.quant.smoothing import SmoothingScales
 
 def smoothed_state(
     model: Decoder, prompts: Iterable[Sequence[int]], cfg: Smoothing
-) -> dict[str, Tensor]:
+) -> Mapping[str, Tensor]:
     """Returns the state dict of `model` with scales folded in, as a learner does before its first version. They
     are measured on the first `prompts`, token ids, with at least `cfg.tokens` tokens in all."""
     scales = SmoothingScales(cfg, model.config.head_dim)

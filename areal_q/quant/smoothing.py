@@ -15,7 +15,7 @@ The learner's own weights stay as they are: its optimizer, checkpoints and expor
 published depends on the s in use, and they are part of a checkpoint, like sticky scales.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -64,16 +64,15 @@ class SmoothingScales:
                 new = torch.where((wanted - used.log2()).abs() <= _DRIFT, used, new)
             self._scales[pair.writer] = new
 
-    @torch.no_grad()
-    def smoothed(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns `state` with the scales folded into copies of what they change; without any, as it is."""
-        out = dict(state)
+    def smoothed(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Returns `state` with the scales folded into copies of what they change, each made when it is asked
+        for; without any scales, as it is."""
+        scaling: dict[str, list[Tensor | float]] = {}
         for pair in pairs_of(state) if self._scales else ():
             s = 1 / self._scales[pair.writer]
             for name, factor in factors(state, pair, s, self._head_dim):
-                fresh = out[name] is state[name]
-                out[name] = out[name] * factor if fresh else out[name].mul_(factor)
-        return out
+                scaling.setdefault(name, []).append(factor)
+        return _Scaled(state, scaling)
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the scales in use, float32 [channels], by the writer's name."""
@@ -95,3 +94,26 @@ class SmoothingScales:
             by_channel(both[0], channels, self._head_dim),
             by_channel(both[1], channels, self._head_dim),
         )
+
+
+class _Scaled(Mapping[str, Tensor]):
+    """A state dict times factors. What quantizes it holds one scaled tensor at a time, and finds it in the
+    processor's cache: all of them at once would take as much memory again, and twice the time."""
+
+    def __init__(
+        self, state: Mapping[str, Tensor], scaling: Mapping[str, Sequence[Tensor | float]]
+    ) -> None:
+        self._state, self._scaling = state, scaling
+
+    @torch.no_grad()
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._state[name]
+        for place, factor in enumerate(self._scaling.get(name, ())):
+            tensor = tensor.mul_(factor) if place else tensor * factor
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)

@@ -100,7 +100,7 @@ class VersionBuilder:
         began = time.perf_counter()
         settings, format, lora = self._settings, self._settings.format, self._settings.lora
         noise = noise_of(settings.aqn, version, settings.seed)
-        state = with_noise(model.state_dict(), noise, settings.uaq_scale)
+        state: Mapping[str, Tensor] = with_noise(model.state_dict(), noise, settings.uaq_scale)
         if self._smoothing:
             state = self._smoothing.smoothed(state)
         published = published_state(model, format, self._ranges, state)
