@@ -107,6 +107,7 @@ VLLM_BASES = (
     "int8",
     "int8-weight",
     "int4",
+    "int4-g32",
     "fp8-channel",
     "fp8-weight",
     "fp8",

@@ -121,14 +121,14 @@ def _vllm_takes_temperature(run: Run) -> str | None:
 
 
 def _vllm_multiplies_int4_in_bfloat16(run: Run) -> str | None:
-    engine = run.rollout.engine
+    engine, format = run.rollout.engine, run.rollout.format
     if (
         isinstance(engine, VllmEngine)
         and engine.dtype == "float32"
-        and run.rollout.format == "int4"
+        and format in ("int4", "int4-g32")
     ):
         return (
-            "rollout.engine.dtype = 'float32' with rollout.format = 'int4': vLLM's INT4 product takes "
+            f"rollout.engine.dtype = 'float32' with rollout.format = {format!r}: vLLM's INT4 product takes "
             "bfloat16"
         )
     return None

@@ -32,6 +32,7 @@ FormatName = Literal[
     "fp8-channel",
     "fp8-weight",
     "int4",
+    "int4-g32",
     "int4-fp8",
     "nvfp4",
     "mxfp4",

@@ -32,6 +32,13 @@ BLOCKS = (
     ("model", "format", "processes", "problem"),
     [
         (SMOLLM2_135M, "int4", 1, GROUPS.format("int4", "hidden_size is 576")),
+        (SMOLLM2_135M, "int4-g32", 1, None),
+        (
+            SMOLLM2_135M,
+            "int4-g32",
+            4,
+            GROUPS.format("int4-g32", "o_proj is 144, in each of 4 processes").replace("128", "32"),
+        ),
         (SMOLLM2_360M, "int4-fp8", 1, GROUPS.format("int4-fp8", "hidden_size is 960")),
         (SMOLLM2_135M, "fp8", 1, BLOCKS.format("q_proj is 576")),
         (SMOLLM2_135M, "int8", 1, None),

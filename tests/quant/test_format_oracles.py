@@ -68,11 +68,15 @@ def minmax(weight: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]
     return blocks.amin(2), blocks.amax(2)
 
 
-def test_int4_is_what_compressed_tensors_packs(weight):
-    args = arguments()
-    scale = calculate_qparams(*minmax(weight, 128), args)[0].bfloat16()
-    parts = FORMATS["int4"].quantize(weight, "w")
-    alive = (weight.unflatten(1, (-1, 128)) != 0).any(2)
+INT4 = [("int4", 128), ("int4-g32", 32)]
+
+
+@pytest.mark.parametrize(("name", "group"), INT4)
+def test_int4_is_what_compressed_tensors_packs(weight, name, group):
+    args = arguments(group_size=group)
+    scale = calculate_qparams(*minmax(weight, group), args)[0].bfloat16()
+    parts = FORMATS[name].quantize(weight, "w")
+    alive = (weight.unflatten(1, (-1, group)) != 0).any(2)
     assert torch.equal(parts["weight_scale"][alive], scale[alive])
     codes = quantize(
         weight, parts["weight_scale"].float(), torch.zeros(scale.shape), args, dtype=torch.int8
@@ -80,20 +84,21 @@ def test_int4_is_what_compressed_tensors_packs(weight):
     assert same(parts["weight_packed"], pack_to_int32(codes, 4))
     assert parts["weight_shape"].tolist() == [256, 384]
     assert torch.equal(
-        FORMATS["int4"].dequantize(parts),
+        FORMATS[name].dequantize(parts),
         dequantize(codes, parts["weight_scale"].float(), args=args),
     )
 
 
+@pytest.mark.parametrize(("name", "group"), INT4)
 @pytest.mark.parametrize("width", [1, 7, 8, 9, 130])
-def test_rows_that_end_in_a_word_pack_as_compressed_tensors_does(width):
+def test_rows_that_end_in_a_word_pack_as_compressed_tensors_does(width, name, group):
     weight = torch.randn(5, width)
-    parts = FORMATS["int4"].quantize(weight, "w")
+    parts = FORMATS[name].quantize(weight, "w")
     shape = torch.Size(parts["weight_shape"].tolist())
     codes = unpack_from_int32(parts["weight_packed"], 4, shape)
     assert same(parts["weight_packed"], pack_to_int32(codes, 4))
-    real = codes.float() * parts["weight_scale"].float().repeat_interleave(128, 1)[:, :width]
-    assert torch.equal(real, FORMATS["int4"].dequantize(parts))
+    real = codes.float() * parts["weight_scale"].float().repeat_interleave(group, 1)[:, :width]
+    assert torch.equal(real, FORMATS[name].dequantize(parts))
 
 
 @pytest.mark.parametrize("width", [1, 3, 4, 9, 384])
@@ -195,7 +200,7 @@ def test_every_e2m1_code_is_torchaos():
 
 
 @pytest.mark.parametrize(
-    "format", ["int4", "int8-weight", "fp8-weight", "fp8", "nvfp4", "mxfp4", "nf4"]
+    "format", ["int4", "int4-g32", "int8-weight", "fp8-weight", "fp8", "nvfp4", "mxfp4", "nf4"]
 )
 def test_transformers_loads_what_areal_q_quantize_writes(tmp_path, format):
     config = DecoderConfig(

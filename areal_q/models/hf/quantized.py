@@ -48,6 +48,9 @@ QUANTIZATION_CONFIGS: dict[str, _Table | None] = {
     "int4": _compressed(
         "pack-quantized", _numbers("int", 4, "group", dynamic=False, group_size=128)
     ),
+    "int4-g32": _compressed(
+        "pack-quantized", _numbers("int", 4, "group", dynamic=False, group_size=32)
+    ),
     "int4-fp8": _compressed(
         "pack-quantized",
         _numbers("int", 4, "group", dynamic=False, group_size=128),

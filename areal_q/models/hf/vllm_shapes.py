@@ -2,8 +2,8 @@
 
 from areal_q.models.config import DecoderConfig
 
-GROUP = 128
-"""Weights that share a scale in int4 and int4-fp8, and rows and columns of a block of fp8"""
+WHOLE = {"int4": 128, "int4-g32": 32, "int4-fp8": 128, "fp8": 128}
+"""Weights that share a scale in these formats; in fp8, rows and columns of a block"""
 
 
 def vllm_refuses(shape: DecoderConfig, format: str, tensor_parallel: int = 1) -> str | None:
@@ -16,18 +16,18 @@ def vllm_refuses(shape: DecoderConfig, format: str, tensor_parallel: int = 1) ->
     if len(shape.sparse_layers) < shape.layers:
         mlps["intermediate_size"] = shape.mlp
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    if format in ("int4", "int4-fp8"):
-        what, whole, split = "linear's input", {"hidden_size": shape.width}, {"o_proj": queries}
-    elif format == "fp8":
-        what, whole, split = "part of a fused linear", {}, {"q_proj": queries, "k_proj": keys}
-    else:
+    if format not in WHOLE:
         return None
+    if format != "fp8":
+        what, whole, split = "linear's input", {"hidden_size": shape.width}, {"o_proj": queries}
+    else:
+        what, whole, split = "part of a fused linear", {}, {"q_proj": queries, "k_proj": keys}
     sizes = whole | {name: size // tensor_parallel for name, size in (split | mlps).items()}
-    wrong = [f"{name} is {size}" for name, size in sizes.items() if size % GROUP]
+    wrong = [f"{name} is {size}" for name, size in sizes.items() if size % WHOLE[format]]
     if not wrong:
         return None
     share = f", in each of {tensor_parallel} processes" if tensor_parallel > 1 else ""
     return (
-        f"vLLM takes {format} only where every {what} is a multiple of {GROUP}; "
+        f"vLLM takes {format} only where every {what} is a multiple of {WHOLE[format]}; "
         f"this model's {wrong[0]}{share}"
     )

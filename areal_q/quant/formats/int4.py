@@ -1,6 +1,7 @@
-"""int4: symmetric 4-bit weights in groups of 128 along a row, activations as they are (W4A16).
+"""int4: symmetric 4-bit weights in groups of 128 along a row, activations as they are (W4A16). int4-g32: in
+groups of 32, which are nearer to the weights, take 4.5 bits a weight, and divide more widths.
 
-    scale[o, g] = bfloat16(max(max |w| over the group / 7.5, smallest normal))  [out, ⌈in/128⌉]
+    scale[o, g] = bfloat16(max(max |w| over the group / 7.5, smallest normal))  [out, ⌈in/group⌉]
     code        = round_half_even(w / scale), clamped to -8 … 7
 
 Layout of compressed-tensors' `pack-quantized`, which vLLM runs by Marlin or Machete: `weight_packed`,
@@ -36,21 +37,21 @@ from areal_q.quant.formats.nibble_packing import pack_words, unpack_words
 from areal_q.quant.kernels import dispatch
 from areal_q.quant.linear.quantized_linear import FloatLinear, Stacked
 
-GROUP = 128
-
 
 class Int4:
     name = "int4"
+    group = 128
+    """Weights of a row that share a scale"""
     suffixes = ("weight_packed", "weight_scale", "weight_shape")
     code_bits = 4
     shared_scale = False
 
     def bits_per_weight(self, out_features: int, in_features: int) -> float:
-        words, groups = -(-in_features // 8), -(-in_features // GROUP)
+        words, groups = -(-in_features // 8), -(-in_features // self.group)
         return (32 * words + 16 * groups + 128 / out_features) / in_features
 
     def ranges(self, weight: Tensor) -> Ranges:
-        return row_ranges(weight, GROUP)
+        return row_ranges(weight, self.group)
 
     def quantize(self, weight: Tensor, name: str, ranges: Ranges | None = None) -> Parts:
         w = as_float32(weight, name)
@@ -58,9 +59,9 @@ class Int4:
         effective = self.effective(scale)
         divisor = torch.where(effective > 0, effective, torch.inf)
         words = -(-w.shape[1] // 8)
-        packed = dispatch.four_bits(w, divisor, GROUP, 4 * words, kind="int4")
+        packed = dispatch.four_bits(w, divisor, self.group, 4 * words, kind="int4")
         if packed is None:
-            codes = unblocked(blocked(w, GROUP) / divisor.unsqueeze(-1), w.shape[1])
+            codes = unblocked(blocked(w, self.group) / divisor.unsqueeze(-1), w.shape[1])
             packed = pack_words(codes.round_().clamp_(-8, 7) + 8)
         return {
             "weight_packed": packed.view(torch.int32),
@@ -72,19 +73,24 @@ class Int4:
         width = int(parts["weight_shape"][1])
         codes = unpack_words(parts["weight_packed"], width).to(torch.float32).sub_(8)
         scale = self.effective(parts["weight_scale"]).unsqueeze(-1)
-        return unblocked(blocked(codes, GROUP) * scale, width)
+        return unblocked(blocked(codes, self.group) * scale, width)
 
     def error_bound(self, parts: Parts) -> Tensor:
-        scale = self.effective(parts["weight_scale"]).repeat_interleave(GROUP, 1)
+        scale = self.effective(parts["weight_scale"]).repeat_interleave(self.group, 1)
         return scale[:, : int(parts["weight_shape"][1])] * 0.53
 
     def linear(self, parts: Sequence[Parts]) -> Stacked:
         return FloatLinear(torch.cat([self.dequantize(p) for p in parts]))
 
     def scales(self, ranges: Tensor) -> Tensor:
-        """bfloat16 [out, ⌈in/128⌉]."""
+        """bfloat16 [out, ⌈in/group⌉]."""
         return scales_for(ranges, 7.5).to(torch.bfloat16)
 
     def effective(self, scale: Tensor) -> Tensor:
         """float32: by what the engine's kernel multiplies codes, given the published scale."""
         return scale.to(torch.float32)
+
+
+class Int4G32(Int4):
+    name = "int4-g32"
+    group = 32

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from areal_q.quant.activations import E4M3_MAX, SMALLEST_ROW_SCALE, to_e4m3
 from areal_q.quant.format import Parts, scales_for
-from areal_q.quant.formats.int4 import GROUP, Int4
+from areal_q.quant.formats.int4 import Int4
 from areal_q.quant.linear.quantized_linear import Fp8RowLinear
 
 
@@ -35,7 +35,7 @@ class Int4Fp8(Int4):
         published, scale = parts["weight_scale"].float(), self.effective(parts["weight_scale"])
         largest = 7 * (1 + 2**-8) * published
         bound = torch.maximum(0.5 * (1 + 2**-18) * scale, largest - 7 * scale)
-        return bound.repeat_interleave(GROUP, 1)[:, : int(parts["weight_shape"][1])]
+        return bound.repeat_interleave(self.group, 1)[:, : int(parts["weight_shape"][1])]
 
     def linear(self, parts: Sequence[Parts]) -> Fp8RowLinear:
         weight = torch.cat([self.dequantize(p) for p in parts])

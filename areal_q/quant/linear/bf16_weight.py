@@ -9,7 +9,7 @@
 | int4-fp8 | codes times group scales in E4M3 | an output | yes |
 | nvfp4 | codes times block scales in E4M3 | an output | yes |
 | mxfp4 | codes times powers of two | nothing | yes |
-| nf4, and any other | weights, in float32 where bfloat16 does not hold them | nothing | yes |
+| int4-g32, nf4, and any other | weights, in float32 where bfloat16 does not hold them | nothing | yes |
 
 Exact means that numbers times scales are what `Format.dequantize` returns, up to the rounding of float32.
 """
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from areal_q.quant.activations import GROUP
 from areal_q.quant.format import Format, Parts, blocked, unblocked
-from areal_q.quant.formats import e2m1, int4
+from areal_q.quant.formats import e2m1
 from areal_q.quant.formats.fp8_block import Fp8
 from areal_q.quant.formats.fp8_channel import Fp8Channel, Fp8Weight
 from areal_q.quant.formats.int4 import Int4
@@ -70,10 +70,10 @@ def _of(format: Format, parts: Parts) -> Bf16Weight:
             return Bf16Weight(numbers, scale.to(torch.float32).view(1, -1))
         case Int4Fp8():
             group, row = format.factors(parts["weight_scale"])
-            codes = blocked(_int4_codes(parts), int4.GROUP) * group.unsqueeze(-1)
+            codes = blocked(_int4_codes(parts), format.group) * group.unsqueeze(-1)
             numbers = unblocked(codes, int(parts["weight_shape"][1])).to(torch.bfloat16)
             return Bf16Weight(numbers, row.view(1, -1), "e4m3 rows")
-        case Int4():
+        case Int4(group=128):
             scale = format.effective(parts["weight_scale"])
             return Bf16Weight(_int4_codes(parts).to(torch.bfloat16), scale.t())
         case Nvfp4():

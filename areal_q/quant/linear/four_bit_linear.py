@@ -4,7 +4,7 @@ A weight is whole numbers times scales:
 
 | format | numbers | a scale for |
 |---|---|---|
-| int4 | -8 … 7 | 128 channels of an output |
+| int4, int4-g32 | -8 … 7 | 128, or 32, channels of an output |
 | nvfp4 | twice those of E2M1: 0, ±1, ±2, ±3, ±4, ±6, ±8, ±12 | 16, half of the published one |
 | mxfp4 | the same | 32, half of the published one |
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from areal_q.quant.activations import quantize_rows
 from areal_q.quant.format import Format, Parts
-from areal_q.quant.formats import e2m1, int4, mxfp4, nvfp4
+from areal_q.quant.formats import e2m1, mxfp4, nvfp4
 from areal_q.quant.formats.int4 import Int4
 from areal_q.quant.formats.int4_fp8 import Int4Fp8
 from areal_q.quant.formats.mxfp4 import Mxfp4
@@ -106,7 +106,7 @@ def four_bit_weight(format: Format, parts: Sequence[Parts]) -> FourBitWeight | N
             return None
         case Int4():
             scales = [format.effective(p["weight_scale"]) for p in parts]
-            return _stacked(parts, _INT4, scales, int4.GROUP)
+            return _stacked(parts, _INT4, scales, format.group)
         case Nvfp4():
             scales = [nvfp4.real_scale(p) / 2 for p in parts]
             return _stacked(parts, _E2M1, scales, nvfp4.BLOCK)

@@ -54,7 +54,7 @@ VLLM_GPU_ENVIRONMENT = {
 """Environment variables that make vLLM run what was published. Without them it rounds the scales of FP8 blocks
 to powers of two and requantizes, and rounds the activations of MXFP4 to four bits if the GPU can."""
 VLLM_GPU_FORMATS = frozenset(f for f, _ in cpu_kernels.KERNELS) | {
-    "int8-weight", "fp8-weight", "fp8", "nvfp4", "mxfp4"
+    "int8-weight", "int4-g32", "fp8-weight", "fp8", "nvfp4", "mxfp4"
 }  # fmt: skip
 VLLM_HOPPER_FORMATS = VLLM_GPU_FORMATS | {"int4-fp8"}
 EXTENSION = "rollout.engines.vllm_backend.worker_extension"

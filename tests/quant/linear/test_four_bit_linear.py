@@ -19,7 +19,7 @@ from areal_q.quant.linear.four_bit_linear import (
     four_bit_weight,
 )
 
-TAKEN = ["int4", "nvfp4", "mxfp4"]
+TAKEN = ["int4", "int4-g32", "nvfp4", "mxfp4"]
 SHAPES = [(1, 2, 1), (5, 34, 48), (16, 896, 200), (97, 330, 65), (200, 256, 64)]
 
 
