@@ -182,7 +182,7 @@ def read_state(path: Path) -> State:
     try:
         return msgspec.json.decode((path / STATE).read_bytes(), type=State)
     except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
-        raise CheckpointError(f"{path / STATE}: {in_words(error)}") from error
+        raise CheckpointError(f"{path}: {STATE}: {in_words(error)}") from error
 
 
 def read_tensors(path: Path, state: State) -> dict[str, torch.Tensor]:

@@ -467,7 +467,7 @@ def test_a_truncated_file_is_named(saved: Path, keep: int) -> None:
             {"num_hidden_layers": 10**6},
             "num_hidden_layers = 1000000: must be a whole number, at most 1000",
         ),
-        ({"head_dim": 0}, "head_dim = 0: must be a whole number or nothing, at least 1"),
+        ({"head_dim": 0}, "head_dim = 0: must be a whole number, at least 1"),
         ({"head_dim": 7}, "a head has 7"),
         ({"num_key_value_heads": 0}, "num_key_value_heads = 0: must be"),
         ({"num_key_value_heads": 3}, "4 heads do not share 3"),
