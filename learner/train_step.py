@@ -73,7 +73,8 @@ def set_arithmetic(threads: int, device: str) -> None:
     torch.set_num_threads(threads)
     # torch.use_deterministic_algorithms would import torch's compiler, which takes seconds.
     torch.set_deterministic_debug_mode("warn" if device == "cpu" else "default")
-    torch.utils.deterministic.fill_uninitialized_memory = False  # all that is read was written
+    # All that is read was written.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def machine_name(device: str, backend: str = "torch", *, threads: int | None = None) -> str:

@@ -1,6 +1,5 @@
 """A user's reward against a second opinion: does it call wrong answers right, or right ones wrong?"""
 
-from collections import Counter
 from collections.abc import Sequence
 
 from areal_q.config import Run
@@ -20,15 +19,17 @@ class RewardCheck:
         that it costs little."""
         if self._opinion is None:
             return {}
-        counts = Counter(right=0, right_refused=0, wrong=0, wrong_accepted=0)
+        right, wrong = "reward/right", "reward/wrong"
+        refused, accepted = "reward/right_refused", "reward/wrong_accepted"
+        counts = dict.fromkeys((right, refused, wrong, accepted), 0.0)
         for group in groups:
             for t in group.valid_trajectories[:1]:
                 said = without_end(t.response_ids.numpy().tolist(), self._tokenizer.stops)
                 text = self._tokenizer.prefill + self._tokenizer.decode(said)
-                right = self._opinion(Problem(group.ticket.prompt, group.ticket.answer), text)
+                opinion = self._opinion(Problem(group.ticket.prompt, group.ticket.answer), text)
                 correct = bool(t.reward_parts.get("correct"))
-                counts["right"] += right is True
-                counts["right_refused"] += right is True and not correct
-                counts["wrong"] += right is False
-                counts["wrong_accepted"] += right is False and correct
-        return {f"reward/{name}": float(count) for name, count in counts.items()}
+                counts[right] += opinion is True
+                counts[refused] += opinion is True and not correct
+                counts[wrong] += opinion is False
+                counts[accepted] += opinion is False and correct
+        return counts

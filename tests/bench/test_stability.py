@@ -15,7 +15,7 @@ from areal_q.models import Decoder
 from areal_q.quant import FORMATS, quantize_state
 from areal_q.quant.rescaling import apply_uaq, fold_back
 from areal_q.tasks import build_task, build_tokenizer
-from bench import uaq
+from bench.learner import uaq
 from bench.stability import report
 from bench.stability import run as stability
 from bench.stability.int3 import Int3, with_format

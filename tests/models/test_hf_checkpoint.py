@@ -497,7 +497,7 @@ def test_end_tokens_come_back_and_none_is_no_list(
     model.config = msgspec.structs.replace(model.config, eos_ids=eos)
     save_decoder(model, tmp_path / "saved")
     assert load_config(tmp_path / "saved").eos_ids == eos
-    hf = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    hf: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert hf.generate(torch.tensor([[5, 6]]), max_new_tokens=1).shape[1] == 3
 
 
