@@ -28,7 +28,6 @@ from typing import Any, Literal
 import msgspec
 
 from areal_q.config import Run, SmallModel, Smoothing
-from areal_q.config.rules import unsmoothed_forward
 from areal_q.config.run import ROUNDS_ACTIVATIONS, WORTH_SMOOTHING
 
 Dtype = Literal["float32", "bfloat16"]
@@ -83,7 +82,7 @@ def _unsmoothed(run: Run) -> str:
         return "a small model has no outliers"
     if run.rollout.format not in WORTH_SMOOTHING:
         return f"{run.rollout.format} is no nearer to a pretrained model with it"
-    why = unsmoothed_forward(run)
+    why = run.learner.unsmoothed_forward
     return why and f"with {why} the learner computes with the published weights"
 
 

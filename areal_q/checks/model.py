@@ -14,7 +14,6 @@ from areal_q.checks.automatic import settled
 from areal_q.checks.machine import CheckResult
 from areal_q.checks.memory import memory_of
 from areal_q.config import LearnerConfig, PretrainedModel, RolloutConfig, Run, VllmEngine
-from areal_q.config.rules import unsmoothed_forward
 from areal_q.config.run import ROUNDS_ACTIVATIONS, WORTH_SMOOTHING
 from areal_q.errors import CheckpointError, ConfigError, QuantizationError, TaskError
 from areal_q.models import DecoderConfig, load_config
@@ -118,7 +117,7 @@ def _noisy_activations(run: Run) -> Iterator[CheckResult]:
     """Yields a warning if a pretrained model's activations are to be rounded as they come."""
     rollout = settled(run).rollout
     exposed = rollout.format in ROUNDS_ACTIVATIONS and rollout.smooths is None
-    if isinstance(run.model, PretrainedModel) and exposed and not unsmoothed_forward(run):
+    if isinstance(run.model, PretrainedModel) and exposed and not run.learner.unsmoothed_forward:
         yield CheckResult(
             "activations",
             "warning",

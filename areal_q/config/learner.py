@@ -206,6 +206,14 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
     micro-batches side by side, and share `microbatch_tokens`; those of a larger one divide each product."""
 
     @property
+    def unsmoothed_forward(self) -> str:
+        """The setting for which the learner computes with the published weights, and could not if they were
+        smoothed; "" if there is none."""
+        if self.lora:
+            return "learner.lora"
+        return "" if self.precision == "full" else f"learner.precision = {self.precision!r}"
+
+    @property
     def products(self) -> Literal["float32", "bfloat16"]:
         """The dtype that layers multiply in: `dtype`, and float32 where nobody has settled what `auto` is."""
         return "float32" if self.dtype == "auto" else self.dtype

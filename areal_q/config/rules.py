@@ -219,18 +219,9 @@ def _smoothing_has_activations_to_smooth(run: Run) -> str | None:
     if rollout.format not in ROUNDS_ACTIVATIONS:
         formats = ", ".join(ROUNDS_ACTIVATIONS)
         return f"rollout.smoothing: {rollout.format} does not round activations, as {formats} do"
-    if why := unsmoothed_forward(run):
+    if why := run.learner.unsmoothed_forward:
         return f"rollout.smoothing: not with {why}, whose forward pass knows no scales by channel"
     return None
-
-
-def unsmoothed_forward(run: Run) -> str:
-    """Returns the setting for which the learner computes with the published weights, and could not if they were
-    smoothed; "" if there is none."""
-    if run.learner.lora:
-        return "learner.lora"
-    precision = run.learner.precision
-    return "" if precision == "full" else f"learner.precision = {precision!r}"
 
 
 def _precision_goes_with_format(run: Run) -> str | None:
