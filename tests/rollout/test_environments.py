@@ -96,7 +96,7 @@ async def test_turns_cut_off_anywhere_go_on_as_if_nothing_had_happened(
             task.cancel()
             await asyncio.wait([task])
             records = [decode_partial_response(encode(r.partial())) for r in pieces]
-            pieces = [Response.of(record.validate()) for record in records]
+            pieces = [Response.of(record.validate(ticket)) for record in records]
     assert max(r.turns for r in whole) > 1
     for piece, want in zip(pieces, whole, strict=True):
         assert (piece.ids, piece.mask, piece.turns) == (want.ids, want.mask, want.turns)
