@@ -21,7 +21,7 @@ class RewardCheck:
             return {}
         right, wrong = "reward/right", "reward/wrong"
         refused, accepted = "reward/right_refused", "reward/wrong_accepted"
-        counts = dict.fromkeys((right, refused, wrong, accepted), 0.0)
+        counts: dict[str, float] = dict.fromkeys((right, refused, wrong, accepted), 0.0)
         for group in groups:
             for t in group.valid_trajectories[:1]:
                 said = without_end(t.response_ids.numpy().tolist(), self._tokenizer.stops)
