@@ -239,9 +239,7 @@ def test_what_a_run_would_refuse_before_it_starts_is_an_error():
         (["learner.backend.type=megatron"], "megatron", "'areal-q[megatron]'"),
     ],
 )
-def test_a_package_that_a_setting_needs_is_missed_before_the_start(
-    monkeypatch, settings, module, extra
-):
+def test_a_package_that_a_setting_needs_is_missed_at_once(monkeypatch, settings, module, extra):
     present = {"vllm", "sglang", "aiohttp", "megatron"} - {module}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name in present or None)
     (found,) = settings_of(load(None, settings))

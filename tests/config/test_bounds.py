@@ -51,7 +51,7 @@ def found() -> list[tuple[str, types.IntType | types.FloatType]]:
     return list(numbers(types.type_info(Run), ""))
 
 
-def test_all_settings_of_a_run_have_their_defaults_in_the_same_way():
+def test_all_settings_of_a_run_have_their_defaults_alike():
     factories = [f.name for f in msgspec.structs.fields(Run) if f.default is msgspec.NODEFAULT]
     assert factories == []
 

@@ -147,8 +147,8 @@ def test_service_resumes_from_a_checkpoint_with_fitting_settings(tmp_path):
     assert run_dir.resumes(run)
     longer = [f"root={tmp_path}", "name=demo", "steps=900", "broadcast.host=elsewhere"]
     assert run_dir.resumes(load(None, longer))
-    with pytest.raises(ConfigError, match=r"learner\.max_lag"):
-        run_dir.resumes(load(None, [*longer, "learner.max_lag=0"]))
+    with pytest.raises(ConfigError, match=r"learner\.group_size"):
+        run_dir.resumes(load(None, [*longer, "learner.group_size=2"]))
 
 
 @pytest.mark.parametrize(

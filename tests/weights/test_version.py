@@ -33,9 +33,11 @@ def pack(tensors: dict[str, torch.Tensor]) -> WeightVersion:
 
 def test_a_manifest_keeps_the_fields_that_deltas_rely_on() -> None:
     """A base's encoded manifest is its delta's dictionary: a program with other fields could not read it."""
-    fields = "schema run epoch version format uaq_scale model tensors nbytes digest published_s noise extra"
-    assert Manifest.__struct_fields__ == tuple(fields.split())
-    made = msgspec.structs.replace(pack({}).manifest, extra={"run_id": "id"})
+    fields = (
+        "schema run run_id epoch version format uaq_scale model tensors nbytes digest published_s"
+    )
+    assert Manifest.__struct_fields__ == (*fields.split(), "noise", "extra")
+    made = msgspec.structs.replace(pack({}).manifest, run_id="id")
     assert messages.decode_manifest(messages.encode(made)).run_id == "id"
     assert pack({}).manifest.run_id == ""
 
