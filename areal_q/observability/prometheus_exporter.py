@@ -252,6 +252,9 @@ def serve_metrics(address: str, exporter: Exporter) -> int:
         server, _ = start_http_server(int(port), host or "127.0.0.1", registry)
     except OSError as error:
         raise ConfigError(f"--metrics: {address}: {error.strerror or error}") from error
+    server.socket.listen(
+        8 * MOST_SCRAPES
+    )  # with socketserver's 5, a burst makes a scrape wait seconds
     server.RequestHandlerClass = _noting(server.RequestHandlerClass, exporter)
     room = threading.Semaphore(MOST_SCRAPES)
     server.verify_request = lambda request, client_address: room.acquire(blocking=False)

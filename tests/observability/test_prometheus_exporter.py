@@ -166,6 +166,7 @@ def test_a_service_told_to_go_waits_for_no_reader():
     exporter.wait_until_read(stop, timeout_s=600.0)
 
 
+@pytest.mark.timeout(60)
 def test_clients_that_say_nothing_leave_room_for_a_scrape(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
