@@ -76,9 +76,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool | None, b
 
 @pytest.fixture(autouse=True)
 def _numbers_of_any_size() -> Iterator[None]:
-    """Undoes what a learner or a replay in this process does, which takes the smallest numbers as 0."""
+    """Undoes what a learner or a replay in this process does, which takes the smallest numbers as 0 and, on a
+    CPU, torch's deterministic algorithms."""
     yield
     torch.set_flush_denormal(False)
+    torch.set_deterministic_debug_mode("default")
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import pytest
 import redis
 from helpers.fixture_types import MakeGroup, MakeRun
 from helpers.policies import new_admission
+from helpers.strategies import begun
 from msgspec.structs import replace
 
 from areal_q.config import Sampling
@@ -61,34 +62,19 @@ SPOILT_BEATS = {
 }
 
 
-def begun(tokens: int, **changes: Any) -> PartialResponse:
-    """The beginning of a response, of that many tokens, with `changes`."""
-    sound = PartialResponse(
-        response_ids=Array.of([2] * tokens, "int32"),
-        behavior_logprobs=Array.of([-1.0] * tokens, "float32"),
-        loss_mask=Array.of([1] * tokens, "uint8"),
-        spans=[VersionSpan(0, tokens, "a")],
-        finish_reason="length",
-        turns=0,
-        pending=tokens,
-        ended=False,
-    )
-    return replace(sound, **changes)
-
-
 SPOILT_PARTIALS: dict[str, PartialResponse] = {
-    "more than the budget": begun(9),
-    "far more, and ended": begun(300, ended=True),
-    "a negative token": begun(2, response_ids=Array.of([2, -1], "int32")),
-    "a log-prob above zero": begun(2, behavior_logprobs=Array.of([-1.0, 0.1], "float32")),
-    "no log-prob": begun(2, behavior_logprobs=Array.of([-1.0, float("nan")], "float32")),
-    "more turns than tokens": begun(2, turns=2**62),
-    "more pending than there are": begun(2, pending=3),
-    "spans that do not cover it": begun(2, spans=[VersionSpan(0, 1, "a")]),
-    "routes without bytes": begun(2, routes=Array("uint8", (1, 2, 3), b"")),
-    "routes of numbers": begun(2, routes=Array.of([[[1.0]]], "float32")),
-    "routes of more tokens": begun(2, routes=Array.of([[[1]]] * 9, "uint8")),
-    "no arrays": begun(2, response_ids=Array("int32", (-2,), b"")),
+    "more than the budget": begun([2] * 9),
+    "far more, and ended": begun([2] * 300, ended=True),
+    "a negative token": begun([2] * 2, response_ids=Array.of([2, -1], "int32")),
+    "a log-prob above zero": begun([2] * 2, behavior_logprobs=Array.of([-1.0, 0.1], "float32")),
+    "no log-prob": begun([2] * 2, behavior_logprobs=Array.of([-1.0, float("nan")], "float32")),
+    "more turns than tokens": begun([2] * 2, turns=2**62),
+    "more pending than there are": begun([2] * 2, pending=3),
+    "spans that do not cover it": begun([2] * 2, spans=[VersionSpan(0, 1, "a")]),
+    "routes without bytes": begun([2] * 2, routes=Array("uint8", (1, 2, 3), b"")),
+    "routes of numbers": begun([2] * 2, routes=Array.of([[[1.0]]], "float32")),
+    "routes of more tokens": begun([2] * 2, routes=Array.of([[[1]]] * 9, "uint8")),
+    "no arrays": begun([2] * 2, response_ids=Array("int32", (-2,), b"")),
 }
 
 
@@ -211,7 +197,10 @@ async def test_a_partial_that_is_no_beginning_is_left_out(
     learner: LearnerBuffer, redis_url: str, make_ticket: Callable[..., Ticket]
 ):
     """The next worker begins the ticket anew; it goes on with one that is whole, and with one that is sound."""
-    sampling, kinds = Sampling(max_tokens=5), [*SPOILT_PARTIALS.values(), begun(5), begun(2)]
+    sampling, kinds = (
+        Sampling(max_tokens=5),
+        [*SPOILT_PARTIALS.values(), begun([2] * 5), begun([2] * 2)],
+    )
     tickets = [make_ticket(n, group_size=1, sampling=sampling) for n in range(len(kinds))]
     learner.admit(tickets, cursor=len(kinds))
     worker = WorkerBuffer(redis_url, "run", "w")

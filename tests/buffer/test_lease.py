@@ -147,12 +147,14 @@ def test_a_lease_ends_though_the_clock_stepped_back(
     """As if Redis's clock had been an hour ahead when the learner that is gone renewed it."""
     monkeypatch.setattr(lease, "LEASE_S", 0.3)
     monkeypatch.setattr(lease, "RENEW_S", 3600)
-    make("a")
+    gone = make("a")
     now_s, _ = client.time()  # pyright: ignore[reportGeneralTypeIssues]
     client.hset(KEYS.owner, "until", (now_s + 3600) * 1000)
     other = LearnerBuffer(url, "run")
     other.acquire(owner("b", "elsewhere"))
     other.trim("0-0")
+    with pytest.raises(RunTaken):
+        gone.trim("0-0")
     other.close()
 
 

@@ -1,9 +1,12 @@
-"""What hypothesis draws for more than one file of tests."""
+"""Messages for more than one file of tests: what hypothesis draws, and a response that was begun."""
+
+from typing import Any
 
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from areal_q.config import Sampling
-from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan
+from areal_q.messages import Array, Group, PartialResponse, Ticket, Trajectory, VersionSpan
 
 INT64 = st.integers(0, 2**63 - 1)
 SECONDS = st.floats(0, 1e12)
@@ -62,3 +65,19 @@ def groups(draw, numbers=INT64, purposes=PURPOSES) -> Group:
         started_s=draw(SECONDS),
         finished_s=draw(SECONDS),
     )
+
+
+def begun(ids: list[int], **changes: Any) -> PartialResponse:
+    """The beginning of a response with the tokens `ids`, all drawn by version 0, with `changes`."""
+    tokens = len(ids)
+    sound = PartialResponse(
+        response_ids=Array.of(ids, "int32"),
+        behavior_logprobs=Array.of([-1.0] * tokens, "float32"),
+        loss_mask=Array.of([1] * tokens, "uint8"),
+        spans=[VersionSpan(0, tokens, "a")],
+        finish_reason="length",
+        turns=0,
+        pending=tokens,
+        ended=False,
+    )
+    return replace(sound, **changes)

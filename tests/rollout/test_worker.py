@@ -21,6 +21,7 @@ import torch
 from helpers.engines import HeldStepper, ask, ask_for, serving
 from helpers.fixture_types import MakeRun
 from helpers.policies import build_group_reader, initial_model, new_admission
+from helpers.strategies import begun
 from helpers.weight_sync import publish
 from msgspec.structs import asdict
 
@@ -30,7 +31,6 @@ from areal_q.messages import (
     Array,
     Group,
     PartialGroup,
-    PartialResponse,
     Ticket,
     VersionSpan,
 )
@@ -827,20 +827,6 @@ async def test_a_spoilt_beginning_of_a_response_ends_no_worker(
         make_run("rollout.engine.type=torch", "learner.groups=8", "learner.max_lag=0", LONG)
     )
     budget, vocabulary = side.run.rollout.sampling.max_tokens, side.tokenizer.vocab_size
-
-    def begun(ids: list[int], **changes: Any) -> PartialResponse:
-        tokens = len(ids)
-        sound = PartialResponse(
-            response_ids=Array.of(ids, "int32"),
-            behavior_logprobs=Array.of([-1.0] * tokens, "float32"),
-            loss_mask=Array.of([1] * tokens, "uint8"),
-            spans=[VersionSpan(0, tokens, "a")],
-            finish_reason="length",
-            turns=0,
-            pending=tokens,
-            ended=False,
-        )
-        return msgspec.structs.replace(sound, **changes)
 
     masked = Array.of([0] * (budget + 2), "uint8")
     kinds = [
