@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import redis
 import torch
+import torch.distributed.tensor  # torch.testing imports it, which a cold disk makes longer than a test may take
 from helpers import commands
 from helpers.hooks.coroutine_tests import pytest_pyfunc_call  # noqa: F401  as a hook of pytest
 from helpers.hooks.not_run import (  # noqa: F401  the closing lines, as hooks of pytest
