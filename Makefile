@@ -34,8 +34,8 @@ test-slow: $(VENV)/.installed-dev
 # The number formats beside torchao, compressed-tensors and bitsandbytes, and their Triton kernels, interpreted
 # and compiled.
 test-formats: $(VENV)-formats/.installed
-	TRITON_INTERPRET=1 $(VENV)-formats/bin/python -m pytest tests/quant/test_format_oracles.py tests/quant/test_triton_interpreted.py tests/learner/test_optim.py
-	$(VENV)-formats/bin/python -m pytest tests/quant/test_triton_compiled.py
+	TRITON_INTERPRET=1 $(VENV)-formats/bin/python -m pytest tests/quant/test_format_oracles.py tests/kernels/test_triton_interpreted.py tests/learner/test_optim.py
+	$(VENV)-formats/bin/python -m pytest tests/kernels/test_triton_compiled.py
 
 # The tests of vLLM as the engine, in an environment of its own (3.4 GB).
 test-vllm: $(VENV)-vllm/.installed
@@ -111,7 +111,7 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/pip install -q '$(TORCH_CPU)' || $(BIN)/pip install -q '$(TORCH)'
 	$(BIN)/pip install -q -e .
 	# Compiles the loops of the engine and of the number formats now, not at the first run.
-	$(BIN)/python -c 'import areal_q.models.fused.functions, areal_q.quant.kernels.cpu_numba, rollout.engines.reference.ops_numba'
+	$(BIN)/python -c 'import areal_q.models.fused.functions, areal_q.kernels.quantize.eight_bits, rollout.engines.reference.ops_numba'
 	touch $@
 
 # What the tests need, in the versions that they were last seen to pass with.

@@ -15,9 +15,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from areal_q.kernels.quantize import dispatch
 from areal_q.quant import FORMATS, quantize_state
 from areal_q.quant.code_changes import codes_moved, normalized_error
-from areal_q.quant.kernels import dispatch
 from areal_q.quant.sticky_scales import StickyRanges
 from areal_q.weights import delta
 from areal_q.weights import version as weights

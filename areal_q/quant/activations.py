@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from areal_q.quant.kernels import dispatch
+from areal_q.kernels.quantize import dispatch
 
 INT8_MAX = 127
 E4M3_MAX = 448.0

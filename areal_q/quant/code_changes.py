@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal_q.quant.kernels.jit import kernel
+from areal_q.kernels.jit import kernel
 from areal_q.quant.registry import FORMATS
 from areal_q.quant.state_dict import codes_of, dequantize_state, is_quantized
 

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from areal_q.errors import QuantizationError
+from areal_q.kernels.quantize import dispatch
+from areal_q.kernels.quantize.dispatch import LARGEST, TOO_LARGE
+from areal_q.linear.quantized_linear import Stacked
 from areal_q.quant.activations import SMALLEST_SCALE
-from areal_q.quant.kernels import dispatch
-from areal_q.quant.kernels.dispatch import LARGEST, TOO_LARGE
-from areal_q.quant.linear.quantized_linear import Stacked
 
 Parts = dict[str, Tensor]
 

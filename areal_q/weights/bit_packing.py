@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 import zstandard
 
-from areal_q.weights import delta_kernels as kernels
+from areal_q.kernels import delta_bits as kernels
 
 _ESCAPE = 255
 """Byte that adds 255 and says that the number goes on in the next byte"""

@@ -32,10 +32,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from areal_q.kernels import delta_bits as kernels
+from areal_q.kernels import delta_blocks as blocks
+from areal_q.kernels.delta_blocks import CLASSES
 from areal_q.weights import bit_packing as bits
-from areal_q.weights import block_kernels as blocks
-from areal_q.weights import delta_kernels as kernels
-from areal_q.weights.block_kernels import CLASSES
 
 _DENSE = 3
 """Changed elements are listed only if they are at most one in _DENSE."""
@@ -45,7 +45,7 @@ _FEW = 256
 
 @dataclass(frozen=True)
 class Classes:
-    """The classes of a tensor of floats in the base, as block_kernels.changed_floats finds them."""
+    """The classes of a tensor of floats in the base, as delta_blocks.changed_floats finds them."""
 
     kinds: np.ndarray
     """The class of each element that changed, uint8 [N]."""

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from areal_q.config import LearnerConfig, Sampling, TorchEngine, VllmEngine
 from areal_q.errors import AReaLQError
+from areal_q.linear import fp8_gemm
 from areal_q.messages import Array, Trajectory, VersionSpan
 from areal_q.models import Decoder, DecoderConfig
 from areal_q.models.low_bit.quantized_forward import use
 from areal_q.quant import FORMATS
 from areal_q.quant.activations import quantize_groups_e4m3, quantize_rows
-from areal_q.quant.linear import fp8_gemm
 from areal_q.weights.version import WeightVersion
 from bench.weights.packed import packed
 from learner.backends.precision import LINEARS

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from areal_q.quant.kernels import cpu_gemm
-from areal_q.quant.kernels.cpu_tile import PANEL, has_int8
+from areal_q.kernels import cpu_gemm
+from areal_q.kernels.cpu_tile import PANEL, has_int8
 from bench.common import number, table
 from bench.shapes.shapes import Shape
 

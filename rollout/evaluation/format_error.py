@@ -19,12 +19,12 @@ from msgspec import Struct
 from torch import Tensor
 
 from areal_q.config import Smoothing
+from areal_q.linear.quantized_linear import FloatLinear
 from areal_q.models import Decoder, PackedLayout
 from areal_q.models.low_bit.engine_policy import engine_policy, perturbed
 from areal_q.models.low_bit.quantized_forward import QuantLinear, linears
 from areal_q.models.smoothed_state import smoothed_state
 from areal_q.quant import quantize_state
-from areal_q.quant.linear.quantized_linear import FloatLinear
 
 ROWS = 256
 """Tokens whose distributions over the vocabulary are in memory at once"""

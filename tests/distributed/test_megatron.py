@@ -16,9 +16,9 @@ from helpers.policies import build_policy, save_at
 
 from areal_q.config import Run
 from areal_q.errors import ConfigError
+from areal_q.kernels.cpu_tile import has
 from areal_q.messages import Array
 from areal_q.models import Decoder, DecoderConfig, Experts, init_weights, load_decoder, save_decoder
-from areal_q.quant.kernels.cpu_tile import has
 from learner import checkpoint
 from learner.backends.megatron import require
 from learner.backends.megatron.tensor_names import TensorEntry, entries, padded

@@ -15,6 +15,11 @@ from hypothesis.extra import numpy as hnp
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from areal_q.config import TorchEngine
+from areal_q.kernels import cpu_activations
+from areal_q.kernels import decoding
+from areal_q.kernels.cpu_math import exp
+from areal_q.linear.cpu_linear import cpu_linear
+from areal_q.linear.quantized_linear import Fp8GroupLinear, Fp8RowLinear, Int8Linear
 from areal_q.models.config import DecoderConfig
 from areal_q.quant.activations import (
     dequantize_groups,
@@ -22,11 +27,6 @@ from areal_q.quant.activations import (
     quantize_rows,
     quantize_rows_e4m3,
 )
-from areal_q.quant.kernels import cpu_activations
-from areal_q.quant.kernels.cpu_math import exp
-from areal_q.quant.linear.cpu_linear import cpu_linear
-from areal_q.quant.linear.quantized_linear import Fp8GroupLinear, Fp8RowLinear, Int8Linear
-from rollout.engines.reference import numba_kernels
 from rollout.engines.reference.build_ops import build_ops
 from rollout.engines.reference.kv_cache import KVCache
 from rollout.engines.reference.ops import TorchOps
@@ -237,4 +237,4 @@ def test_plain_torch_runs_where_asked_or_without_numba(monkeypatch, caplog):
 def test_a_kernel_is_compiled_where_its_cache_has_no_place():
     namespace: dict = {}
     exec("def twice(x):\n    return 2 * x", namespace)  # no file, so nothing to cache beside
-    assert numba_kernels.kernel()(namespace["twice"])(21) == 42
+    assert decoding.kernel()(namespace["twice"])(21) == 42

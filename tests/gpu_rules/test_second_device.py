@@ -16,6 +16,7 @@ from helpers.policies import pack_state
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from areal_q.config import TorchEngine
+from areal_q.linear.quantized_linear import int8_matmul
 from areal_q.messages import Noise
 from areal_q.models import (
     Decoder,
@@ -29,7 +30,6 @@ from areal_q.models.logprobs import blockwise
 from areal_q.models.packed_layout import PackedLayout
 from areal_q.quant import FORMATS, quantize_state
 from areal_q.quant.aqn import with_noise
-from areal_q.quant.linear.quantized_linear import int8_matmul
 from areal_q.quant.rescaling import apply_uaq
 from areal_q.quant.sticky_scales import StickyRanges
 from areal_q.weights.version import WeightVersion

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.paths import ROOT
 
-from areal_q.quant.kernels.jit import kernel
+from areal_q.kernels.jit import kernel
 from learner.train_step import set_arithmetic
 
 TINY = """

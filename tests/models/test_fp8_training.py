@@ -7,14 +7,7 @@ from helpers.fixture_types import MakeRun
 from helpers.policies import build_policy
 from torch import Tensor, nn
 
-from areal_q.models.layers.linear import Linear
-from areal_q.models.low_bit.fp8_training import Fp8TrainingLinear, operands
-from areal_q.models.low_bit.published_state import published_state
-from areal_q.models.low_bit.quantized_forward import linears, use
-from areal_q.quant import FORMATS, quantize_state
-from areal_q.quant.activations import quantize_groups_e4m3
-from areal_q.quant.formats import fp8_block
-from areal_q.quant.linear.fp8_gemm import (
+from areal_q.linear.fp8_gemm import (
     Fp8KernelLinear,
     Operand,
     agrees,
@@ -23,6 +16,13 @@ from areal_q.quant.linear.fp8_gemm import (
     fp8_gemm,
     scales_for_cublas,
 )
+from areal_q.models.layers.linear import Linear
+from areal_q.models.low_bit.fp8_training import Fp8TrainingLinear, operands
+from areal_q.models.low_bit.published_state import published_state
+from areal_q.models.low_bit.quantized_forward import linears, use
+from areal_q.quant import FORMATS, quantize_state
+from areal_q.quant.activations import quantize_groups_e4m3
+from areal_q.quant.formats import fp8_block
 from learner.policy_update import update_policy
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
 

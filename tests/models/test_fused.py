@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from areal_q.kernels.training.pointwise import add_norm
 from areal_q.models import Decoder, DecoderConfig, Experts, PackedLayout, init_weights, load_decoder
 from areal_q.models.fused import functions, trunk
-from areal_q.models.fused.kernels import add_norm
 from areal_q.models.logprobs import head_logprobs
 from areal_q.models.low_bit.bf16_rounding import round_rest
 

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from areal_q.errors import QuantizationError
-from areal_q.quant import FORMATS, dequantize_state, is_quantized, quantize_state
-from areal_q.quant.activations import quantize_rows
-from areal_q.quant.linear.quantized_linear import (
+from areal_q.linear.quantized_linear import (
     FloatLinear,
     Int8Linear,
     has_int_mm,
     int8_matmul,
 )
+from areal_q.quant import FORMATS, dequantize_state, is_quantized, quantize_state
+from areal_q.quant.activations import quantize_rows
 from areal_q.weights import delta
 
 INT8, BF16 = FORMATS["int8"], FORMATS["bf16"]
@@ -236,7 +236,7 @@ def test_a_device_without_the_fast_kernel_does_not_take_it():
 
 
 def test_the_integer_product_is_exact_without_the_fast_kernel(monkeypatch):
-    monkeypatch.setattr("areal_q.quant.linear.quantized_linear.has_int_mm", lambda device: False)
+    monkeypatch.setattr("areal_q.linear.quantized_linear.has_int_mm", lambda device: False)
     for k in (128, 1041, 4099):
         a = torch.randint(-127, 128, (5, k), dtype=torch.int8)
         a[0], b = 127, torch.full((3, k), 127, dtype=torch.int8)

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from areal_q import messages
 from areal_q.errors import WeightVersionError
+from areal_q.kernels import delta_blocks
+from areal_q.kernels.delta_blocks import CLASSES
 from areal_q.messages import Noise
-from areal_q.weights import bit_packing, block_kernels, delta, delta_codec, version
-from areal_q.weights.block_kernels import CLASSES
+from areal_q.weights import bit_packing, delta, delta_codec, version
 from areal_q.weights.delta_codec import Moves
 from areal_q.weights.version import WeightVersion
 
@@ -249,14 +250,14 @@ def test_kernels_find_what_numpy_finds(size: int, share: float, dtype: torch.dty
     old = codes(random_bits(rng, size, dtype))
     now = np.where(rng.random(size) < share, old + old.dtype.type(1), old)
     where, step = np.empty(size, np.int64), np.empty_like(old)
-    count = block_kernels.changed(old, now, where, step)
+    count = delta_blocks.changed(old, now, where, step)
     assert where[:count].tolist() == np.flatnonzero(old != now).tolist()
     assert (step[:count] == 1).all()
     where, classes = where[:count].copy(), (old >> old.dtype.type(mantissa)) & 15
     found, step, kinds = np.empty(size, np.int64), np.empty_like(old), np.empty(size, np.uint8)
     gaps, sizes = np.empty(size, np.int64), np.empty(CLASSES, np.int64)
     outputs = found, step, kinds, gaps, sizes
-    assert block_kernels.changed_floats(old, now, mantissa, *outputs) == count
+    assert delta_blocks.changed_floats(old, now, mantissa, *outputs) == count
     assert found[:count].tolist() == where.tolist()
     assert np.array_equal(step[:count], in_order(now)[where] - in_order(old)[where])
     assert kinds[:count].tolist() == classes[where].tolist()
@@ -271,7 +272,7 @@ def test_kernels_find_what_numpy_finds(size: int, share: float, dtype: torch.dty
     starts = np.searchsorted(kinds[:count][order], np.arange(CLASSES + 1))
     again, kinds_again = np.empty_like(where), np.empty(count, np.uint8)
     grouped = gaps[:count][order]
-    assert block_kernels.places(old, mantissa, grouped, starts, again, kinds_again) == count
+    assert delta_blocks.places(old, mantissa, grouped, starts, again, kinds_again) == count
     assert again.tolist() == where.tolist() and kinds_again.tolist() == kinds[:count].tolist()
 
 
@@ -342,7 +343,7 @@ def test_places_of_a_class_without_changes_are_none() -> None:
     elements, gaps = np.array([0, 1, 1, 1, 0, 2], np.uint8), np.array([0, 0])
     starts = np.array([0, 1, 1, *[2] * (CLASSES - 2)])
     found, kinds = np.full(len(elements), -1), np.full(len(elements), 9, np.uint8)
-    assert block_kernels.places(elements, 0, gaps, starts, found, kinds) == 2
+    assert delta_blocks.places(elements, 0, gaps, starts, found, kinds) == 2
     assert found.tolist() == [0, 5, -1, -1, -1, -1] and kinds.tolist() == [0, 2, 9, 9, 9, 9]
 
 
@@ -351,7 +352,7 @@ def test_a_place_beyond_its_class_is_not_found(gap: int) -> None:
     elements = np.array([1, 1, *[0] * 70], np.uint8)
     starts = np.array([0, 0, *[1] * (CLASSES - 1)])
     found, kinds = np.empty(1, np.int64), np.empty(1, np.uint8)
-    assert block_kernels.places(elements, 0, np.array([gap]), starts, found, kinds) == 0
+    assert delta_blocks.places(elements, 0, np.array([gap]), starts, found, kinds) == 0
 
 
 @pytest.mark.parametrize("counts", [9, [4, 4]])

@@ -21,12 +21,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from areal_q.models.fused import kernels
+from areal_q.kernels.cpu_tile import has_bf16
+from areal_q.kernels.training import bf16 as kernels
+from areal_q.linear.bf16_weight import Bf16Weight
+from areal_q.linear.cpu_linear import Bf16Linear
 from areal_q.models.fused.functions import added_rows, arrays
 from areal_q.models.layers.linear import product
-from areal_q.quant.kernels.cpu_tile import has_bf16
-from areal_q.quant.linear.bf16_weight import Bf16Weight
-from areal_q.quant.linear.cpu_linear import Bf16Linear
 
 _KEPT = 1 << 29
 """Most exponentials that are kept, which take 1 GiB"""

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from areal_q.linear.fp8_gemm import Operand, fp8_gemm
 from areal_q.models.low_bit.quantized_forward import QuantLinear
 from areal_q.quant.activations import quantize_groups_e4m3
 from areal_q.quant.format import Parts
-from areal_q.quant.linear.fp8_gemm import Operand, fp8_gemm
 
 
 class Fp8TrainingLinear(QuantLinear):

@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from areal_q.config import Lora
+from areal_q.linear.quantized_linear import Linear
 from areal_q.models.low_bit.bf16_rounding import straight
 from areal_q.models.low_bit.quantized_forward import as_engines_compute, linears
 from areal_q.quant.format import Parts
-from areal_q.quant.linear.quantized_linear import Linear
 from areal_q.quant.registry import FORMATS
 from areal_q.quant.state_dict import parts_of, quantize_state
 

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from areal_q.linear.quantized_linear import Linear as Product
 from areal_q.models.layers.linear import Linear
 from areal_q.models.low_bit.bf16_rounding import straight
 from areal_q.quant.format import Parts
-from areal_q.quant.linear.quantized_linear import Linear as Product
 from areal_q.quant.registry import FORMATS
 from areal_q.quant.state_dict import is_quantized, parts_of, quantize_state
 

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from areal_q.kernels.quantize import dispatch
+from areal_q.linear.quantized_linear import FloatLinear
 from areal_q.quant.format import Parts, Ranges, as_float32, checked_float32
-from areal_q.quant.kernels import dispatch
-from areal_q.quant.linear.quantized_linear import FloatLinear
 
 
 class Bf16:

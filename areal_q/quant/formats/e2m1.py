@@ -6,9 +6,9 @@ A code is sign · 8 + index in that list: its own bits.
 import torch
 from torch import Tensor
 
+from areal_q.kernels.quantize import dispatch
 from areal_q.quant.activations import on
 from areal_q.quant.format import blocked, unblocked
-from areal_q.quant.kernels import dispatch
 from areal_q.quant.linears import check_inputs
 
 MAX = 6.0

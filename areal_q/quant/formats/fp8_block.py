@@ -20,11 +20,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from areal_q.kernels.quantize import dispatch
+from areal_q.linear.fp8_gemm import Fp8KernelLinear, Operand, emulated, fp8_gemm
+from areal_q.linear.quantized_linear import Fp8GroupLinear, Stacked
 from areal_q.quant.activations import E4M3_MAX, expanded, to_e4m3
 from areal_q.quant.format import Parts, Ranges, as_float32, checked_float32, row_ranges, scales_for
-from areal_q.quant.kernels import dispatch
-from areal_q.quant.linear.fp8_gemm import Fp8KernelLinear, Operand, emulated, fp8_gemm
-from areal_q.quant.linear.quantized_linear import Fp8GroupLinear, Stacked
 
 _BLOCK = 128
 

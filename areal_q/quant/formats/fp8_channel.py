@@ -20,6 +20,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from areal_q.kernels.quantize import dispatch
+from areal_q.linear.quantized_linear import FloatLinear, Fp8RowLinear, Stacked
 from areal_q.quant.activations import E4M3_MAX, to_e4m3
 from areal_q.quant.format import (
     Parts,
@@ -32,8 +34,6 @@ from areal_q.quant.format import (
     scales_for,
 )
 from areal_q.quant.formats.fp8_block import e4m3_error
-from areal_q.quant.kernels import dispatch
-from areal_q.quant.linear.quantized_linear import FloatLinear, Fp8RowLinear, Stacked
 
 
 class Fp8Channel:

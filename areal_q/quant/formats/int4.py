@@ -23,6 +23,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from areal_q.kernels.quantize import dispatch
+from areal_q.linear.quantized_linear import FloatLinear, Stacked
 from areal_q.quant.format import (
     Parts,
     Ranges,
@@ -34,8 +36,6 @@ from areal_q.quant.format import (
     unblocked,
 )
 from areal_q.quant.formats.nibble_packing import pack_words, unpack_words
-from areal_q.quant.kernels import dispatch
-from areal_q.quant.linear.quantized_linear import FloatLinear, Stacked
 
 
 class Int4:

@@ -22,10 +22,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from areal_q.linear.quantized_linear import Fp8RowLinear
 from areal_q.quant.activations import E4M3_MAX, SMALLEST_ROW_SCALE, to_e4m3
 from areal_q.quant.format import Parts, scales_for
 from areal_q.quant.formats.int4 import Int4
-from areal_q.quant.linear.quantized_linear import Fp8RowLinear
 
 
 class Int4Fp8(Int4):

@@ -26,6 +26,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from areal_q.kernels.quantize import dispatch
+from areal_q.linear.quantized_linear import FloatLinear, Int8Linear
 from areal_q.quant.activations import INT8_MAX
 from areal_q.quant.format import (
     Parts,
@@ -37,8 +39,6 @@ from areal_q.quant.format import (
     row_ranges,
     scales_for,
 )
-from areal_q.quant.kernels import dispatch
-from areal_q.quant.linear.quantized_linear import FloatLinear, Int8Linear
 from areal_q.quant.linears import check_inputs
 
 

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from areal_q.linear.quantized_linear import FloatLinear
 from areal_q.quant.format import (
     Parts,
     Ranges,
@@ -31,7 +32,6 @@ from areal_q.quant.format import (
     unblocked,
 )
 from areal_q.quant.formats import e2m1
-from areal_q.quant.linear.quantized_linear import FloatLinear
 
 BLOCK = 32
 TOP_POWER = 2

@@ -21,6 +21,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from areal_q.kernels.quantize import dispatch
+from areal_q.linear.quantized_linear import FloatLinear
 from areal_q.quant.activations import SMALLEST_SCALE, on
 from areal_q.quant.format import (
     Parts,
@@ -29,8 +31,6 @@ from areal_q.quant.format import (
     checked_ranges,
     row_ranges,
 )
-from areal_q.quant.kernels import dispatch
-from areal_q.quant.linear.quantized_linear import FloatLinear
 
 _BLOCK = 64
 _TABLE = torch.tensor(

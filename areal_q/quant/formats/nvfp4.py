@@ -23,6 +23,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from areal_q.linear.quantized_linear import FloatLinear
 from areal_q.quant.activations import E4M3_MAX, to_e4m3
 from areal_q.quant.format import (
     Parts,
@@ -34,7 +35,6 @@ from areal_q.quant.format import (
     unblocked,
 )
 from areal_q.quant.formats import e2m1
-from areal_q.quant.linear.quantized_linear import FloatLinear
 
 BLOCK = 16
 _WHERE_ZERO = 0x20

@@ -1,7 +1,7 @@
 """The forward pass of inference, computed from a published version's tensors without modules or autograd.
 
 q, k and v are one GEMM, and so are gate and up. Quantized linear layers compute as their format says
-(areal_q/quant/linear/quantized_linear.py), everything else is float32. Notation: T tokens, D width.
+(areal_q/linear/quantized_linear.py), everything else is float32. Notation: T tokens, D width.
 """
 
 from collections.abc import Mapping
@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from areal_q.errors import QuantizationError, WeightVersionError
+from areal_q.linear.quantized_linear import Linear
 from areal_q.models.config import DecoderConfig, Experts
 from areal_q.models.layers.moe import gates_of, mixed
 from areal_q.models.layers.rope import rope_tables
 from areal_q.models.low_bit.lora import LORA_SCALE, AdaptedLinear, adapter_of
 from areal_q.quant import FORMATS
 from areal_q.quant.kv_scales import kv_scales_of
-from areal_q.quant.linear.quantized_linear import Linear
 from areal_q.quant.state_dict import parts_of
 from areal_q.weights.version import WeightVersion
 from rollout.engines.reference.kv_cache import Attend

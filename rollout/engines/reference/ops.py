@@ -10,9 +10,9 @@ from typing import Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
+from areal_q.linear.quantized_linear import Linear
 from areal_q.models.layers.rope import apply_rope
 from areal_q.quant.format import Format, Parts
-from areal_q.quant.linear.quantized_linear import Linear
 from rollout.engines.reference.kv_cache import Attend, DecodeAttention, KVCache
 from rollout.engines.reference.sampling import Knobs, draw, random_uniform
 

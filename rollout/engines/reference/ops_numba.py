@@ -1,6 +1,6 @@
-r"""The operations of TorchOps, faster on a CPU: each is one loop of numba_kernels.py.
+r"""The operations of TorchOps, faster on a CPU: each is one loop of areal_q/kernels/decoding.py.
 
-This module passes tensors as arrays, without a copy, and allocates the results; numba_kernels.py does the
+This module passes tensors as arrays, without a copy, and allocates the results; decoding.py does the
 arithmetic. The loops run on one thread, whatever `rollout.threads` is. The GEMMs are torch's and use all
 threads.
 """
@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from areal_q.config.engines import Dtype
+from areal_q.kernels import decoding
+from areal_q.kernels.cpu_tile import has_bf16
+from areal_q.linear.bf16_weight import bf16_weight
+from areal_q.linear.cpu_linear import Bf16Table, bf16_linear, cpu_linear
+from areal_q.linear.eight_bit_linear import eight_bit_linear
+from areal_q.linear.four_bit_linear import four_bit_linear
+from areal_q.linear.quantized_linear import Linear
 from areal_q.quant.format import Format, Parts
 from areal_q.quant.formats.int8 import Int8
-from areal_q.quant.kernels.cpu_tile import has_bf16
-from areal_q.quant.linear.bf16_weight import bf16_weight
-from areal_q.quant.linear.cpu_linear import Bf16Table, bf16_linear, cpu_linear
-from areal_q.quant.linear.eight_bit_linear import eight_bit_linear
-from areal_q.quant.linear.four_bit_linear import four_bit_linear
-from areal_q.quant.linear.quantized_linear import Linear
-from rollout.engines.reference import numba_kernels
 from rollout.engines.reference.kv_cache import Attend, DecodeAttention, KVCache
 from rollout.engines.reference.kv_cache_fp8 import Fp8KVCache
 from rollout.engines.reference.ops import FloatTable, Table, TorchOps
@@ -38,7 +38,7 @@ class FusedDecodeAttention:
     def __call__(self, layer: int, qkv: Tensor) -> Tensor:
         out = np.empty((len(qkv), self.heads, qkv.shape[-1]), np.float32)
         keys, values = self.cache[layer].numpy()
-        numba_kernels.decode_attention(qkv.numpy(), keys, values, self.positions, self.scale, out)
+        decoding.decode_attention(qkv.numpy(), keys, values, self.positions, self.scale, out)
         return torch.from_numpy(out).view(len(qkv), -1)
 
 
@@ -69,7 +69,7 @@ class FusedOps:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         y = np.empty(x.shape, np.float32)
-        numba_kernels.rms_norm(x.numpy(), weight.numpy(), eps, y)
+        decoding.rms_norm(x.numpy(), weight.numpy(), eps, y)
         return torch.from_numpy(y)
 
     def rotate(
@@ -78,13 +78,13 @@ class FusedOps:
         weights = (
             cos if norm is None else norm
         )  # any array will do without a norm, as it is not read
-        numba_kernels.rotate(
+        decoding.rotate(
             qkv.numpy(), heads, norm is not None, weights.numpy(), eps, cos.numpy(), sin.numpy()
         )
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         y = np.empty((len(gate_up), gate_up.shape[1] // 2), np.float32)
-        numba_kernels.swiglu(gate_up.numpy(), y)
+        decoding.swiglu(gate_up.numpy(), y)
         return torch.from_numpy(y)
 
     def decode(self, cache: KVCache, positions: Tensor, length: int) -> Attend:
@@ -94,11 +94,11 @@ class FusedOps:
 
     def uniform(self, keys: Tensor, positions: Tensor) -> Tensor:
         u = np.empty(len(keys))
-        numba_kernels.uniform(keys.numpy(), positions.numpy(), u)
+        decoding.uniform(keys.numpy(), positions.numpy(), u)
         return torch.from_numpy(u)
 
     def draw(self, logits: Tensor, knobs: Knobs, u: Tensor) -> tuple[Tensor, Tensor]:
         tokens, logprobs = np.empty(len(u), np.int64), np.empty(len(u), np.float32)
         settings = [knob.numpy() for knob in knobs[:4]]
-        numba_kernels.draw(logits.numpy(), *settings, u.numpy(), tokens, logprobs)
+        decoding.draw(logits.numpy(), *settings, u.numpy(), tokens, logprobs)
         return torch.from_numpy(tokens), torch.from_numpy(logprobs)

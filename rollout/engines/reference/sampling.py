@@ -1,5 +1,5 @@
 """Drawing tokens with temperature, top-k, top-p and min-p, and their log-probs under exactly the distribution
-that they were drawn from. `draw` is the definition; numba_kernels.py does the same on a CPU, faster.
+that they were drawn from. `draw` is the definition; areal_q/kernels/decoding.py does the same on a CPU, faster.
 
 Randomness is counter-based: the uniform number for a token is a hash of the response's seed and the token's
 position, so that a response does not depend on what else is generated in the same batch.

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from areal_q.errors import ConfigError
-from areal_q.quant.kernels.cpu_tile import has
+from areal_q.kernels.cpu_tile import has
 
 VLLM_CPU_ENVIRONMENT = {
     # OMP_NUM_THREADS sets the number of threads. Bound to cores, they would compete with the learner's there.

@@ -30,11 +30,11 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from areal_q.config import Lora
+from areal_q.linear.quantized_linear import Linear as Product
 from areal_q.models import Decoder, DecoderConfig
 from areal_q.models.low_bit.bf16_rounding import straight
 from areal_q.models.low_bit.lora import A, B, adapted
 from areal_q.quant.format import Parts
-from areal_q.quant.linear.quantized_linear import Linear as Product
 from areal_q.quant.registry import FORMATS
 from areal_q.quant.state_dict import is_quantized
 from learner.backends.data_parallel import Ranks

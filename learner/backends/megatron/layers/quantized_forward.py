@@ -27,14 +27,14 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor, nn
 
+from areal_q.linear.fp8_gemm import Operand
+from areal_q.linear.quantized_linear import Linear as Product
 from areal_q.models import Decoder
 from areal_q.models.low_bit.bf16_rounding import straight
 from areal_q.models.low_bit.fp8_training import dgrad, fprop, operands, wgrad
 from areal_q.models.low_bit.quantized_forward import QuantLinear, linears, straight_through
 from areal_q.quant.activations import quantize_groups_e4m3
 from areal_q.quant.format import Parts
-from areal_q.quant.linear.fp8_gemm import Operand
-from areal_q.quant.linear.quantized_linear import Linear as Product
 from areal_q.quant.registry import FORMATS
 from areal_q.quant.state_dict import is_quantized, parts_of, quantize_state
 from learner.backends.megatron.shard_state import ShardLayout

@@ -1,0 +1,1 @@
+"""Quantizing weights and activations in one pass: numba on a CPU, Triton on a GPU."""

@@ -1,0 +1,161 @@
+"""Quantizing by kernels that read each weight once: numba's on a CPU, Triton's on a GPU.
+
+The formats' torch operations say what is computed; these compute it, to the bit, at the speed of memory.
+Each function returns None where there is no kernel for the weight (another device, numba missing), and
+the caller goes on with the torch operations.
+"""
+
+import logging
+from functools import cache
+from types import ModuleType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from areal_q.errors import QuantizationError
+
+logger = logging.getLogger(__name__)
+
+LARGEST = 2.0**127
+"""A code times its scale may round to a little more than the range, which must not be infinite."""
+TOO_LARGE = f"holds NaN, an infinity or a magnitude above 2^{127}"
+_LARGEST_BITS = int(np.float32(LARGEST).view(np.int32))
+_NO_RANGES, _NO_CODES = np.empty((0, 0), np.float32), np.empty((0, 0), np.uint8)
+_NO_BORDERS = torch.empty(0)
+
+
+def eight_bits(
+    weight: Tensor,
+    name: str,
+    dtype: torch.dtype,
+    block: tuple[int, int],
+    given: Tensor | None = None,
+    *,
+    fold: float = 1.0,
+    previous: Tensor | None = None,
+) -> tuple[Tensor, Tensor, int] | None:
+    """(codes [out, in], scales float32 [blocks down, blocks across], codes that differ from `previous`).
+
+    weight float32 [out, in], multiplied by `fold` on the way; `dtype` int8 or float8_e4m3fn; `given`:
+    ranges in the shape of the scales, in place of the measured ones. Raises QuantizationError for what
+    is not finite or above LARGEST.
+    """
+    height, width = block[0], min(block[1], max(1, weight.shape[1]))
+    if gpu := _on_gpu(weight):
+        *result, worst = gpu.quantize(weight, fold, dtype, (height, width), given, previous)
+        if worst > _LARGEST_BITS:
+            raise QuantizationError(f"{name}: {TOO_LARGE}")
+        return tuple(result)
+    kernels = _for(weight)
+    if kernels is None:
+        return None
+    codes = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    scales = weight.new_empty((-(-weight.shape[0] // height), -(-weight.shape[1] // width)))
+    moved, worst = kernels.quantize(
+        weight.numpy(),
+        fold,
+        127.0 if dtype == torch.int8 else 448.0,
+        height,
+        width,
+        _NO_RANGES if given is None else given.contiguous().numpy(),
+        _NO_CODES if previous is None else previous.contiguous().view(torch.uint8).numpy(),
+        codes.view(torch.uint8).numpy(),
+        scales.numpy(),
+    )
+    if worst > _LARGEST_BITS:
+        raise QuantizationError(f"{name}: {TOO_LARGE}")
+    return codes, scales, moved
+
+
+def sixteen_bits(weight: Tensor, name: str) -> Tensor | None:
+    """bfloat16 [out, in] nearest to float32 `weight`. Raises QuantizationError for what is not finite or above
+    LARGEST."""
+    kernels = _for(weight)
+    if kernels is None:
+        return None
+    rounded = torch.empty(weight.shape, dtype=torch.bfloat16)
+    if kernels.round_to_bf16(weight.numpy(), rounded.view(torch.uint16).numpy()) > _LARGEST_BITS:
+        raise QuantizationError(f"{name}: {TOO_LARGE}")
+    return rounded
+
+
+def row_blocks(weight: Tensor, width: int) -> Tensor | None:
+    """Largest magnitude of every `width` numbers of a row: float32 [out, in] → [out, ⌈in / width⌉]."""
+    if gpu := _on_gpu(weight):
+        return gpu.ranges(weight, width)
+    kernels = _for(weight)
+    if kernels is None:
+        return None
+    out = weight.new_empty((weight.shape[0], -(-weight.shape[1] // width)))
+    kernels.ranges(weight.numpy(), width, out.numpy())
+    return out
+
+
+def four_bits(
+    weight: Tensor,
+    scales: Tensor,
+    width: int,
+    row_bytes: int,
+    *,
+    kind: str,
+    borders: Tensor = _NO_BORDERS,
+) -> Tensor | None:
+    """uint8 [out, row_bytes], two codes in a byte: float32 weight [out, in] by scales [out, blocks].
+
+    `kind` is "int4", "e2m1" or "nf4". The last one alone has `borders` between its 16 values, float32 [15] on
+    the weight's device, and its first code is in the high half of a byte.
+    """
+    if gpu := _on_gpu(weight):
+        return gpu.nibbles(weight, scales, width, row_bytes, kind, borders.to(weight.device))
+    kernels = _for(weight)
+    if kernels is None:
+        return None
+    packed = torch.empty(weight.shape[0], row_bytes, dtype=torch.uint8)
+    kernels.nibbles(
+        weight.numpy(),
+        scales.contiguous().numpy(),
+        width,
+        borders.numpy(),
+        kind == "int4",
+        packed.numpy(),
+    )
+    return packed
+
+
+def activations(
+    x: Tensor, dtype: torch.dtype, width: int, *, least_range: float = 0.0, least_scale: float
+) -> tuple[Tensor, Tensor] | None:
+    """(codes [T, K], scales float32 [T, ⌈K / width⌉]) of float x [T, K], as by activations.py, on a GPU."""
+    gpu = _on_gpu(x)
+    return gpu and gpu.activations(x, dtype, width, least_range, least_scale)
+
+
+def _for(weight: Tensor) -> ModuleType | None:
+    suits = weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.is_contiguous()
+    return _kernels() if suits and weight.numel() else None
+
+
+def _on_gpu(x: Tensor) -> ModuleType | None:
+    suits = x.is_cuda and x.dim() == 2 and x.dtype == torch.float32 and x.is_contiguous()
+    return _gpu_kernels() if suits and x.numel() else None
+
+
+@cache
+def _kernels() -> ModuleType | None:
+    try:
+        from areal_q.kernels.quantize import eight_bits as kernels
+    except ImportError as error:  # a platform for which numba has no wheel
+        logger.warning("quantizing in plain torch, which is slower: %s", error)
+        return None
+    return kernels
+
+
+@cache
+def _gpu_kernels() -> ModuleType | None:
+    try:
+        from areal_q.kernels.quantize import gpu_triton
+    except ImportError as error:
+        logger.warning("quantizing in plain torch, which is slower: %s", error)
+        return None
+    return gpu_triton

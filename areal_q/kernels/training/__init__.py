@@ -1,0 +1,1 @@
+"""The loops of the learner's pass over a batch in bfloat16 on a CPU."""

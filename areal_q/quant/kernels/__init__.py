@@ -1,1 +1,0 @@
-"""Kernels behind the number formats: numba on a CPU, Triton on a GPU."""
