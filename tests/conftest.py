@@ -68,7 +68,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool | None, b
     if item.config.getoption("timeout") is None:
         named = item.get_closest_marker("timeout")
         slow = item.get_closest_marker("slow")
-        limit = named.args[0] if named else float(30 if slow else item.config.getini("timeout"))
+        limit = named.args[0] if named else float(120 if slow else item.config.getini("timeout"))
         limit = commands.stretched(limit)
         commands.limit.at_s = time.monotonic() + 0.9 * limit
         item.add_marker(pytest.mark.timeout(limit), append=False)

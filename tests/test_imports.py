@@ -6,6 +6,7 @@ import sys
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,10 @@ PACKAGES = {
 LAYERS = {
     "areal_q": (
         {"errors", "decode_errors"},
-        {"config"},
+        {"config", "kernels"},
         {"messages"},
         {"algorithms", "evaluation", "quant"},
-        {"weights"},
+        {"linear", "weights"},
         # Everything above this line computes; from here on there are files, processes and sockets.
         {"system"},
         {"tasks"},
@@ -93,16 +94,24 @@ def imported_by(source: str, modules: Iterable[str] = ()) -> set[str]:
     `from a import b` is "a.b" if that is one of `modules`, else "a". A relative import gives ".".
     """
     known, names = set(modules), set()
+    for module, imported in statements(source):
+        full = {f"{module}.{name}" for name in imported}
+        names |= full & known or {module}
+        names |= {module} if full - known else set()
+    return names
+
+
+@cache
+def statements(source: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Returns the module and the names of each import; a relative one is of "."."""
+    found: list[tuple[str, tuple[str, ...]]] = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level:
-            names.add(".")
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            full = {f"{node.module}.{alias.name}" for alias in node.names}
-            names |= full & known or {node.module}
-            names |= {node.module} if full - known else set()
-    return names
+            found += [(alias.name, ()) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = tuple(alias.name for alias in node.names)
+            found.append((".", ()) if node.level else (str(node.module), names))
+    return tuple(found)
 
 
 def import_graph(sources: Mapping[str, str]) -> dict[str, set[str]]:
@@ -296,6 +305,17 @@ def test_module_names_occur_once_or_have_a_reason():
     found = occurring_twice(path for path in SOURCES if not path.startswith("tests/"))
     assert sorted(found) == sorted(NAMES_THAT_OCCUR_TWICE)
     assert [*occurring_twice(["p/a/x.py", "p/b/x.py", "q/x.py", "p/y.py"])] == ["p/x"]
+
+
+def test_compiled_loops_are_in_one_folder():
+    compilers = {"numba", "llvmlite", "triton"}
+    found = [
+        path
+        for path, source in sources_of(*PACKAGES).items()
+        if {name.split(".")[0] for name in imported_by(source)} & compilers
+    ]
+    assert [path for path in found if not path.startswith("areal_q/kernels/")] == []
+    assert len(found) >= 9
 
 
 @pytest.mark.parametrize("package", PACKAGES)

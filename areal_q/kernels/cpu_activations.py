@@ -11,13 +11,13 @@ from numba import types as nt
 from numba import void
 
 from areal_q.kernels.jit import FMA, MAGNITUDE, ROUND, ROUND_E4M3, TINY, kernel
-from areal_q.quant.activations import SMALLEST_GROUP_RANGE, SMALLEST_ROW_SCALE
 
 float32, int32 = np.float32, np.int32
 F1, F2 = nt.Array(nt.float32, 1, "C"), nt.Array(nt.float32, 2, "C")
 I2, U8 = nt.Array(nt.int32, 2, "C"), nt.Array(nt.uint8, 2, "C")
-_SMALLEST_ROW_SCALE = float32(SMALLEST_ROW_SCALE)
-_SMALLEST_GROUP_RANGE = float32(SMALLEST_GROUP_RANGE)
+# Those of areal_q/quant/activations.py
+_SMALLEST_ROW_SCALE = float32(1 / (448 * 512))
+_SMALLEST_GROUP_RANGE = float32(1e-10)
 
 
 @kernel()

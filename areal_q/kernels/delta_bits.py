@@ -1,4 +1,4 @@
-"""Compiled loops of areal_q/weights/delta_codec.py over the elements that changed, and over their bits.
+"""Loops of areal_q/weights/delta_codec.py over the elements that changed, and over their bits; and their count.
 
 Arrays are C contiguous. Bits are written into words of 64, lowest first: on little-endian machines, into bytes.
 """
@@ -8,6 +8,8 @@ import numpy as np
 from areal_q.kernels.jit import kernel
 
 int64, uint8, uint64 = np.int64, np.uint8, np.uint64
+_AT_ONCE = 96
+"""Elements counted at a time, whose halves a byte can count"""
 
 
 @kernel()
@@ -144,3 +146,19 @@ def values_of(symbol, low, values):
             values[i] = uint64(s + 1)
         else:
             values[i] = (uint64(4 + (s - 7) % 4) << uint64((s - 7) // 4 + 1)) | low[i]
+
+
+@kernel()
+def differing(old, new, halves):
+    """Returns how many elements differ, or how many of their halves of 4 bits."""
+    found = 0
+    for start in range(0, old.shape[0], _AT_ONCE):
+        a, b = old[start : start + _AT_ONCE], new[start : start + _AT_ONCE]
+        count = np.uint8(0)  # one byte, so that 32 and more are counted by one instruction
+        for i in range(a.shape[0]):
+            if halves:
+                count = np.uint8(count + ((a[i] ^ b[i]) & 15 != 0) + ((a[i] ^ b[i]) > 15))
+            else:
+                count = np.uint8(count + (a[i] != b[i]))
+        found += count
+    return found

@@ -46,7 +46,7 @@ def _cache_dir() -> str:
     """Returns a directory that is another one after any change in this folder. numba compiles a kernel again
     when its own file has changed, but not when a function that it calls has, which lies in another."""
     here, digest = Path(__file__).parent, hashlib.sha256()
-    for source in sorted(here.glob("*.py")):
+    for source in sorted(here.rglob("*.py")):
         digest.update(source.read_bytes())
     user = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     own = here / "__pycache__" if os.access(here, os.W_OK) else Path(user, "areal-q")

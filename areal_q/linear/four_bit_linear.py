@@ -25,6 +25,7 @@ from areal_q.kernels import cpu_activations, cpu_four_bits
 from areal_q.kernels.cpu_tile import PANEL
 from areal_q.linear.cpu_linear import cpu_linear, over_panels
 from areal_q.linear.quantized_linear import Linear
+from areal_q.linear.registry import linear_of
 from areal_q.quant.activations import quantize_rows
 from areal_q.quant.format import Format, Parts
 from areal_q.quant.formats import e2m1, mxfp4, nvfp4
@@ -57,7 +58,7 @@ def four_bit_linear(format: Format, parts: Sequence[Parts]) -> Linear | None:
         return None
     if cpu_four_bits.has_four_bits():
         return FourBitLinear(weight)
-    return Int8RowsLinear(cpu_linear(format.linear(parts)))
+    return Int8RowsLinear(cpu_linear(linear_of(format, parts)))
 
 
 class FourBitLinear:

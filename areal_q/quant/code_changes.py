@@ -7,16 +7,12 @@ codes do not move: `codes_moved` counts those that did.
 
 from collections.abc import Mapping
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from areal_q.kernels.jit import kernel
+from areal_q.kernels.delta_bits import differing
 from areal_q.quant.registry import FORMATS
 from areal_q.quant.state_dict import codes_of, dequantize_state, is_quantized
-
-_AT_ONCE = 96
-"""Elements counted at a time, whose halves a byte can count"""
 
 
 def normalized_error(
@@ -40,20 +36,4 @@ def codes_moved(before: Mapping[str, Tensor], after: Mapping[str, Tensor], forma
 
 def _moved(old: Tensor, new: Tensor, bits: int) -> int:
     whole = torch.uint8 if bits <= 8 else torch.int16
-    return _differing(*(x.cpu().flatten().view(whole).numpy() for x in (old, new)), bits < 8)
-
-
-@kernel()
-def _differing(old, new, halves):
-    """Returns how many elements differ, or how many of their halves of 4 bits."""
-    found = 0
-    for start in range(0, old.shape[0], _AT_ONCE):
-        a, b = old[start : start + _AT_ONCE], new[start : start + _AT_ONCE]
-        count = np.uint8(0)  # one byte, so that 32 and more are counted by one instruction
-        for i in range(a.shape[0]):
-            if halves:
-                count = np.uint8(count + ((a[i] ^ b[i]) & 15 != 0) + ((a[i] ^ b[i]) > 15))
-            else:
-                count = np.uint8(count + (a[i] != b[i]))
-        found += count
-    return found
+    return differing(*(x.cpu().flatten().view(whole).numpy() for x in (old, new)), bits < 8)

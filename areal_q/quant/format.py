@@ -1,4 +1,4 @@
-"""What a number format is: how a weight is stored, what it stands for, and how a GEMM runs on it.
+"""What a number format is: how a weight is stored and what it stands for. areal_q/linear multiplies by it.
 
 Shapes: a weight is [out, in]; `parts` are the tensors published for it, by the suffix that
 follows the parameter's prefix. So `model.layers.0.mlp.up_proj` in int8 is {"weight": codes,
@@ -13,7 +13,7 @@ elsewhere: from the version before (sticky_scales.py) or from the linears that a
 To add a format: docs/extending.md.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,7 +23,6 @@ from torch import Tensor
 from areal_q.errors import QuantizationError
 from areal_q.kernels.quantize import dispatch
 from areal_q.kernels.quantize.dispatch import LARGEST, TOO_LARGE
-from areal_q.linear.quantized_linear import Stacked
 from areal_q.quant.activations import SMALLEST_SCALE
 
 Parts = dict[str, Tensor]
@@ -77,10 +76,6 @@ class Format(Protocol):
     def error_bound(self, parts: Parts) -> Tensor:
         """Largest |weight - dequantize(parts)| within the ranges, float32, broadcastable to [out,
         in]."""
-        ...
-
-    def linear(self, parts: Sequence[Parts]) -> Stacked:
-        """x ↦ x · Wᵀ as the engine runs it; W: the weights of `parts`, stacked over outputs."""
         ...
 
 

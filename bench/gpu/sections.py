@@ -15,6 +15,7 @@ from torch import Tensor
 from areal_q.config import LearnerConfig, Sampling, TorchEngine, VllmEngine
 from areal_q.errors import AReaLQError
 from areal_q.linear import fp8_gemm
+from areal_q.linear.registry import linear_of
 from areal_q.messages import Array, Trajectory, VersionSpan
 from areal_q.models import Decoder, DecoderConfig
 from areal_q.models.low_bit.quantized_forward import use
@@ -72,7 +73,7 @@ def bits(device: torch.device, small: bool) -> Iterator[Row]:
         same = [
             float((flat(here[part]) == flat(there[part].cpu())).float().mean()) for part in here
         ]
-        want, got = format.linear([here])(x), format.linear([there])(x.to(device)).cpu()
+        want, got = linear_of(format, [here])(x), linear_of(format, [there])(x.to(device)).cpu()
         error = float((got - want).abs().max() / want.abs().max())
         values = {"codes": same[0], "scales": min(same[1:], default=1.0), "linear": error}
         yield Row(name, values, "" if min(same) == 1 else "DIFFERENT BITS")

@@ -15,8 +15,7 @@ from hypothesis.extra import numpy as hnp
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from areal_q.config import TorchEngine
-from areal_q.kernels import cpu_activations
-from areal_q.kernels import decoding
+from areal_q.kernels import cpu_activations, decoding
 from areal_q.kernels.cpu_math import exp
 from areal_q.linear.cpu_linear import cpu_linear
 from areal_q.linear.quantized_linear import Fp8GroupLinear, Fp8RowLinear, Int8Linear

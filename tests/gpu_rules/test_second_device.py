@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from areal_q.config import TorchEngine
 from areal_q.linear.quantized_linear import int8_matmul
+from areal_q.linear.registry import linear_of
 from areal_q.messages import Noise
 from areal_q.models import (
     Decoder,
@@ -118,7 +119,7 @@ def test_a_format_has_the_same_bits_on_both_devices(name: str, cuda: SecondDevic
             assert same_bits(far[suffix], near[suffix]), suffix
     assert same_bits(format.dequantize(far), format.dequantize(near))
     assert same_bits(format.error_bound(far), format.error_bound(near))
-    want, got = format.linear([near, near]), format.linear([far, far])
+    want, got = linear_of(format, [near, near]), linear_of(format, [far, far])
     assert same_bits(got(x.to("cuda"), add.to("cuda")), want(x, add))
     rows = torch.tensor([5, 0, 100])
     assert same_bits(got.rows(rows.to("cuda"))(x.to("cuda")), want.rows(rows)(x))

@@ -13,6 +13,7 @@ from helpers import engines
 from helpers.engines import serving
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from areal_q.linear.registry import linear_of
 from areal_q.models import Decoder, DecoderConfig, init_weights
 from areal_q.quant import FORMATS, dequantize_state, is_quantized, quantize_state
 from areal_q.quant.state_dict import parts_of
@@ -62,7 +63,7 @@ def transformers_model(version, format):
     model.load_state_dict(state | {"lm_head.weight": state["model.embed_tokens.weight"]})
     for name, linear in model.named_modules():
         if isinstance(linear, torch.nn.Linear) and is_quantized(f"{name}.weight"):
-            run = FORMATS[format].linear([parts_of(tensors, name, format)])
+            run = linear_of(FORMATS[format], [parts_of(tensors, name, format)])
             linear.forward = partial(as_the_engine_runs_it, run)
     return model
 

@@ -18,8 +18,7 @@ from areal_q.errors import QuantizationError
 from areal_q.kernels import jit
 from areal_q.kernels.cpu_rows import dots, weighted_sums
 from areal_q.kernels.cpu_tile import LANES
-from areal_q.kernels.quantize import dispatch
-from areal_q.kernels.quantize import eight_bits
+from areal_q.kernels.quantize import dispatch, eight_bits
 from areal_q.kernels.training.product import ROWS, add_product
 from areal_q.quant import FORMATS
 from areal_q.quant.activations import to_e4m3

@@ -20,6 +20,7 @@ from areal_q.linear.cpu_linear import (
     bf16_linear,
 )
 from areal_q.linear.quantized_linear import FloatLinear, Int8Linear
+from areal_q.linear.registry import linear_of
 from areal_q.quant import FORMATS
 from areal_q.quant.format import Format, Parts
 
@@ -106,7 +107,7 @@ def test_numbers_times_scales_are_the_published_weights(name):
 def test_bf16_products_are_those_of_float32(name, added):
     """Of activations that bfloat16 holds; two parts hold nearly all that float32 does."""
     format, parts = weights_of(name, 330, 96)
-    plain, weight = format.linear(parts), bf16_weight(format, parts)
+    plain, weight = linear_of(format, parts), bf16_weight(format, parts)
     x = torch.randn(97, 330)
     add = {"nothing": None, "bias": torch.randn(160), "residual": torch.randn(97, 160)}[added]
     torch.testing.assert_close(bf16_linear(weight, 2)(x, add), plain(x, add), rtol=0, atol=2e-5)

@@ -5,6 +5,7 @@ import torch
 
 from areal_q.linear.eight_bit_linear import FEW, EightBitLinear, eight_bit_linear
 from areal_q.linear.quantized_linear import FloatLinear
+from areal_q.linear.registry import linear_of
 from areal_q.quant import FORMATS
 
 EIGHT = ["int8-weight", "fp8-weight"]
@@ -24,7 +25,7 @@ def test_few_rows_are_multiplied_with_the_published_weights(name, channels, outs
         "bias": torch.randn(outs + 70),
         "residual": torch.randn(rows, outs + 70),
     }[added]
-    linear = eight_bit_linear(format, parts, format.linear(parts))
+    linear = eight_bit_linear(format, parts, linear_of(format, parts))
     exact = x.double() @ torch.cat([format.dequantize(p) for p in parts]).double().t()
     exact = exact if add is None else exact + add
     torch.testing.assert_close(linear(x, add).double(), exact, rtol=0, atol=1e-5 * channels**0.5)
@@ -41,5 +42,5 @@ def test_every_e4m3_code_is_the_number_torch_makes_of_it():
 def test_other_formats_keep_their_layer(name):
     format = FORMATS[name]
     parts = [format.quantize(torch.randn(128, 128), "w")]
-    many = format.linear(parts)
+    many = linear_of(format, parts)
     assert eight_bit_linear(format, parts, many) is many

@@ -113,7 +113,8 @@ def test_other_formats_keep_their_activations(name):
 @pytest.mark.timeout(180)
 def test_layers_agree_with_every_kernel_without_avx512():
     narrow = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+sse4.2,+avx,+avx2,+fma"}
-    command = [sys.executable, "-c", "import rollout.engines.reference.ops_numba, pytest, sys\n"
+    compiled = "areal_q.kernels.quantize.eight_bits, rollout.engines.reference.ops_numba"
+    command = [sys.executable, "-c", f"import {compiled}, pytest, sys\n"
                f"sys.exit(pytest.main(['-n0', {__file__!r}]))"]  # fmt: skip
     done = subprocess.run(command, env=os.environ | narrow, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

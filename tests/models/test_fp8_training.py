@@ -16,6 +16,7 @@ from areal_q.linear.fp8_gemm import (
     fp8_gemm,
     scales_for_cublas,
 )
+from areal_q.linear.registry import linear_of
 from areal_q.models.layers.linear import Linear
 from areal_q.models.low_bit.fp8_training import Fp8TrainingLinear, operands
 from areal_q.models.low_bit.published_state import published_state
@@ -122,9 +123,9 @@ def test_rows_of_an_operand_are_its_numbers_for_any_block_start():
 def test_where_there_is_a_kernel_the_format_runs_on_it(monkeypatch, outputs):
     torch.manual_seed(0)
     parts = [FORMATS["fp8"].quantize(torch.randn(rows, 200), "w") for rows in outputs]
-    want = FORMATS["fp8"].linear(parts)
+    want = linear_of(FORMATS["fp8"], parts)
     monkeypatch.setattr(fp8_block, "fp8_gemm", lambda device: lambda a, b: emulated(a, b))
-    linear = FORMATS["fp8"].linear(parts)
+    linear = linear_of(FORMATS["fp8"], parts)
     assert isinstance(linear, Fp8KernelLinear)
     x, bias, index = torch.randn(9, 200), torch.randn(sum(outputs)), torch.tensor([3, 0, 77])
     assert torch.equal(linear(x, bias), want(x, bias))

@@ -16,6 +16,7 @@ from areal_q.linear.quantized_linear import (
     has_int_mm,
     int8_matmul,
 )
+from areal_q.linear.registry import linear_of
 from areal_q.quant import FORMATS, dequantize_state, is_quantized, quantize_state
 from areal_q.quant.activations import quantize_rows
 from areal_q.weights import delta
@@ -177,7 +178,7 @@ def test_linear_multiplies_with_dequantized_weights_of_all_parts(name):
     chosen = FORMATS[name]
     parts = [chosen.quantize(torch.randn(rows, 200), "w") for rows in (40, 24)]
     x, bias, residual = torch.randn(9, 200), torch.randn(64), torch.randn(9, 64)
-    linear = chosen.linear(parts)
+    linear = linear_of(chosen, parts)
     want = x @ torch.cat([chosen.dequantize(p) for p in parts]).t()
     # The activations of W8A8 formats are rounded to 7 or 4 significant bits.
     error = {"rtol": 0, "atol": 0.05 * float(want.abs().max())}
@@ -190,14 +191,14 @@ def test_linear_multiplies_with_dequantized_weights_of_all_parts(name):
 @every_format
 def test_some_outputs_of_a_linear_are_the_same_among_all(name):
     chosen = FORMATS[name]
-    linear = chosen.linear([chosen.quantize(torch.randn(n, 160), "w") for n in (130, 40)])
+    linear = linear_of(chosen, [chosen.quantize(torch.randn(n, 160), "w") for n in (130, 40)])
     x, index = torch.randn(5, 160), torch.tensor([129, 3, 169, 0])
     torch.testing.assert_close(linear.rows(index)(x), linear(x)[:, index])
 
 
 @every_format
 def test_a_row_that_is_not_finite_spoils_itself_only(name):
-    linear = FORMATS[name].linear([FORMATS[name].quantize(torch.randn(8, 160), "w")])
+    linear = linear_of(FORMATS[name], [FORMATS[name].quantize(torch.randn(8, 160), "w")])
     x = torch.randn(4, 160)
     x[1, 3], x[2, 130] = float("nan"), float("inf")
     y = linear(x)
@@ -261,7 +262,7 @@ def test_int8_linear_multiplies_dequantized_operands():
 
 def test_int8_linear_treats_a_row_alike_in_any_batch():
     x = torch.randn(64, 96)
-    linear = INT8.linear([INT8.quantize(torch.randn(40, 96), "w")])
+    linear = linear_of(INT8, [INT8.quantize(torch.randn(40, 96), "w")])
     whole = linear(x)
     for rows in (slice(0, 1), slice(3, 20), slice(63, 64)):
         assert torch.equal(linear(x[rows]), whole[rows])

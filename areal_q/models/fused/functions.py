@@ -1,8 +1,8 @@
 """The operations of a decoder's layer on a CPU in bfloat16, with their gradients.
 
 Products are of bfloat16 factors, accumulated in float32, by oneDNN. What lies between two products is one
-kernel each way (areal_q/kernels/training/pointwise.py). The residual stream, the weights and the gradients of weights
-are float32; a product's result and the gradient of an activation are bfloat16. Weights are rounded again in the
+kernel each way (areal_q/kernels/training). The residual stream, the weights and the gradients of weights are
+float32; a product's result and the gradient of an activation are bfloat16. Weights are rounded again in the
 backward pass, as copies that waited for it would take half as much memory as the model.
 
 Notation: as in kernels.py.
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from areal_q.kernels.training import attention
-from areal_q.kernels.training import bf16 as kernels
+from areal_q.kernels.training import pointwise as kernels
 from areal_q.models.packed_layout import PackedLayout
 
 _ROWS = 32

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from areal_q.kernels.cpu_tile import has_bf16
-from areal_q.kernels.training import bf16 as kernels
+from areal_q.kernels.training import pointwise as kernels
 from areal_q.linear.bf16_weight import Bf16Weight
 from areal_q.linear.cpu_linear import Bf16Linear
 from areal_q.models.fused.functions import added_rows, arrays

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from areal_q.config import Lora
 from areal_q.linear.quantized_linear import Linear
+from areal_q.linear.registry import linear_of
 from areal_q.models.low_bit.bf16_rounding import straight
 from areal_q.models.low_bit.quantized_forward import as_engines_compute, linears
 from areal_q.quant.format import Parts
@@ -107,7 +108,7 @@ class _Base(torch.autograd.Function):
         ctx.linear = linear
         ctx.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         with as_engines_compute(kind):
-            return FORMATS[linear.format].linear([linear.parts])(x.float(), linear.bias)
+            return linear_of(FORMATS[linear.format], [linear.parts])(x.float(), linear.bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

@@ -1,6 +1,6 @@
 """The learner's forward pass on the same quantized numbers as the rollouts (QaRL).
 
-    weights θ ──quantize_state──▶ parts ──┬──▶ Format.linear ──▶ the forward of π_prox and π_θ
+    weights θ ──quantize_state──▶ parts ──┬──▶ linear_of ──────▶ the forward of π_prox and π_θ
                                           └──▶ published_state ──▶ the version that engines run
 
 `QuantLinear` runs the format's own linear layer, with activations quantized as in the engine, on codes and
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from areal_q.linear.quantized_linear import Linear as Product
+from areal_q.linear.registry import linear_of
 from areal_q.models.layers.linear import Linear
 from areal_q.models.low_bit.bf16_rounding import straight
 from areal_q.quant.format import Parts
@@ -38,7 +39,7 @@ class QuantLinear(Linear):
 
     def take(self, parts: Parts) -> None:
         """Uses `parts`, the codes and scales of the changed weights, from now on."""
-        self.parts, self.product = parts, FORMATS[self.format].linear([parts])
+        self.parts, self.product = parts, linear_of(FORMATS[self.format], [parts])
 
     @property
     def acting_bias(self) -> Tensor | None:

@@ -7,13 +7,10 @@ them. The GEMM runs in float32 on the rounded weights: on a CPU that is faster t
 the rounding of the weights as the only difference from the learner.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from areal_q.kernels.quantize import dispatch
-from areal_q.linear.quantized_linear import FloatLinear
 from areal_q.quant.format import Parts, Ranges, as_float32, checked_float32
 
 
@@ -42,6 +39,3 @@ class Bf16:
     def error_bound(self, parts: Parts) -> Tensor:
         # From the rounded number r, which may be the smaller: 2⁻⁸ |w| ≤ 2⁻⁸ |r| / (1 - 2⁻⁸).
         return self.dequantize(parts).abs() * (2**-8 / (1 - 2**-8)) + 2**-134
-
-    def linear(self, parts: Sequence[Parts]) -> FloatLinear:
-        return FloatLinear(torch.cat([self.dequantize(p) for p in parts]))

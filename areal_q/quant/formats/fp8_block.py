@@ -15,14 +15,10 @@ weights keep their relative precision, which int8's do not. Against torchao's
 blockwise FP8: the same codes and scales.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from areal_q.kernels.quantize import dispatch
-from areal_q.linear.fp8_gemm import Fp8KernelLinear, Operand, emulated, fp8_gemm
-from areal_q.linear.quantized_linear import Fp8GroupLinear, Stacked
 from areal_q.quant.activations import E4M3_MAX, expanded, to_e4m3
 from areal_q.quant.format import Parts, Ranges, as_float32, checked_float32, row_ranges, scales_for
 
@@ -62,13 +58,6 @@ class Fp8:
     def error_bound(self, parts: Parts) -> Tensor:
         scale = expanded(parts["weight_scale_inv"], parts["weight"].shape)
         return e4m3_error(parts["weight"], scale)
-
-    def linear(self, parts: Sequence[Parts]) -> Stacked:
-        gemm = fp8_gemm(parts[0]["weight"].device)
-        if gemm is not emulated:
-            weights = [Operand(p["weight"], p["weight_scale_inv"], blocks=True) for p in parts]
-            return Fp8KernelLinear(Operand.stacked(weights), gemm)
-        return Fp8GroupLinear(torch.cat([self.dequantize(p) for p in parts]))
 
 
 def e4m3_error(codes: Tensor, scale: Tensor) -> Tensor:

@@ -15,13 +15,10 @@ fp8-weight: the same without a rounding of activations (W8A16), the layout witho
 scale is rounded to bfloat16, as which it is published and in which engines keep it, before codes are chosen.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from areal_q.kernels.quantize import dispatch
-from areal_q.linear.quantized_linear import FloatLinear, Fp8RowLinear, Stacked
 from areal_q.quant.activations import E4M3_MAX, to_e4m3
 from areal_q.quant.format import (
     Parts,
@@ -65,12 +62,6 @@ class Fp8Channel:
     def error_bound(self, parts: Parts) -> Tensor:
         return e4m3_error(parts["weight"], parts["weight_scale"])
 
-    def linear(self, parts: Sequence[Parts]) -> Stacked:
-        return Fp8RowLinear(
-            torch.cat([p["weight"] for p in parts]).to(torch.float32),
-            torch.cat([p["weight_scale"] for p in parts]),
-        )
-
 
 class Fp8Weight(Fp8Channel):
     name = "fp8-weight"
@@ -86,6 +77,3 @@ class Fp8Weight(Fp8Channel):
 
     def error_bound(self, parts: Parts) -> Tensor:
         return e4m3_error(parts["weight"], parts["weight_scale"].to(torch.float32))
-
-    def linear(self, parts: Sequence[Parts]) -> FloatLinear:
-        return FloatLinear(torch.cat([self.dequantize(p) for p in parts]))

@@ -18,13 +18,10 @@ given float32. Two things int8 has and this has not: -w has other codes than w, 
 `dequantize` returns may move the scale.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from areal_q.kernels.quantize import dispatch
-from areal_q.linear.quantized_linear import FloatLinear, Stacked
 from areal_q.quant.format import (
     Parts,
     Ranges,
@@ -78,9 +75,6 @@ class Int4:
     def error_bound(self, parts: Parts) -> Tensor:
         scale = self.effective(parts["weight_scale"]).repeat_interleave(self.group, 1)
         return scale[:, : int(parts["weight_shape"][1])] * 0.53
-
-    def linear(self, parts: Sequence[Parts]) -> Stacked:
-        return FloatLinear(torch.cat([self.dequantize(p) for p in parts]))
 
     def scales(self, ranges: Tensor) -> Tensor:
         """bfloat16 [out, ⌈in/group⌉]."""

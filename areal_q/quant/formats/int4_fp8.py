@@ -17,12 +17,9 @@ Range. ±max|w| of each group. Error bound. Half a scale, or half a code of clam
 next to zero all of 7 s.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from areal_q.linear.quantized_linear import Fp8RowLinear
 from areal_q.quant.activations import E4M3_MAX, SMALLEST_ROW_SCALE, to_e4m3
 from areal_q.quant.format import Parts, scales_for
 from areal_q.quant.formats.int4 import Int4
@@ -36,10 +33,6 @@ class Int4Fp8(Int4):
         largest = 7 * (1 + 2**-8) * published
         bound = torch.maximum(0.5 * (1 + 2**-18) * scale, largest - 7 * scale)
         return bound.repeat_interleave(self.group, 1)[:, : int(parts["weight_shape"][1])]
-
-    def linear(self, parts: Sequence[Parts]) -> Fp8RowLinear:
-        weight = torch.cat([self.dequantize(p) for p in parts])
-        return Fp8RowLinear(weight, torch.ones(len(weight), device=weight.device))
 
     def scales(self, ranges: Tensor) -> Tensor:
         return scales_for(ranges, 7).to(torch.bfloat16)

@@ -21,13 +21,10 @@ int8-weight: the same codes with activations as they are (W8A16). Layout of comp
 engines keep it, before codes are chosen; what it is too small for is clamped, by a quarter of a code at most.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from areal_q.kernels.quantize import dispatch
-from areal_q.linear.quantized_linear import FloatLinear, Int8Linear
 from areal_q.quant.activations import INT8_MAX
 from areal_q.quant.format import (
     Parts,
@@ -71,11 +68,6 @@ class Int8:
     def error_bound(self, parts: Parts) -> Tensor:
         return parts["weight_scale"] * (0.5 + 127 * 2**-23)
 
-    def linear(self, parts: Sequence[Parts]) -> Int8Linear:
-        return Int8Linear(
-            torch.cat([p["weight"] for p in parts]), torch.cat([p["weight_scale"] for p in parts])
-        )
-
 
 class Int8Weight:
     name = "int8-weight"
@@ -110,9 +102,6 @@ class Int8Weight:
 
     def error_bound(self, parts: Parts) -> Tensor:
         return _INT8.error_bound({"weight_scale": parts["weight_scale"].to(torch.float32)})
-
-    def linear(self, parts: Sequence[Parts]) -> FloatLinear:
-        return FloatLinear(torch.cat([self.dequantize(p) for p in parts]))
 
 
 _INT8 = Int8()

@@ -16,12 +16,9 @@ s at 4 s, and 2 s at the top code. Blocks of zeros have E8M0's smallest scale. C
 of torchao's MX tensors in mode FLOOR, bit for bit down to 2⁻¹²⁴.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from areal_q.linear.quantized_linear import FloatLinear
 from areal_q.quant.format import (
     Parts,
     Ranges,
@@ -67,9 +64,6 @@ class Mxfp4:
         codes = e2m1.unpack(parts["weight_packed"])
         errors = torch.where(codes & 7 == 7, 2.0, e2m1.error(codes))
         return unblocked(blocked(errors, BLOCK) * real_scale(parts).unsqueeze(-1), codes.shape[1])
-
-    def linear(self, parts: Sequence[Parts]) -> FloatLinear:
-        return FloatLinear(torch.cat([self.dequantize(p) for p in parts]))
 
 
 def real_scale(parts: Parts) -> Tensor:

@@ -16,13 +16,11 @@ bitsandbytes, bit for bit, in whole blocks that are not zero.
 
 import json
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from areal_q.kernels.quantize import dispatch
-from areal_q.linear.quantized_linear import FloatLinear
 from areal_q.quant.activations import SMALLEST_SCALE, on
 from areal_q.quant.format import (
     Parts,
@@ -89,9 +87,6 @@ class Nf4:
         shape = json.loads(bytes(parts[_STATE].tolist()))["shape"]
         per_weight = parts["weight.absmax"].repeat_interleave(_BLOCK)[: math.prod(shape)]
         return 0.152 * per_weight.view(shape)
-
-    def linear(self, parts: Sequence[Parts]) -> FloatLinear:
-        return FloatLinear(torch.cat([self.dequantize(p) for p in parts]))
 
 
 def _blocks(w: Tensor) -> Tensor:

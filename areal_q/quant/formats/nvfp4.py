@@ -18,12 +18,9 @@ is so small that `global` would be infinite it is 1, and all codes are 0. Codes 
 compressed-tensors, bit for bit, where it is given float32.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from areal_q.linear.quantized_linear import FloatLinear
 from areal_q.quant.activations import E4M3_MAX, to_e4m3
 from areal_q.quant.format import (
     Parts,
@@ -77,9 +74,6 @@ class Nvfp4:
             unblocked(rounding, codes.shape[1]) * (1 + 2**-18)
             + 6 * 2**-10 / parts["weight_global_scale"]
         )
-
-    def linear(self, parts: Sequence[Parts]) -> FloatLinear:
-        return FloatLinear(torch.cat([self.dequantize(p) for p in parts]))
 
 
 def _numbers(codes: Tensor) -> Tensor:

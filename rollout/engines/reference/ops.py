@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from areal_q.linear.quantized_linear import Linear
+from areal_q.linear.registry import linear_of
 from areal_q.models.layers.rope import apply_rope
 from areal_q.quant.format import Format, Parts
 from rollout.engines.reference.kv_cache import Attend, DecodeAttention, KVCache
@@ -83,7 +84,7 @@ class Ops(Protocol):
 
 class TorchOps:
     def linear(self, format: Format, parts: Sequence[Parts]) -> Linear:
-        return format.linear(parts)
+        return linear_of(format, parts)
 
     def tables(self, embedding: Tensor, head: Tensor | None) -> tuple[Table, Table]:
         if head is None:

@@ -19,6 +19,7 @@ from areal_q.linear.cpu_linear import Bf16Table, bf16_linear, cpu_linear
 from areal_q.linear.eight_bit_linear import eight_bit_linear
 from areal_q.linear.four_bit_linear import four_bit_linear
 from areal_q.linear.quantized_linear import Linear
+from areal_q.linear.registry import linear_of
 from areal_q.quant.format import Format, Parts
 from areal_q.quant.formats.int8 import Int8
 from rollout.engines.reference.kv_cache import Attend, DecodeAttention, KVCache
@@ -58,7 +59,7 @@ class FusedOps:
             return found
         if self.parts and not isinstance(format, Int8):
             return bf16_linear(bf16_weight(format, parts), self.parts)
-        return eight_bit_linear(format, parts, cpu_linear(format.linear(parts)))
+        return eight_bit_linear(format, parts, cpu_linear(linear_of(format, parts)))
 
     def tables(self, embedding: Tensor, head: Tensor | None) -> tuple[Table, Table]:
         last = embedding if head is None else head

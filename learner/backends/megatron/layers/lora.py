@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from areal_q.config import Lora
 from areal_q.linear.quantized_linear import Linear as Product
+from areal_q.linear.registry import linear_of
 from areal_q.models import Decoder, DecoderConfig
 from areal_q.models.low_bit.bf16_rounding import straight
 from areal_q.models.low_bit.lora import A, B, adapted
@@ -93,7 +94,7 @@ class _Linear(nn.Module, ABC):
         """Returns this rank's parts of A and B of source `name`."""
 
     def product(self) -> Product:
-        return FORMATS[self.format].linear(self.parts).rows(self.outputs)
+        return linear_of(FORMATS[self.format], self.parts).rows(self.outputs)
 
     def whole(self) -> Tensor:
         """Returns the base, float32 [outs, ins]."""

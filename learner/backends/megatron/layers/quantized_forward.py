@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from areal_q.linear.fp8_gemm import Operand
 from areal_q.linear.quantized_linear import Linear as Product
+from areal_q.linear.registry import linear_of
 from areal_q.models import Decoder
 from areal_q.models.low_bit.bf16_rounding import straight
 from areal_q.models.low_bit.fp8_training import dgrad, fprop, operands, wgrad
@@ -59,7 +60,7 @@ class _Aligned:
         """Sets the quantized tensors `parts` of each source, after the weights have changed. `outputs` and
         `inputs` are the indices of this rank's, int64."""
         if not self.flow:
-            self.product = FORMATS[format].linear(parts).rows(outputs)
+            self.product = linear_of(FORMATS[format], parts).rows(outputs)
             return
         rows, columns = zip(*map(operands, parts), strict=True)
         whole = [r.rows(_count(len(r.codes), outputs)) for r in rows]
