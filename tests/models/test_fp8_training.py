@@ -7,6 +7,7 @@ from helpers.fixture_types import MakeRun
 from helpers.policies import build_policy
 from torch import Tensor, nn
 
+from areal_q.linear import registry
 from areal_q.linear.fp8_gemm import (
     Fp8KernelLinear,
     Operand,
@@ -23,7 +24,6 @@ from areal_q.models.low_bit.published_state import published_state
 from areal_q.models.low_bit.quantized_forward import linears, use
 from areal_q.quant import FORMATS, quantize_state
 from areal_q.quant.activations import quantize_groups_e4m3
-from areal_q.quant.formats import fp8_block
 from learner.policy_update import update_policy
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
 
@@ -124,7 +124,7 @@ def test_where_there_is_a_kernel_the_format_runs_on_it(monkeypatch, outputs):
     torch.manual_seed(0)
     parts = [FORMATS["fp8"].quantize(torch.randn(rows, 200), "w") for rows in outputs]
     want = linear_of(FORMATS["fp8"], parts)
-    monkeypatch.setattr(fp8_block, "fp8_gemm", lambda device: lambda a, b: emulated(a, b))
+    monkeypatch.setattr(registry, "fp8_gemm", lambda device: lambda a, b: emulated(a, b))
     linear = linear_of(FORMATS["fp8"], parts)
     assert isinstance(linear, Fp8KernelLinear)
     x, bias, index = torch.randn(9, 200), torch.randn(sum(outputs)), torch.tensor([3, 0, 77])

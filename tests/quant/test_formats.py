@@ -249,8 +249,8 @@ def test_int8_linear_multiplies_dequantized_operands():
     parts = INT8.quantize(weight, "w")
     codes, scale = quantize_rows(x)
     want = (codes.double() * scale) @ INT8.dequantize(parts).double().t()
-    linear = INT8.linear(
-        [{k: v[:8] for k, v in parts.items()}, {k: v[8:] for k, v in parts.items()}]
+    linear = linear_of(
+        INT8, [{k: v[:8] for k, v in parts.items()}, {k: v[8:] for k, v in parts.items()}]
     )
     assert isinstance(linear, Int8Linear)
     torch.testing.assert_close(linear(x).double(), want, rtol=1e-5, atol=1e-5)
