@@ -14,7 +14,7 @@ from areal_q.kernels.jit import FMA, MAGNITUDE, ROUND, ROUND_E4M3, TINY, kernel
 
 float32, int32 = np.float32, np.int32
 F1, F2 = nt.Array(nt.float32, 1, "C"), nt.Array(nt.float32, 2, "C")
-I2, U8 = nt.Array(nt.int32, 2, "C"), nt.Array(nt.uint8, 2, "C")
+U8 = nt.Array(nt.uint8, 2, "C")
 # Those of areal_q/quant/activations.py
 _SMALLEST_ROW_SCALE = float32(1 / (448 * 512))
 _SMALLEST_GROUP_RANGE = float32(1e-10)
@@ -99,19 +99,10 @@ def e4m3_groups(x, y):
                 y[t, i] = _e4m3(x[t, i] / scale) * scale
 
 
-@kernel(void(I2, F1, F1, F2, F2), fastmath=FMA)
-def dequantize(sums, w_scale, x_scale, add, y):
-    """Computes y[t, o] = sums[t, o] · w_scale[o] · x_scale[t] + add[t, o], where add is [T, out] or [1,
-    out]."""
-    for t in range(sums.shape[0]):
-        row = add[t if add.shape[0] > 1 else 0]
-        for o in range(sums.shape[1]):
-            y[t, o] = float32(sums[t, o]) * w_scale[o] * x_scale[t] + row[o]
-
-
 @kernel(void(F2, F1, F1, F2, F2), fastmath=FMA)
 def rescale(sums, w_scale, x_scale, add, y):
-    """Computes the same as `dequantize`, from sums in float32."""
+    """Computes y[t, o] = sums[t, o] · w_scale[o] · x_scale[t] + add[t, o], where add is [T, out] or [1,
+    out]."""
     for t in range(sums.shape[0]):
         row = add[t if add.shape[0] > 1 else 0]
         for o in range(sums.shape[1]):

@@ -20,12 +20,13 @@ from areal_q.kernels import cpu_activations, cpu_gemm
 from areal_q.kernels.cpu_tile import PANEL, has, has_int8
 from areal_q.linear.bf16_weight import Bf16Weight
 from areal_q.linear.quantized_linear import (
+    EXACT,
     FloatLinear,
     Fp8GroupLinear,
     Fp8RowLinear,
     Int8Linear,
     Linear,
-    int8_matmul,
+    has_int_mm,
 )
 
 _OFFSET = 128
@@ -38,7 +39,9 @@ def cpu_linear(linear: Linear) -> Linear:
     """Returns a layer on a CPU with the results of `linear`, or `linear` itself where there is none."""
     match linear:
         case Int8Linear():
-            return PackedInt8Linear(linear) if has_int8() else FusedInt8Linear(linear)
+            if has_int8():
+                return PackedInt8Linear(linear)
+            return linear if has_int_mm("cpu") else FusedInt8Linear(linear)
         case Fp8RowLinear():
             return FusedFp8RowLinear(linear)
         case Fp8GroupLinear():
@@ -205,21 +208,23 @@ def _pool() -> ThreadPoolExecutor:
 
 
 class FusedInt8Linear:
-    """An Int8Linear with the same codes to the bit. The GEMM is torch's, and the steps around it are
-    kernels."""
+    """An Int8Linear with the same sums, which are exact in float32, where no instruction multiplies int8."""
 
     def __init__(self, linear: Int8Linear) -> None:
-        self.codes_t = linear.codes_t
+        self.codes = linear.codes_t.t().float().split(EXACT, 1)
         self.scale = linear.scale.numpy()
         self.nothing = np.zeros((1, len(self.scale)), np.float32)
 
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
         codes, x_scale = np.empty(x.shape, np.int8), np.empty(len(x), np.float32)
         cpu_activations.int8_rows(x.numpy(), 0, codes.view(np.uint8), x_scale)
-        sums = int8_matmul(torch.from_numpy(codes), self.codes_t).to(torch.int32).numpy()
+        parts = torch.from_numpy(codes).float().split(EXACT, 1)
+        first, *rest = (F.linear(a, b) for a, b in zip(parts, self.codes, strict=True))
+        # Of several parts the sum may be more than float32 holds.
+        sums = sum((part.int() for part in rest), first.int()).float() if rest else first
         y = np.empty(sums.shape, np.float32)
         added = self.nothing if add is None else add.view(-1, sums.shape[1]).numpy()
-        cpu_activations.dequantize(sums, self.scale, x_scale, added, y)
+        cpu_activations.rescale(sums.numpy(), self.scale, x_scale, added, y)
         return torch.from_numpy(y)
 
 

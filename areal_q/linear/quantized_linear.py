@@ -31,7 +31,7 @@ from areal_q.quant.activations import (
     quantize_rows_e4m3,
 )
 
-_EXACT = (1 << 24) // INT8_MAX**2
+EXACT = (1 << 24) // INT8_MAX**2
 """Products of int8 numbers whose sum float32 holds exactly: whole numbers up to 2²⁴"""
 
 
@@ -118,7 +118,7 @@ def int8_matmul(a: Tensor, b: Tensor) -> Tensor:
         enough = F.pad(a, (0, 0, 0, rows - a.shape[0])) if rows > a.shape[0] else a
         product = torch._int_mm(enough, b)  # pyright: ignore[reportPrivateImportUsage]
         return product[: a.shape[0]]
-    pieces = zip(a.split(_EXACT, 1), b.split(_EXACT, 0), strict=True)
+    pieces = zip(a.split(EXACT, 1), b.split(EXACT, 0), strict=True)
     first, *rest = ((x.float() @ y.float()).to(torch.int32) for x, y in pieces)
     return sum(rest, first)
 

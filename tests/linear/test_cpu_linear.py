@@ -65,6 +65,9 @@ def test_without_the_instruction_torch_multiplies(monkeypatch):
     plain = int8_layer(8, 8)
     assert isinstance(cpu_linear.cpu_linear(plain), PackedInt8Linear) == has_int8()
     monkeypatch.setattr(cpu_linear, "has_int8", lambda: False)
+    monkeypatch.setattr(cpu_linear, "has_int_mm", lambda device: True)
+    assert cpu_linear.cpu_linear(plain) is plain
+    monkeypatch.setattr(cpu_linear, "has_int_mm", lambda device: False)
     assert isinstance(cpu_linear.cpu_linear(plain), FusedInt8Linear)
     floats = FloatLinear(torch.randn(8, 8))
     assert isinstance(cpu_linear.cpu_linear(floats), Float32Linear) == cpu_tile.has("avx512f")
