@@ -105,8 +105,8 @@ def is_follower() -> bool:
 
 
 def _follow(run: Run) -> None:
+    from learner.arithmetic import set_arithmetic
     from learner.multi_process import exit_process, follow, join
-    from learner.train_step import set_arithmetic
 
     set_arithmetic(run.learner.threads, run.learner.device)
     follow(run, join(run.learner))

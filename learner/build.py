@@ -39,6 +39,7 @@ from buffer.redis_store.lease import owner_of
 from buffer.sampling.replay_pool import ReplayPool
 from buffer.weight_sync import WeightServer
 from learner import checkpoint
+from learner.arithmetic import set_arithmetic
 from learner.backends.data_parallel import ALONE, Ranks
 from learner.backends.precision import PrecisionSettings, set_precision
 from learner.backends.single_device import TorchPolicy
@@ -56,7 +57,6 @@ from learner.measure.reward_check import RewardCheck
 from learner.measure.token_recorder import TokenRecorder
 from learner.policy_update import PolicyUpdater, SingleProcessUpdater
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
-from learner.train_step import set_arithmetic
 
 logger = logging.getLogger(__name__)
 

@@ -38,6 +38,7 @@ from buffer.redis_store import START, LearnerBuffer
 from buffer.sampling.replay_pool import SampledGroups
 from buffer.weight_sync import WeightServer
 from learner import checkpoint
+from learner.arithmetic import machine_name
 from learner.backends.single_device import TorchPolicy
 from learner.checkpoint.async_writer import CheckpointWriter
 from learner.data.admission import Admission
@@ -53,7 +54,7 @@ from learner.measure.worker_rates import WorkerRates
 from learner.policy_update import PolicyUpdater
 from learner.publishing.version_builder import VersionBuilder
 from learner.publishing.weight_publisher import WeightPublisher
-from learner.train_step import machine_name, train_step
+from learner.train_step import train_step
 
 logger = logging.getLogger(__name__)
 TELL_EVERY_S = 10.0

@@ -1,13 +1,7 @@
 """One learner step, which depends on weights, groups and version history alone, so that a replay can repeat
 it."""
 
-import os
-import platform
 from collections.abc import Sequence
-from functools import cache
-from pathlib import Path
-
-import torch
 
 from areal_q.messages import Group
 from learner.data.packing import (
@@ -57,46 +51,3 @@ def train_step(
         "reward/mean": mean,
         "reward/std": (sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5,
     }
-
-
-def set_arithmetic(threads: int, device: str) -> None:
-    """Sets how this process computes steps: with so many threads, with numbers below float32's smallest normal
-    one taken as 0, and on a CPU the same bits each time.
-
-    Processors compute such numbers a hundred times slower, and a very confident policy has many. Without
-    torch's deterministic algorithms, several threads add the gradients of a prompt's last token, which predicts
-    the first one of each response, in the order in which they happen to come; a GPU lacks some of these
-    algorithms. Call it before the process computes anything in parallel: threads take the mode from the one
-    that starts them.
-    """
-    torch.set_flush_denormal(True)
-    torch.set_num_threads(threads)
-    # torch.use_deterministic_algorithms would import torch's compiler, which takes seconds.
-    torch.set_deterministic_debug_mode("warn" if device == "cpu" else "default")
-    # All that is read was written.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def machine_name(device: str, backend: str = "torch", *, threads: int | None = None) -> str:
-    """Returns what a step's rounding depends on, as text: torch, device, processor, threads, ranks, backend.
-
-    `threads` are torch's at present by default.
-    """
-    where = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
-    if name := _processor():
-        where += f", {name}"
-    capability = torch.backends.cpu.get_cpu_capability()
-    ranks = os.environ.get("WORLD_SIZE", "1")
-    several = f", {ranks} ranks" if ranks != "1" else ""
-    other = f", {backend}" if backend != "torch" else ""
-    count = torch.get_num_threads() if threads is None else threads
-    return f"torch {torch.__version__}, {where}, {capability}, {count} threads{several}{other}"
-
-
-@cache
-def _processor() -> str:
-    """Returns the processor's name, as libraries choose kernels by more than torch's CPU capability."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()

@@ -49,7 +49,7 @@ LAYERS = {
         {"__main__"},
     ),
     "learner": (
-        {"data", "optim", "publishing"},
+        {"arithmetic", "data", "optim", "publishing"},
         {"backends", "policy_advantages"},
         {"measure"},
         {"policy_update"},

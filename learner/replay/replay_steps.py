@@ -28,6 +28,7 @@ from buffer.logs.step_log import StepRecord, iter_steps
 from buffer.logs.trajectory_log import iter_log, logged_steps
 from buffer.sampling.replay_pool import SampledGroups
 from learner import checkpoint
+from learner.arithmetic import machine_name, set_arithmetic
 from learner.backends.precision import PrecisionSettings, set_precision
 from learner.backends.single_device import TorchPolicy
 from learner.data.invalid_rewards import judged
@@ -35,7 +36,7 @@ from learner.data.staleness import VersionHistory
 from learner.measure.token_recorder import TokenRecorder
 from learner.policy_update import MICROBATCH, SingleProcessUpdater
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
-from learner.train_step import machine_name, set_arithmetic, train_step
+from learner.train_step import train_step
 
 ROUNDING_ONLY = ("learner.device", "learner.threads", "learner.microbatch_tokens")
 """Settings that change a step by rounding alone."""

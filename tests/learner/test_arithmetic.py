@@ -10,11 +10,11 @@ import torch
 from helpers.paths import ROOT
 
 from areal_q.kernels.jit import kernel
-from learner.train_step import set_arithmetic
+from learner.arithmetic import set_arithmetic
 
 TINY = """
 import threading, torch
-from learner.train_step import set_arithmetic
+from learner.arithmetic import set_arithmetic
 set_arithmetic(2, "cpu")
 many = torch.full((1 << 20,), 1e-30)
 found = [int((many * 1e-10).count_nonzero())]
@@ -25,7 +25,7 @@ print(torch.get_num_threads(), *found)
 """
 SHARED = """
 import torch
-from learner.train_step import set_arithmetic
+from learner.arithmetic import set_arithmetic
 
 def gradient(threads):
     set_arithmetic(threads, "cpu")

@@ -29,6 +29,7 @@ from areal_q.tasks.tokenizer import CharTokenizer
 from buffer.logs.step_log import StepLog, StepRecord
 from buffer.logs.trajectory_log import TrajectoryLog
 from learner import checkpoint
+from learner.arithmetic import machine_name
 from learner.backends.single_device import TorchPolicy, token_logprobs
 from learner.data.packing import pack_samples, samples_of
 from learner.data.staleness import VersionHistory
@@ -41,7 +42,7 @@ from learner.doctor.probe import VersionPolicies
 from learner.doctor.tables import bars, doctor_screen
 from learner.policy_update import SingleProcessUpdater
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
-from learner.train_step import machine_name, train_step
+from learner.train_step import train_step
 
 GROUPS, SIZE, TOKENS, STEPS = 4, 4, 40, 4
 EOS = CharTokenizer().eos_id

@@ -31,10 +31,10 @@ from buffer.logs.token_log import iter_tokens, tokens_to_table
 from buffer.logs.trajectory_log import iter_log
 from buffer.logs.trajectory_schema import TRAJECTORY_SCHEMA, groups_from_table, groups_to_table
 from learner import checkpoint
+from learner.arithmetic import machine_name
 from learner.measure.token_recorder import TokenRecorder
 from learner.replay.cli import main
 from learner.replay.replay_steps import Replay
-from learner.train_step import machine_name
 
 pytestmark = pytest.mark.timeout(300)
 """The first of them waits for two runs"""
@@ -314,7 +314,7 @@ def test_other_backend_gives_other_bits_within_tolerances():
 def test_bits_are_asked_of_the_same_processor(finished, monkeypatch):
     replay = Replay(finished)
     assert replay.exact
-    monkeypatch.setattr("learner.train_step._processor", lambda: "Z80")
+    monkeypatch.setattr("learner.arithmetic._processor", lambda: "Z80")
     assert not Replay(finished).exact
 
 
