@@ -47,8 +47,8 @@ from bench.generation import beside_generate
 from bench.learning_curve import DEFINITION, Curve, Point, time_to
 from learner.build import build_model
 from learner.checkpoint import files as checkpoints
-from learner.data.sft_warmup import warm_start
 from learner.replay.export import export as export_model
+from learner.sft_warmup import warm_start
 from rollout.evaluation.generate import answered
 
 AIM = 3.0

@@ -46,17 +46,17 @@ from learner.backends.single_device import TorchPolicy
 from learner.checkpoint.async_writer import CheckpointWriter
 from learner.data.admission import Admission, AdmissionSettings
 from learner.data.group_reader import GroupReader
-from learner.data.heldout_eval import HeldOutEvaluation
-from learner.data.replay_check import ReplayCheck
-from learner.data.sft_warmup import warm_start
 from learner.data.staleness import VersionHistory, forks_at
 from learner.data.validation import check_data, fits
+from learner.heldout_eval import HeldOutEvaluation
 from learner.loop import Learner
 from learner.measure.fidelity import FidelityMeter
+from learner.measure.replay_check import ReplayCheck
 from learner.measure.reward_check import RewardCheck
 from learner.measure.token_recorder import TokenRecorder
 from learner.policy_update import PolicyUpdater, SingleProcessUpdater
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
+from learner.sft_warmup import warm_start
 
 logger = logging.getLogger(__name__)
 

@@ -42,12 +42,12 @@ from learner.arithmetic import machine_name
 from learner.backends.single_device import TorchPolicy
 from learner.checkpoint.async_writer import CheckpointWriter
 from learner.data.admission import Admission
-from learner.data.agent_episodes import AgentEpisodes
 from learner.data.group_reader import GroupReader
-from learner.data.heldout_eval import HeldOutEvaluation
-from learner.data.replay_check import ReplayCheck
 from learner.data.staleness import VersionHistory
+from learner.heldout_eval import HeldOutEvaluation
+from learner.measure.agent_episodes import AgentEpisodes
 from learner.measure.fidelity import FidelityMeter
+from learner.measure.replay_check import ReplayCheck
 from learner.measure.reward_check import RewardCheck
 from learner.measure.token_recorder import TokenRecorder
 from learner.measure.worker_rates import WorkerRates

@@ -49,8 +49,8 @@ LAYERS = {
         {"__main__"},
     ),
     "learner": (
-        {"arithmetic", "data", "optim", "publishing"},
-        {"backends", "policy_advantages"},
+        {"arithmetic", "data", "optim", "publishing", "sft_warmup"},
+        {"backends", "heldout_eval", "policy_advantages"},
         {"measure"},
         {"policy_update"},
         {"checkpoint", "train_step"},

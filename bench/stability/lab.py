@@ -40,11 +40,11 @@ from bench.stability.memory_buffer import MemoryBuffer, MemoryLearner
 from learner.backends.single_device import TorchPolicy
 from learner.build import begin_smoothing, build_model
 from learner.data.admission import Admission, AdmissionSettings
-from learner.data.sft_warmup import warm_start
 from learner.data.staleness import VersionHistory
 from learner.measure.reward_check import RewardCheck
 from learner.policy_update import SingleProcessUpdater
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
+from learner.sft_warmup import warm_start
 from learner.train_step import train_step
 from rollout.engines.base import Completion, Engine, Request
 from rollout.engines.reference.torch_engine import torch_engine

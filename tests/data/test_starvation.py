@@ -25,11 +25,12 @@ from areal_q.observability.metrics_log import MetricsLog, read_metrics
 from areal_q.system.run_dir import METRICS_FILE
 from bench.stability.memory_buffer import MemoryBuffer
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
-from learner.data import agent_episodes, starvation
 from learner.data import group_reader as group_reader_module
-from learner.data.agent_episodes import AgentEpisodes
-from learner.data.replay_check import ReplayCheck
+from learner.data import starvation
 from learner.data.staleness import VersionHistory
+from learner.measure import agent_episodes
+from learner.measure.agent_episodes import AgentEpisodes
+from learner.measure.replay_check import ReplayCheck
 from rollout.commands import cluster
 
 SETTINGS = """

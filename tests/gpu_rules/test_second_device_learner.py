@@ -31,7 +31,6 @@ from learner import checkpoint
 from learner.backends.precision import PrecisionSettings, set_precision
 from learner.backends.single_device import TorchPolicy
 from learner.build import build_policy
-from learner.data.sft_warmup import supervised_loss
 from learner.data.staleness import VersionHistory
 from learner.doctor.probe import Probe
 from learner.measure.fidelity import FidelityMeter
@@ -42,6 +41,7 @@ from learner.publishing.version_builder import VersionBuilder, VersionSettings
 from learner.publishing.weight_publisher import WeightPublisher
 from learner.replay.compare import compare
 from learner.replay.replay_steps import Replay
+from learner.sft_warmup import supervised_loss
 from learner.train_step import train_step
 
 if not shutil.which("c++"):

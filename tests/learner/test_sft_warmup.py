@@ -14,7 +14,7 @@ from areal_q.config import Arithmetic, Calculator, Run
 from areal_q.errors import Stopped
 from areal_q.models import Decoder, PackedLayout
 from areal_q.tasks import build_task, build_tokenizer, problem_at
-from learner.data.sft_warmup import supervised_loss, warm_start
+from learner.sft_warmup import supervised_loss, warm_start
 
 Progress = list[tuple[int, float]]
 

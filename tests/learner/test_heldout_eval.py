@@ -11,7 +11,7 @@ from areal_q.observability.metrics_log import MetricsLog, read_metrics
 from areal_q.tasks import build_task, build_tokenizer
 from bench.stability.memory_buffer import MemoryBuffer
 from learner.data.admission import Admission, AdmissionSettings
-from learner.data.heldout_eval import HeldOutEvaluation
+from learner.heldout_eval import HeldOutEvaluation
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_an_evaluation_ends_without_quarantined_tickets(heldout, make_group, sto
 def test_an_evaluation_waits_for_its_open_tickets(
     heldout, make_group, store, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("learner.data.heldout_eval.LOOK_S", 0.0)
+    monkeypatch.setattr("learner.heldout_eval.LOOK_S", 0.0)
     heldout.ask(0)
     asyncio.run(answer(store, make_group, poison={0}))
     heldout.ask(10)
