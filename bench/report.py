@@ -22,6 +22,7 @@ from bench.common import commit, device, number, publish, table, use_cores, vers
 from buffer.logs.trajectory_log import iter_log
 from buffer.report.page import whole_file
 from buffer.report.runs import Reported, read_runs
+from buffer.sampling.replay_pool import SampledGroups
 from learner.backends.single_device import TorchPolicy
 from learner.build import build_model
 from learner.data.packing import samples_of
@@ -69,7 +70,7 @@ def steps(directory: Path) -> tuple[float, float]:
     seconds: dict[bool, list[float]] = {False: [], True: []}
     policies = {recording: build(run) for recording in seconds}
     for step, groups in iter_log(directory / "trajectories", 0, STEPS):
-        samples = samples_of(groups, run.learner.advantage, VersionHistory(4), step)
+        samples = samples_of(SampledGroups(groups), run.learner.advantage, VersionHistory(4), step)
         for recording in (True, False) if step % 2 else (False, True):
             began = time.process_time()
             policy = policies[recording]

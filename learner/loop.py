@@ -19,6 +19,7 @@ Quantizing, diffing, compressing and sending overlap with the next step
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -162,9 +163,7 @@ class Learner:
             if batch is None:
                 return
             waited = time.monotonic() - began
-            values = train_step(
-                self.updater, batch.groups, self.history, step, batch.weights, self.recorder
-            )
+            values = train_step(self.updater, batch, self.history, step, self.recorder)
             self.wait_until_out()
             self.record(step, batch, values)
             values |= self.version_metrics()
@@ -269,7 +268,7 @@ class Learner:
             step=step,
             tickets=[group.ticket.number for group in batch.groups],
             seeds=[group.ticket.seed for group in batch.groups],
-            weights=batch.weights,
+            weights=list(batch.weights),
             base_digest=self.history.digests[step],
             digest="",
             fork=self.history.fork,
@@ -335,7 +334,12 @@ class Learner:
             )
 
     def report(
-        self, step: int, values: dict[str, float], groups: list[Group], began: float, waited: float
+        self,
+        step: int,
+        values: dict[str, float],
+        groups: Sequence[Group],
+        began: float,
+        waited: float,
     ) -> None:
         """Writes the metrics of the step that made version `step`. It began at `began`, by time.monotonic(),
         and waited `waited` seconds for groups."""

@@ -1,9 +1,7 @@
 """One learner step, which depends on weights, groups and version history alone, so that a replay can repeat
 it."""
 
-from collections.abc import Sequence
-
-from areal_q.messages import Group
+from buffer.sampling.replay_pool import SampledGroups
 from learner.data.packing import (
     failure_metrics,
     lag_metrics,
@@ -18,26 +16,23 @@ from learner.policy_update import PolicyUpdater
 
 def train_step(
     updater: PolicyUpdater,
-    groups: Sequence[Group],
+    batch: SampledGroups,
     history: VersionHistory,
     step: int,
-    weights: Sequence[float] = (),
     recorder: TokenRecorder | None = None,
 ) -> dict[str, float]:
-    """Learns from `groups` in step `step`, after which the policy of `updater` has the new weights.
+    """Learns from `batch` in step `step`, after which the policy of `updater` has the new weights.
 
-    The order of the groups matters. `weights` are the sampler's, one per group; none means that all are 1.
-    `recorder` collects the step's tokens for the token log. Returns the step's metrics by name, in the units of
-    docs/metrics.md; none of them depends on time. Raises ConfigError for a response that no micro-batch has
-    room for, RecordError if an input of the loss is not finite, and DivergedError after too many gradients in a
-    row that were not finite.
+    The order of its groups matters. `recorder` collects the step's tokens for the token log. Returns the step's
+    metrics by name, in the units of docs/metrics.md; none of them depends on time. Raises ConfigError for a
+    response that no micro-batch has room for, RecordError if an input of the loss is not finite, and
+    DivergedError after too many gradients in a row that were not finite.
     """
     policy = updater.policy
-    kl = policy.cfg.reference_kl
+    cfg, kl = policy.cfg, policy.cfg.reference_kl
     if kl and kl.reset_every and step and step % kl.reset_every == 0:
         updater.reset_reference()
-    cfg = policy.cfg
-    samples = samples_of(groups, cfg.advantage, history, step, weights, cfg.mask)
+    samples = samples_of(batch, cfg.advantage, history, step, cfg.mask)
     rewards = [s.trajectory.reward for s in samples]
     mean = sum(rewards) / len(rewards)
     values = updater.update(samples, recorder)
@@ -46,8 +41,8 @@ def train_step(
     return values | {
         **lag_metrics(samples),
         **part_metrics(samples),
-        **failure_metrics(groups),
-        **response_metrics(groups),
+        **failure_metrics(batch.groups),
+        **response_metrics(batch.groups),
         "reward/mean": mean,
         "reward/std": (sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5,
     }

@@ -19,6 +19,7 @@ from areal_q.config import Run, load
 from areal_q.messages import Array, Group, Ticket, Trajectory
 from areal_q.tasks import build_task, build_tokenizer
 from bench.common import ROOT, commit, device, publish, say, table
+from buffer.sampling.replay_pool import SampledGroups
 from learner.backends.single_device import TorchPolicy
 from learner.build import build_model
 from learner.data.admission import Admission, AdmissionSettings
@@ -112,7 +113,7 @@ async def measure(run: Run) -> dict[str, list[float]]:
         groups = await asyncio.gather(*(group(engine, t) for t in tickets.new))
         tickets.new.clear()
         updater = SingleProcessUpdater(policy)
-        step_s, _ = timed(partial(train_step, updater, groups, history, step))
+        step_s, _ = timed(partial(train_step, updater, SampledGroups(groups), history, step))
         found["step"].append(step_s)
         for share, meter in zip(SHARES, meters, strict=True):
             seconds, values = timed(lambda: meter.measure(groups))  # noqa: B023

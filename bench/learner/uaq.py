@@ -24,6 +24,7 @@ from areal_q.quant import FORMATS
 from areal_q.tasks import build_reward, build_task, build_tokenizer
 from bench.common import ROOT, commit, device, publish, table, use_cores
 from bench.stability.lab import Drawer, Tickets, warm_model
+from buffer.sampling.replay_pool import SampledGroups
 from learner.backends.single_device import TorchPolicy
 from learner.data.admission import Admission, AdmissionSettings
 from learner.data.staleness import VersionHistory
@@ -82,7 +83,9 @@ def measure(
     seen: list[dict[str, float]] = []
     for batch in batches:
         before, codes = [w.detach().clone() for w in weights], quantized(weights, run)[0]
-        norm = train_step(SingleProcessUpdater(policy), batch, history, 0)["train/grad_norm"]
+        norm = train_step(SingleProcessUpdater(policy), SampledGroups(batch), history, 0)[
+            "train/grad_norm"
+        ]
         after, rounded = quantized(weights, run)
         pairs = list(zip(before, weights, strict=True))
         moved = sum(int((a != b).sum()) for a, b in zip(codes, after, strict=True))

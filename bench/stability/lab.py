@@ -37,6 +37,7 @@ from areal_q.tasks import (
 )
 from areal_q.weights.version import WeightVersion
 from bench.stability.memory_buffer import MemoryBuffer, MemoryLearner
+from buffer.sampling.replay_pool import SampledGroups
 from learner.backends.single_device import TorchPolicy
 from learner.build import begin_smoothing, build_model
 from learner.data.admission import Admission, AdmissionSettings
@@ -205,7 +206,7 @@ async def train(run: Run, flaky: Reward | None = None) -> AsyncIterator[Values]:
                         groups.append(group)
                     else:
                         admission.done(group)
-            values = train_step(SingleProcessUpdater(policy), groups, history, step)
+            values = train_step(SingleProcessUpdater(policy), SampledGroups(groups), history, step)
             values |= check.metrics(groups)
             for group in groups:
                 admission.done(group)

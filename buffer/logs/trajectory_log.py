@@ -5,7 +5,7 @@ buffer/logs/trajectory_schema.py describes the columns. Any Parquet reader can r
 them as Groups.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -26,7 +26,7 @@ class TrajectoryLog(ParquetLog):
     def __init__(self, directory: str | Path, resume_at: int = 0) -> None:
         super().__init__(directory, TRAJECTORY_LOG_FORMAT, resume_at)
 
-    def append(self, step: int, version: int, groups: list[Group]) -> None:
+    def append(self, step: int, version: int, groups: Sequence[Group]) -> None:
         """Queues the valid groups of one step in the order in which they were used. Steps must come in order;
         one without groups has no row. Waits only while the writer is QUEUE_STEPS behind."""
         if groups:

@@ -14,6 +14,7 @@ that is added needs a default for the files that lack it, and a higher _SCHEMA_V
 """
 
 import math
+from collections.abc import Sequence
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -89,7 +90,7 @@ _TRAJECTORY_FIELDS = ("index", "finish_reason", "reward", "valid")
 _TOKEN_FIELDS = ("response_ids", "behavior_logprobs", "loss_mask")
 
 
-def groups_to_table(step: int, version: int, groups: list[Group]) -> pa.Table:
+def groups_to_table(step: int, version: int, groups: Sequence[Group]) -> pa.Table:
     """Returns the rows of one step's groups, in order. The groups must be valid (Group.validate)."""
     rows = [(place, g, t) for place, g in enumerate(groups) for t in g.trajectories]
     tickets = [g.ticket for _, g, _ in rows]

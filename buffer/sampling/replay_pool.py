@@ -14,7 +14,7 @@ groups are finished. A checkpoint records it, and Redis deletes the entries up t
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,8 +28,8 @@ from buffer.sampling.samplers import PooledGroup, build_sampler
 class SampledGroups(NamedTuple):
     """The groups that a step learns from, in order."""
 
-    groups: list[Group]
-    weights: list[float]
+    groups: Sequence[Group]
+    weights: Sequence[float] = ()
     """Weights of the groups' advantages, in (0, 1]; empty if all are 1"""
 
 

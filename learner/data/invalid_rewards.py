@@ -3,13 +3,13 @@ them in a replay."""
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
 from typing import Literal
 
 from msgspec.structs import replace
 
 from areal_q.errors import ConfigError, TaskError
 from areal_q.messages import Group
+from buffer.sampling.replay_pool import SampledGroups
 from learner.data.packing import CAUSES
 
 logger = logging.getLogger(__name__)
@@ -73,22 +73,20 @@ class Failures:
 
 
 def judged(
-    groups: Sequence[Group],
-    weights: Sequence[float],
-    on_error: Literal["drop", "retry", "zero"],
-    fewest: int,
-) -> tuple[list[Group], list[float]]:
-    """Returns (groups, weights) as they would have been with another `reward.on_error`, without groups of fewer
-    than `fewest` valid responses. Raises ConfigError if no group remains."""
+    batch: SampledGroups, on_error: Literal["drop", "retry", "zero"], fewest: int
+) -> SampledGroups:
+    """Returns `batch` as it would have been with another `reward.on_error`, without groups of fewer than
+    `fewest` valid responses. Raises ConfigError if no group remains."""
     zero = on_error == "zero"
     changed = [
         replace(
             group,
             trajectories=[replace(t, valid=zero) if t.failure else t for t in group.trajectories],
         )
-        for group in groups
+        for group in batch.groups
     ]
     kept = [i for i, group in enumerate(changed) if len(group.valid_trajectories) >= fewest]
     if not kept:
         raise ConfigError(f"reward.on_error = {on_error!r} leaves nothing to learn from in a step")
-    return [changed[i] for i in kept], [weights[i] for i in kept] if weights else []
+    weights = [batch.weights[i] for i in kept] if batch.weights else []
+    return SampledGroups([changed[i] for i in kept], weights)

@@ -18,6 +18,7 @@ from areal_q.config import AdvantageConfig, Gae
 from areal_q.messages import Array, FailureCause, FinishReason, Group, Trajectory
 from areal_q.models import PackedLayout
 from areal_q.models.layers.moe import UNRECORDED
+from buffer.sampling.replay_pool import SampledGroups
 from learner.data.staleness import VersionHistory
 
 CAUSES: tuple[FailureCause, ...] = get_args(FailureCause)
@@ -84,20 +85,20 @@ class PackedBatch:
 
 
 def samples_of(
-    groups: Sequence[Group],
+    batch: SampledGroups,
     advantage: AdvantageConfig,
     history: VersionHistory,
     version: int,
-    weights: Sequence[float] = (),
     mask: Sequence[FinishReason] = (),
 ) -> list[Sample]:
-    """Returns every valid trajectory of `groups` with its advantage and its tokens' lags, in the groups' order.
+    """Returns every valid trajectory of `batch` with its advantage and its tokens' lags, in the groups' order.
     Invalid trajectories have no influence on the others. Responses that ended for a reason in `mask` have no
     token that counts, though their reward is part of their group's baseline.
 
-    `weights` multiply the groups' advantages; none means that all are 1. For a given sign of A every objective
-    is linear in A, so that this weights a sample's policy loss, whatever the objective.
+    The sampler's weights multiply the groups' advantages. For a given sign of A every objective is linear in A,
+    so that this weights a sample's policy loss, whatever the objective.
     """
+    groups = batch.groups
     of_group = [i for i, group in enumerate(groups) for _ in group.valid_trajectories]
     trajectories = [t for group in groups for t in group.valid_trajectories]
     rewards = torch.tensor([t.reward for t in trajectories])
@@ -106,7 +107,7 @@ def samples_of(
     else:
         advantages = group_advantages(rewards, torch.tensor(of_group), advantage)
     prompts = [group.ticket.prompt_ids.numpy() for group in groups]
-    weights = weights or [1.0] * len(groups)
+    weights = batch.weights or [1.0] * len(groups)
     lags = _lags(trajectories, history, version)
     samples = [
         Sample(groups[i].ticket.number, prompts[i], t, advantage * weights[i], lag, weights[i])

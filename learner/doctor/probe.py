@@ -97,9 +97,10 @@ class Probe:
             )
         if step >= self.first:
             cfg = policy.cfg
-            groups = batch.groups
-            samples = samples_of(groups, cfg.advantage, history, step, batch.weights, cfg.mask)
-            sampling = [g.ticket.sampling.temperature for g in groups for _ in g.valid_trajectories]
+            samples = samples_of(batch, cfg.advantage, history, step, cfg.mask)
+            sampling = [
+                g.ticket.sampling.temperature for g in batch.groups for _ in g.valid_trajectories
+            ]
             self.parts.append(self._measure(policy, step, samples, sampling, history))
             self.responses += len(samples)
 

@@ -113,7 +113,7 @@ def inspect(policy, step: int, drawn, history) -> None:
     from learner.policy_update import prepare_minibatches
 
     cfg = policy.cfg
-    samples = samples_of(drawn.groups, cfg.advantage, history, step, drawn.weights, cfg.mask)
+    samples = samples_of(drawn, cfg.advantage, history, step, cfg.mask)
     minibatches = prepare_minibatches(policy, samples)
     batch, inputs = minibatches[0][0]  # noqa: RUF059
     typer.echo(

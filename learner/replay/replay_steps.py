@@ -11,7 +11,7 @@ Each step is replayed with the settings that its record names, since a resumed r
 step on (areal_q/system/run_dir.py, MAY_CHANGE_ON_RESUME).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,7 +62,7 @@ class Replayed:
     """One step as it was recorded and as it was replayed."""
 
     record: StepRecord
-    groups: list[Group]
+    groups: Sequence[Group]
     metrics: dict[str, float]
     digest: str
     """Digest of the weights after the replayed step, as they would be published; empty under other settings."""
@@ -148,20 +148,20 @@ class Replay:
         logged = iter_log(self.directory / "trajectories", self.state.step, self.stop)
         for record in self.records:
             groups = _groups_of(record, next(logged, None), self.directory)
-            weights = record.weights
+            batch = SampledGroups(groups, record.weights)
             self._take_up(self.settings_at(record))
             history.keep = self.present.learner.versions_kept
             if record.step >= self.first and "reward.on_error" in self.changes:
                 on_error, fewest = self.run.reward.on_error, self.run.learner.fewest_valid
-                groups, weights = judged(groups, weights, on_error, fewest)
+                batch = judged(batch, on_error, fewest)
             history.fork = record.fork
             if before:
-                before(self.policy, record.step, SampledGroups(groups, weights), history)
+                before(self.policy, record.step, batch, history)
             updater = SingleProcessUpdater(self.policy)
-            metrics = train_step(updater, groups, history, record.step, weights, self.recorder)
+            metrics = train_step(updater, batch, history, record.step, self.recorder)
             history.add(record.step + 1, record.digest)
             made = self._build(builder, record.step + 1) if self.publishes else None
-            yield Replayed(record, groups, metrics, made.manifest.digest if made else "")
+            yield Replayed(record, batch.groups, metrics, made.manifest.digest if made else "")
 
     def _take_up(self, run: Run) -> None:
         """Goes on with the settings `run`, as the learner does that resumes with them."""

@@ -20,6 +20,7 @@ from bench.stability import report
 from bench.stability import run as stability
 from bench.stability.int3 import Int3, with_format
 from bench.stability.lab import Values, train, warm_model
+from buffer.sampling.replay_pool import SampledGroups
 from learner.backends.single_device import TorchPolicy
 from learner.data.staleness import VersionHistory
 from learner.policy_update import SingleProcessUpdater
@@ -195,7 +196,7 @@ def test_uaq_under_adam_is_a_learning_rate_for_each_weight_kind(make_run: MakeRu
         for batch in drawn:
             train_step(
                 SingleProcessUpdater(policy),
-                [rewarded(g) for g in batch],
+                SampledGroups([rewarded(g) for g in batch]),
                 VersionHistory(9, {0: digest}),
                 0,
             )

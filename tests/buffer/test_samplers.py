@@ -156,8 +156,9 @@ def test_the_freshest_have_the_least_lag_then_the_last_commit(make_run, make_gro
 def test_a_weight_multiplies_the_advantages_of_its_group(make_run, make_ticket, make_group):
     groups = [rewarded(make_group(make_ticket(n)), 0, 1) for n in range(2)]
     cfg, history = make_run().learner.advantage, VersionHistory(4)
-    plain = [s.advantage for s in samples_of(groups, cfg, history, 1)]
-    weighted = [s.advantage for s in samples_of(groups, cfg, history, 1, [1.0, 0.25])]
+    plain = [s.advantage for s in samples_of(SampledGroups(groups), cfg, history, 1)]
+    drawn = SampledGroups(groups, [1.0, 0.25])
+    weighted = [s.advantage for s in samples_of(drawn, cfg, history, 1)]
     assert weighted == [*plain[:2], plain[2] / 4, plain[3] / 4]
 
 
@@ -189,7 +190,7 @@ def test_whoever_looks_into_a_step_sees_its_weights(
 ):
     groups = [rewarded(make_group(make_ticket(n)), 0, 1) for n in range(2)]
     cfg, drawn = make_run().learner, SampledGroups(groups, [1.0, 0.25])
-    learnt = samples_of(groups, cfg.advantage, VersionHistory(4), 1, drawn.weights, cfg.mask)
+    learnt = samples_of(drawn, cfg.advantage, VersionHistory(4), 1, cfg.mask)
     policy = SimpleNamespace(cfg=cfg, model=None, sticky=None, smoothing=None)
     seen = look(policy, drawn, monkeypatch)
     assert [s.advantage for s in seen] == [s.advantage for s in learnt]

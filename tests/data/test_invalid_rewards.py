@@ -24,6 +24,7 @@ from areal_q.config import (
 from areal_q.errors import ConfigError, RecordError, TaskError
 from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan, decode_group, encode
 from buffer.logs.trajectory_schema import groups_from_table, groups_to_table
+from buffer.sampling.replay_pool import SampledGroups
 from buffer.sampling.samplers import PooledGroup, PrioritizedSampler, spread
 from learner.data.invalid_rewards import Failures, judged
 from learner.data.packing import CAUSES, failure_metrics, samples_of
@@ -112,7 +113,8 @@ def test_an_invalid_member_changes_no_valid_advantage(
 ):
     """The oracle is the batch without the invalid members, bit for bit."""
     mixed, clean = (
-        samples_of(groups, advantage, VersionHistory(4, {0: "a0"}), 1) for groups in both
+        samples_of(SampledGroups(groups), advantage, VersionHistory(4, {0: "a0"}), 1)
+        for groups in both
     )
     assert [s.trajectory for s in mixed] == [s.trajectory for s in clean]
     assert [s.advantage for s in mixed] == [s.advantage for s in clean]
@@ -172,7 +174,7 @@ def test_a_step_is_that_of_the_groups_without_failures(
     results = []
     for groups in (mixed, clean):
         policy = build_policy(run)
-        metrics = train_step(SingleProcessUpdater(policy), groups, history, 1)
+        metrics = train_step(SingleProcessUpdater(policy), SampledGroups(groups), history, 1)
         results.append((metrics, [p.detach().clone() for p in policy.model.parameters()]))
     (one, weights), (other, same) = results
     counts = {name for name in one if name.startswith("reward/invalid") or name == "reward/errors"}
@@ -187,7 +189,7 @@ def test_a_step_is_that_of_the_groups_without_failures(
 def test_groups_that_lost_responses_are_not_cut(make_run: MakeRun):
     """With the KL in the reward, responses of a group are compared after the batch was cut."""
     history = VersionHistory(4, {0: "a0"})
-    samples = samples_of(groups_with_failures()[:4], Grpo(), history, 1)[1:]
+    samples = samples_of(SampledGroups(groups_with_failures()[:4]), Grpo(), history, 1)[1:]
     run = make_run("learner.minibatches=2", 'learner.reference_kl={place="reward"}')
     parts = cut_minibatches(samples, run.learner)
     assert [sorted({s.ticket for s in part}) for part in parts] == [[0, 1], [2, 3]]
@@ -199,8 +201,9 @@ def test_a_cut_off_response_has_no_loss_but_a_reward(make_run: MakeRun):
     run = make_run("learner.groups=6", 'learner.mask=["length"]', *SMALL)
     history = VersionHistory(4, {0: "a0"})
     groups = groups_with_failures(finish="length")
-    plain = samples_of(groups, Grpo(), history, 1)
-    cut = samples_of(groups, Grpo(), history, 1, mask=run.learner.mask)
+    drawn = SampledGroups(groups)
+    plain = samples_of(drawn, Grpo(), history, 1)
+    cut = samples_of(drawn, Grpo(), history, 1, mask=run.learner.mask)
     for before, after in zip(plain, cut, strict=True):
         if before.trajectory.finish_reason == "length":
             assert not after.trajectory.loss_mask.numpy().any() and after.advantage == 0.0
@@ -213,7 +216,7 @@ def test_a_cut_off_response_has_no_loss_but_a_reward(make_run: MakeRun):
     for part in prepare_minibatches(policy, cut):
         tokens += sum(int(x.mask.sum()) for _, x in part)
     assert tokens == counted
-    timeouts = samples_of(groups, Grpo(), history, 1, mask=["timeout"])
+    timeouts = samples_of(drawn, Grpo(), history, 1, mask=["timeout"])
     assert [s.trajectory for s in timeouts] == [s.trajectory for s in plain]
 
 
@@ -236,7 +239,7 @@ def test_a_masked_response_moves_no_weight(make_run: MakeRun):
     weights = []
     for batch in (groups, others):
         policy = build_policy(run)
-        train_step(SingleProcessUpdater(policy), batch, history, 1)
+        train_step(SingleProcessUpdater(policy), SampledGroups(batch), history, 1)
         weights.append([p.detach().clone() for p in policy.model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
@@ -299,9 +302,9 @@ def test_validity_and_cause_survive_redis_and_the_log(make_group: MakeGroup):
 def test_a_replay_can_count_failures_as_0_or_drop_them():
     group = group_of(0, [trajectory(0, 1.0), trajectory(1, 1.0), failed(trajectory(2, 0.0))])
     lost = group_of(1, [failed(trajectory(0, 0.0)), trajectory(1, 1.0)])
-    (zeros, others), weights = judged([group, lost], [1.0, 0.5], "zero", 2)
+    (zeros, others), weights = judged(SampledGroups([group, lost], [1.0, 0.5]), "zero", 2)
     assert [t.reward for t in zeros.valid_trajectories] == [1.0, 1.0, 0.0]
     assert len(others.valid_trajectories) == 2 and weights == [1.0, 0.5]
-    assert judged([zeros, others], [1.0, 0.5], "drop", 2) == ([group], [1.0])
+    assert judged(SampledGroups([zeros, others], [1.0, 0.5]), "drop", 2) == ([group], [1.0])
     with pytest.raises(ConfigError, match="leaves nothing to learn from"):
-        judged([others], [], "retry", 2)
+        judged(SampledGroups([others]), "retry", 2)

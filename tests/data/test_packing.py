@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from areal_q.config import DrGrpo
 from areal_q.errors import RecordError
 from areal_q.messages import Array, Group, Ticket, VersionSpan
+from buffer.sampling.replay_pool import SampledGroups
 from learner.data.packing import (
     Sample,
     lag_metrics,
@@ -94,7 +95,7 @@ def test_every_token_has_the_lag_of_the_weights_that_drew_it(
     for version, digest in enumerate(["a0", "b1", "c2", "d3"]):
         history.add(version, digest)
     groups = [make_group(make_ticket(n, group_size=3)) for n in range(2)]
-    samples = samples_of(groups, DrGrpo(), history, version=3)
+    samples = samples_of(SampledGroups(groups), DrGrpo(), history, version=3)
     # make_group draws the first token with version 0 and all others with version 1.
     assert [s.lag.tolist() for s in samples] == 2 * [[3, 2], [3, 2, 2], [3, 2, 2, 2]]
     metrics = lag_metrics(samples)
@@ -107,7 +108,7 @@ def test_samples_keep_the_groups_order_and_their_advantages(
 ):
     groups = [make_group(make_ticket(n, group_size=4)) for n in (7, 3)]
     # Rewards are 0, 1, 0, 1, so the mean is 1/2.
-    samples = samples_of(groups, DrGrpo(), VersionHistory(keep=4), version=1)
+    samples = samples_of(SampledGroups(groups), DrGrpo(), VersionHistory(keep=4), version=1)
     assert [s.trajectory for s in samples] == [t for g in groups for t in g.trajectories]
     assert [s.advantage for s in samples] == 4 * [-0.5, 0.5]
 
@@ -119,7 +120,7 @@ def test_a_token_of_unknown_weights_lags_as_far_as_can_be(
     history = VersionHistory(keep=4)
     history.add(0, "a0")
     history.add(1, "another")
-    first, _ = samples_of([group], DrGrpo(), history, version=1)
+    first, _ = samples_of(SampledGroups([group]), DrGrpo(), history, version=1)
     assert first.trajectory.spans == [VersionSpan(0, 1, "a0"), VersionSpan(1, 1, "b1")]
     assert first.lag[0] == 1
     assert first.lag[1] > 1

@@ -27,6 +27,7 @@ from areal_q.tasks import build_task, build_tokenizer
 from bench.weights.packed import packed
 from buffer.logs.step_log import StepLog, StepRecord
 from buffer.logs.trajectory_log import TrajectoryLog
+from buffer.sampling.replay_pool import SampledGroups
 from learner import checkpoint
 from learner.backends.precision import PrecisionSettings, set_precision
 from learner.backends.single_device import TorchPolicy
@@ -274,7 +275,7 @@ def test_run_logged_on_a_cpu_is_replayed_on_the_device(
     for step in range(2):
         groups = [make_group(make_ticket(4 * step + i, step=step)) for i in range(4)]
         groups = [within(group, history.digests[step], step) for group in groups]
-        metrics = train_step(SingleProcessUpdater(policy), groups, history, step)
+        metrics = train_step(SingleProcessUpdater(policy), SampledGroups(groups), history, step)
         base = history.digests[step]
         versions.append(builder.build(policy.model, step + 1))
         history.add(step + 1, versions[-1].manifest.digest)

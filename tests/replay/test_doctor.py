@@ -28,6 +28,7 @@ from areal_q.tasks.stops import write_stops
 from areal_q.tasks.tokenizer import CharTokenizer
 from buffer.logs.step_log import StepLog, StepRecord
 from buffer.logs.trajectory_log import TrajectoryLog
+from buffer.sampling.replay_pool import SampledGroups
 from learner import checkpoint
 from learner.arithmetic import machine_name
 from learner.backends.single_device import TorchPolicy, token_logprobs
@@ -114,9 +115,8 @@ class World:
                 for g in planted
                 for t in g.trajectories
             )
-            metrics = train_step(
-                SingleProcessUpdater(policy), planted if sound else groups, history, step
-            )
+            batch = SampledGroups(planted if sound else groups)
+            metrics = train_step(SingleProcessUpdater(policy), batch, history, step)
             digest = builder.build(model, step + 1).manifest.digest
             base = history.digests[step]
             history.add(step + 1, digest)
@@ -169,7 +169,7 @@ class World:
                 for i in range(SIZE)
             ],
         )  # fmt: skip
-        samples = samples_of([group], policy.cfg.advantage, history, step)
+        samples = samples_of(SampledGroups([group]), policy.cfg.advantage, history, step)
         with torch.no_grad():
             batch = pack_samples(samples)
             scores = token_logprobs(version.engine, batch, self.temperature)[0].numpy()

@@ -48,6 +48,7 @@ from areal_q.tasks import (
 from buffer.redis_store import Claim, LearnerBuffer, WorkerBuffer
 from buffer.redis_store.connection import Patience, insist_async
 from buffer.redis_store.keys import WORKERS_GROUP, Keys
+from buffer.sampling.replay_pool import SampledGroups
 from buffer.weight_sync import WeightServer, WeightSource, WeightSubscriber
 from learner.backends.single_device import token_logprobs
 from learner.data.packing import pack_samples, samples_of
@@ -654,7 +655,7 @@ async def test_sigterm_hands_on_tokens_and_sigkill_tickets_alone(
 
 def gaps(side: LearnerSide, groups: list[Group]) -> np.ndarray:
     """|learner's log-prob − behaviour log-prob| of every token."""
-    samples = samples_of(groups, side.run.learner.advantage, side.history, version=0)
+    samples = samples_of(SampledGroups(groups), side.run.learner.advantage, side.history, version=0)
     batch = pack_samples(samples)
     with torch.no_grad():
         recomputed, _ = token_logprobs(side.model, batch, side.run.rollout.sampling.temperature)
@@ -693,7 +694,7 @@ async def test_recorded_log_probs_are_of_the_temperature_that_drew(
         side.admission.admit(0)
         groups = await side.take(12)
         batch = pack_samples(
-            samples_of(groups, side.run.learner.advantage, side.history, version=0)
+            samples_of(SampledGroups(groups), side.run.learner.advantage, side.history, version=0)
         )
         with torch.no_grad():
             at_one, _ = token_logprobs(side.model, batch, 1.0)
