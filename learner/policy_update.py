@@ -2,13 +2,13 @@
 
     update_policy ─▶ prepare_minibatches   π_prox, the reference, advantages: all before the first update
                   └▶ for every epoch, for every minibatch:
-                       accumulate_gradient   loss and gradient, micro-batch by micro-batch
-                       _step_optimizer       clip and step, unless the gradient is not finite
+                       first_gradient, later_gradient   loss and gradient, micro-batch by micro-batch
+                       _step_optimizer                  clip and step, unless the gradient is not finite
 
 A batch is cut into minibatches, one for each optimizer step, and these into micro-batches, which bound memory.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain, groupby
 from pathlib import Path
@@ -37,7 +37,8 @@ _CUTS, _FEWEST = 2, 2048
 """Micro-batches for each thread, where several are computed at once, and the tokens below which a minibatch is
 not cut for it: a pass over a thousand tokens takes as long for Python as for the processor."""
 Minibatch = list[tuple[PackedBatch, LossInputs]]
-"""The micro-batches of one optimizer step, each with the inputs of its loss from before the update."""
+"""The micro-batches of one optimizer step, those with a gradient first, each with the inputs of its loss from
+before the update."""
 
 
 class PolicyUpdater(Protocol):
@@ -101,8 +102,8 @@ def update_policy(
     """Learns from `samples` and returns the metrics by name.
 
     The result depends on the weights, the samples and their order alone. `recorder` collects the tokens for the
-    token log. All ranks call this together. Raises what `prepare_minibatches` and `accumulate_gradient` raise,
-    and DivergedError after `learner.max_skipped` gradients in a row that were not finite.
+    token log. All ranks call this together. Raises what `prepare_minibatches` and `minibatch_loss` raise, and
+    DivergedError after `learner.max_skipped` gradients in a row that were not finite.
     """
     minibatches = prepare_minibatches(backend, samples, defer=backend.cfg.update_scores_itself)
     if recorder:
@@ -111,7 +112,8 @@ def update_policy(
         )
     metrics: list[Metrics] = []
     for number, minibatch in enumerate(minibatches * backend.cfg.epochs):
-        metrics += accumulate_gradient(backend, minibatch, first=number == 0, recorder=recorder)
+        accumulate = later_gradient if number else first_gradient
+        metrics += accumulate(backend, minibatch, recorder)
         metrics.append(_step_optimizer(backend))
     values = reduce_metrics(backend.ranks.metrics(metrics))
     values["train/loss"] = values["loss/total"] / (len(minibatches) * backend.cfg.epochs)
@@ -253,75 +255,104 @@ def loss_inputs(batch: PackedBatch, scores: Scores, reference: torch.Tensor | No
     )
 
 
-def accumulate_gradient(
-    backend: Backend, minibatch: Minibatch, first: bool, recorder: TokenRecorder | None = None
+def first_gradient(
+    backend: Backend, minibatch: Minibatch, recorder: TokenRecorder | None = None
 ) -> list[Metrics]:
-    """Accumulates the gradient of one minibatch and returns the metrics of its micro-batches. Losses are
-    divided by counts of the whole minibatch, so that the gradient does not depend on the cut into
-    micro-batches.
+    """Accumulates the gradient of a step's first update, before which π_θ is π_prox, and returns the metrics of
+    the micro-batches.
 
-    Before the `first` update π_θ is π_prox: its forward pass gives the scores that are still missing, and
-    `minibatch` keeps them for later epochs. If they were computed before, the pass is repeated for
-    micro-batches with a gradient only, and not for the first of these, whose graph was kept. Keeping all graphs
-    would take too much memory. Raises RecordError, naming ticket, response and token, if an input of the loss
-    is not finite.
+    The forward pass gives the scores that are still missing, and `minibatch` keeps them for later epochs. If
+    they were computed before, the pass is repeated for micro-batches with a gradient only, and not for the
+    first of these, whose graph was kept. Keeping all graphs would take too much memory.
     """
-    late = first and backend.cfg.update_scores_itself
-    interpolates = not first and backend.cfg.proximal == "loglinear"
-    own = whole_step([x for batch, x in minibatch if batch.counts], backend.cfg.objective)
-    totals = backend.ranks.total(own)
+    loss_of = minibatch_loss(backend, minibatch, recorder)
 
-    balance = None
-    if backend.cfg.router_aux_coef:
-        routed = [x.routed for batch, x in minibatch if batch.counts and x.routed]
-        balance = (
-            balance_weights(routed, backend.shape, backend.ranks) * backend.cfg.router_aux_coef
-        )
-
-    def loss(place: int, scores: Scores):
+    def loss(place: int, scores: Scores) -> tuple[Tensor, Metrics]:
         batch, before = minibatch[place]
-        if late and batch.learns:
+        if backend.cfg.update_scores_itself and batch.learns:
             before = _scored(before, scores)
             minibatch[place] = batch, before
-        elif interpolates:
+        return loss_of(batch, before, scores)
+
+    learning, others = _parted(minibatch)
+    metrics: list[Metrics] = []
+    if learning:
+        kept = _scores_of(learning[0][1])
+        graph = kept if kept["logprobs"].requires_grad else None
+        metrics = backend.backward([batch for batch, _ in learning], loss, graph)
+    with torch.no_grad():
+        for place, (_, before) in enumerate(others, len(learning)):
+            metrics.append(loss(place, _scores_of(before))[1])
+    return [m for m, (batch, _) in zip(metrics, minibatch, strict=True) if batch.counts]
+
+
+def later_gradient(
+    backend: Backend, minibatch: Minibatch, recorder: TokenRecorder | None = None
+) -> list[Metrics]:
+    """Accumulates the gradient of any other update of a step, before which π_θ has moved away from π_prox, and
+    returns the metrics of the micro-batches."""
+    loss_of = minibatch_loss(backend, minibatch, recorder)
+
+    def loss(place: int, scores: Scores) -> tuple[Tensor, Metrics]:
+        batch, before = minibatch[place]
+        if backend.cfg.proximal == "loglinear":
             before = _scored(before, scores)
             given = before.logprobs, before.behavior_logprobs, before.version_lag
             before = replace(before, proximal_logprobs=interpolated_proximal(*given))
+        return loss_of(batch, before, scores)
+
+    learning, others = _parted(minibatch)
+    metrics: list[Metrics] = []
+    if learning:
+        metrics = backend.backward([batch for batch, _ in learning], loss)
+    if others:
+        now = backend.scores([batch for batch, _ in others])
+        with torch.no_grad():
+            metrics += [loss(place, scores)[1] for place, scores in enumerate(now, len(learning))]
+    return [m for m, (batch, _) in zip(metrics, minibatch, strict=True) if batch.counts]
+
+
+def _parted(minibatch: Minibatch) -> tuple[Minibatch, Minibatch]:
+    """Returns the micro-batches with a gradient and, behind them in `minibatch`, those without one."""
+    learning = sum(batch.learns for batch, _ in minibatch)
+    return minibatch[:learning], minibatch[learning:]
+
+
+def minibatch_loss(
+    backend: Backend, minibatch: Minibatch, recorder: TokenRecorder | None = None
+) -> Callable[[PackedBatch, LossInputs, Scores], tuple[Tensor, Metrics]]:
+    """Returns a function that returns loss and metrics of one micro-batch of `minibatch`, from its inputs of
+    before the update and its present scores.
+
+    Losses are divided by counts of the whole minibatch, so that the gradient does not depend on the cut into
+    micro-batches. Collective. The function raises RecordError, naming ticket, response and token, if an input
+    of the loss is not finite.
+    """
+    cfg = backend.cfg
+    counted = [inputs for batch, inputs in minibatch if batch.counts]
+    totals = backend.ranks.total(whole_step(counted, cfg.objective))
+    balance = None
+    if cfg.router_aux_coef:
+        routed = [inputs.routed for inputs in counted if inputs.routed]
+        balance = balance_weights(routed, backend.shape, backend.ranks) * cfg.router_aux_coef
+
+    def loss(batch: PackedBatch, before: LossInputs, scores: Scores) -> tuple[Tensor, Metrics]:
         inputs = replace(before, **scores)
         out = loss_fn(
             inputs,
-            backend.cfg.objective,
-            backend.cfg.aggregation,
+            cfg.objective,
+            cfg.aggregation,
             totals,
-            reference_kl=backend.cfg.reference_kl,
-            entropy_coef=backend.cfg.entropy_coef,
-            value=backend.cfg.critic.value if backend.cfg.critic else None,
+            reference_kl=cfg.reference_kl,
+            entropy_coef=cfg.entropy_coef,
+            value=cfg.critic.value if cfg.critic else None,
             balance=balance if batch.counts else None,
         )
         if recorder and batch.counts:
             recorder.add(batch, before, inputs, out.policy_loss)
         return out.loss, out.metrics
 
-    learning = [place for place, (batch, _) in enumerate(minibatch) if batch.learns]
-    metrics: list[Metrics] = []
-    if learning:
-        first_scores = _scores_of(minibatch[learning[0]][1])
-        metrics += backend.backward(
-            [minibatch[place][0] for place in learning],
-            lambda i, scores: loss(learning[i], scores),
-            first_scores if first and first_scores["logprobs"].requires_grad else None,
-        )
-    others = [place for place, (batch, _) in enumerate(minibatch) if not batch.learns]
-    if others:
-        now = (
-            [_scores_of(minibatch[place][1]) for place in others]
-            if first
-            else backend.scores([minibatch[place][0] for place in others])
-        )
-        with torch.no_grad():
-            metrics += [loss(place, scores)[1] for place, scores in zip(others, now, strict=True)]
-    counts = [minibatch[place][0].counts for place in learning + others]
-    return [m for m, counted in zip(metrics, counts, strict=True) if counted]
+    return loss
 
 
 def _scores_of(inputs: LossInputs) -> Scores:

@@ -20,7 +20,7 @@ from learner.build import build_reference
 from learner.data.packing import Sample, pack_samples
 from learner.policy_advantages import at_last_token, with_advantages
 from learner.policy_update import (
-    accumulate_gradient,
+    first_gradient,
     loss_inputs,
     prepare_minibatches,
     update_policy,
@@ -160,7 +160,7 @@ def test_value_loss_trains_the_policy_only_in_a_shared_trunk(
         policy = build_policy(run)
         update_policy(policy, samples)  # the head begins at 0, and would pass no gradient on
         policy.cfg = override(run, f"learner.critic.value.coef={coef}").learner
-        accumulate_gradient(policy, prepare_minibatches(policy, samples)[0], first=True)
+        first_gradient(policy, prepare_minibatches(policy, samples)[0])
         gradients.append([p.grad for p in policy.model.parameters()])
     same = all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
     assert same == (trunk == "separate")
