@@ -27,8 +27,9 @@ from areal_q.checks.disk_use import check_room, still_to_write
 from areal_q.config import MegatronBackend, Run, load
 from areal_q.errors import BufferGone, ConfigError, Stopped
 from areal_q.observability import service_log
+from areal_q.observability.metric_table import METRICS
 from areal_q.observability.progress import ProgressLog
-from areal_q.observability.prometheus_exporter import LEARNER, Exporter, serve_metrics
+from areal_q.observability.prometheus_exporter import Exporter, serve_metrics
 from areal_q.system import run_dir as rundir
 from areal_q.system.command import WatchdogSeconds, run_command
 from areal_q.system.credentials import no_password
@@ -147,7 +148,7 @@ def _learn(
     check_room(run, directory)
     if smoothing := why_smoothing(run):
         logger.info(smoothing)
-    exporter = Exporter(LEARNER, {"run": run.name})
+    exporter = Exporter(METRICS, {"run": run.name})
     if metrics:
         from learner.measure.vitals import Vitals
 

@@ -19,7 +19,8 @@ from areal_q.config import load
 from areal_q.errors import ConfigError
 from areal_q.messages import LONGEST_NAME
 from areal_q.observability import service_log
-from areal_q.observability.prometheus_exporter import WORKER, Exporter, serve_metrics
+from areal_q.observability.metric_table import WORKER_METRICS
+from areal_q.observability.prometheus_exporter import Exporter, serve_metrics
 from areal_q.system.command import WatchdogSeconds, run_command
 from areal_q.system.credentials import no_password
 from areal_q.system.ports import allow_open_files, check_free
@@ -92,7 +93,7 @@ def main(
     name = id or f"{socket.gethostname()}-{os.getpid()}"
     if len(name) > LONGEST_NAME or not name.isprintable():
         raise ConfigError(f"--id {name[:LONGEST_NAME]!r}: not {LONGEST_NAME} printable characters")
-    exporter = Exporter(WORKER, {"run": run, "worker": name})
+    exporter = Exporter(WORKER_METRICS, {"run": run, "worker": name})
     if metrics:
         logger.info("metrics on port %d", serve_metrics(metrics, exporter))
     import uvloop

@@ -1,23 +1,21 @@
-"""Prometheus metrics of a service: a table of them, and the HTTP server that answers scrapes.
+"""Prometheus metrics of a service, and the HTTP server that answers scrapes.
 
 Values come from what each service records anyway:
 
-    learner  every record of metrics.jsonl (areal_q/observability/metrics_log.py)
-    worker   every heartbeat (WorkerStatus)
-    relay    its health line (buffer/weight_sync/commands/relay.py)
+    learner  METRICS         every record of metrics.jsonl (areal_q/observability/metrics_log.py)
+    worker   WORKER_METRICS  every heartbeat (WorkerStatus)
+    relay    RELAY_METRICS   its health line (buffer/weight_sync/commands/relay.py)
 
-The server listens on loopback unless another host is named, and gives out numbers only. To export another
-number, add a line to LEARNER, WORKER or RELAY.
+Exported is what has a name for it in these tables. The server listens on loopback unless another host is named,
+and gives out numbers only.
 """
 
 import os
-import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler
 
 from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
@@ -25,7 +23,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from areal_q.errors import ConfigError
-from areal_q.observability.metric_table import WORKER_METRICS, describe
+from areal_q.observability.metric_table import Metric
 from areal_q.system.watchdog import Progress
 
 PREFIX = "areal_q_"
@@ -40,150 +38,12 @@ MOST_SCRAPES, SCRAPE_S = 16, 10.0
 """The most clients that are answered at once, each by a thread, and the seconds that one may keep it waiting"""
 
 
-@dataclass(frozen=True)
-class Exported:
-    name: str
-    """The name without PREFIX. It ends with its unit, or with `_total` for a counter."""
-    key: str
-    """The key of the record; `lag_*` in it makes one series for each lag, `engine_*` one for each engine."""
-    help: str = ""
-    """The meaning of a key that the table of metrics lacks."""
-    split: str = ""
-    """The label that tells the metric's series apart, if the key does not name it."""
-
-    @property
-    def meaning(self) -> str:
-        """The meaning: `help`, or else the text in docs/metrics.md."""
-        found = describe(self.key) or describe(self.key, WORKER_METRICS)
-        return self.help or (found.meaning if found else "")
-
-    @property
-    def kind(self) -> Literal["gauge", "counter"]:
-        return "counter" if self.name.endswith("_total") else "gauge"
-
-    @property
-    def label(self) -> str | None:
-        """The label that tells the metric's series apart; None for a single series."""
-        found = re.search(r"(\w+)_\*", self.key)
-        return self.split or (found[1] if found else None)
-
-
-LEARNER = (
-    Exported("learner_step", "step", "Learner steps done; the newest weight version"),
-    Exported("learner_record_timestamp_seconds", "time_s", "Unix time of the newest record"),
-    Exported("reward_mean", "reward/mean"),
-    Exported("held_out_accuracy_ratio", "eval/accuracy"),
-    Exported("reward_uniform_ratio", "reward/uniform_share"),
-    Exported("response_tokens_mean", "response/tokens_mean"),
-    Exported("response_cut_off_ratio", "response/cut_off_share"),
-    Exported(
-        "learning_fault_steps",
-        "fault/*",
-        "For how many steps a fault of learning has lasted; 0 without it",
-        split="fault",
-    ),
-    Exported("lag_mean_versions", "lag/mean"),
-    Exported("lag_max_versions", "lag/max"),
-    Exported("mismatch_kl_nats", "mismatch/kl_k3"),
-    Exported("mismatch_weight_max", "mismatch/weight_max"),
-    Exported("mismatch_weight_p99", "mismatch/weight_p99"),
-    Exported("mismatch_ess_ratio", "mismatch/ess"),
-    Exported("mismatch_kl_by_lag_nats", "mismatch/lag_*/kl_k3"),
-    Exported("fidelity_gap_mean_nats", "fidelity/engine_*/gap_mean_nats"),
-    Exported("fidelity_gap_max_nats", "fidelity/engine_*/gap_max_nats"),
-    Exported("fidelity_bound_nats", "fidelity/engine_*/bound_nats"),
-    Exported("routing_disagreement_ratio", "routing/disagreement"),
-    Exported("policy_kl_nats", "policy/kl"),
-    Exported("policy_ratio_max", "policy/ratio_max"),
-    Exported("policy_entropy_nats", "policy/entropy"),
-    Exported("policy_clipped_up_ratio", "policy/clip_fraction_up"),
-    Exported("policy_clipped_down_ratio", "policy/clip_fraction_down"),
-    Exported("policy_masked_ratio", "policy/mask_fraction"),
-    Exported("train_loss", "train/loss"),
-    Exported("train_grad_norm", "train/grad_norm"),
-    Exported("train_learning_rate", "train/lr"),
-    Exported("train_skipped_steps_total", "train/skipped_steps"),
-    Exported("learner_step_seconds", "learner/step_s"),
-    Exported("learner_wait_seconds", "learner/wait_s"),
-    Exported("learner_tokens_per_second", "learner/tokens_per_s"),
-    Exported("rollout_tokens_per_second", "rollout/tokens_per_s"),
-    Exported("workers", "workers", "Workers with a recent heartbeat"),
-    Exported(
-        "run_ended",
-        "run/ended",
-        "1 once the last step is done and exported; 0 before",
-    ),
-    Exported("disk_free_bytes", "disk/free_bytes", "Free bytes on the disk of the run's directory"),
-    Exported("disk_size_bytes", "disk/size_bytes", "Size of the disk of the run's directory"),
-    Exported("disk_needed_bytes", "disk/needed_bytes", "Bytes that the run will still add to it"),
-    Exported("redis_up", "redis/up", "1 while Redis answers the learner; 0 while it does not"),
-    Exported("buffer_groups_total", "buffer/groups"),
-    Exported("buffer_open_tickets", "buffer/open_tickets"),
-    Exported("buffer_dropped_stale_total", "buffer/dropped_stale"),
-    Exported("buffer_dropped_uniform_total", "buffer/dropped_uniform"),
-    Exported("buffer_dropped_invalid_total", "buffer/dropped_invalid"),
-    Exported("buffer_responses_total", "buffer/responses"),
-    Exported("buffer_reward_errors_total", "buffer/reward_errors"),
-    Exported("buffer_invalid_total", "buffer/invalid/*", split="cause"),
-    Exported("buffer_removed_total", "buffer/removed"),
-    Exported("buffer_duplicates_total", "buffer/duplicates"),
-    Exported("buffer_held_groups", "buffer/held"),
-    Exported("buffer_quarantined_total", "buffer/quarantined"),
-    Exported("buffer_full", "buffer/full"),
-    Exported("buffer_waiting_commits", "buffer/waiting_commits"),
-    Exported("redis_used_bytes", "redis/used_bytes"),
-    Exported("redis_limit_bytes", "redis/limit_bytes"),
-    Exported("weights_bytes", "weights/bytes"),
-    Exported("weights_publish_seconds", "weights/publish_s"),
-    Exported("weights_delta_bytes_total", "weights/delta_bytes"),
-    Exported("weights_fetches_total", "weights/fetches"),
-    Exported("weights_refused_total", "weights/refused"),
-    Exported("weights_catch_ups_total", "weights/catch_ups"),
-    Exported("weights_stalls_total", "weights/stalls"),
-    Exported("weights_behind_seconds", "weights/behind_s"),
-)
-WORKER = (
-    Exported("worker_weights_version", "version"),
-    Exported("worker_record_timestamp_seconds", "time_s", "Unix time of the newest heartbeat"),
-    Exported("worker_active_responses", "active"),
-    Exported("worker_slots", "slots"),
-    Exported("worker_timeouts_total", "timeouts"),
-    Exported("worker_resumed_total", "resumed"),
-    Exported("worker_tokens_total", "tokens"),
-    Exported("worker_tokens_per_second", "tokens_per_s"),
-    Exported("worker_idle_ratio", "idle_share"),
-    Exported("worker_busy_seconds_total", "busy_s"),
-    Exported("worker_loop_lag_seconds", "loop_lag_s"),
-    Exported("worker_loop_lag_max_seconds", "loop_lag_max_s"),
-    Exported("worker_waiting_groups", "waiting"),
-    Exported("worker_episodes", "episodes"),
-    Exported("worker_open_episodes", "open_episodes"),
-    Exported("worker_full_seconds_total", "full_s"),
-    Exported("worker_groups_total", "groups"),
-    Exported("worker_swaps_total", "swaps"),
-    Exported("worker_swap_seconds", "swap_s"),
-    Exported("worker_behind_seconds", "behind_s"),
-    Exported("worker_stalls_total", "stalls"),
-)
-RELAY = (
-    Exported("relay_weights_version", "version", "Version that it serves"),
-    Exported("relay_subscribers", "subscribers", "Workers and relays that listen"),
-    Exported("relay_received_total", "received", "Versions verified"),
-    Exported("relay_behind_seconds", "behind_s", "Newer weights known, and none arrived"),
-    Exported("relay_stalls_total", "stalls", "Times that this went on for too long"),
-    Exported("relay_received_bytes_total", "received_bytes", "Deltas and payloads from upstream"),
-    Exported("relay_sent_bytes_total", "sent_bytes", "Deltas (once each) and chunks"),
-    Exported("relay_fetches_total", "fetches", "Snapshots fetched by workers"),
-    Exported("relay_catch_ups_total", "catch_ups", "Deltas fetched by workers behind"),
-    Exported("relay_refused_total", "refused", "Malformed frames and unknown keys"),
-)
-
-
 class Exporter(Collector):
-    """Exports the newest value of each line of `table`, with constant `labels` (run, worker)."""
+    """Exports the newest value of each metric of `table` that has a name for it, with constant `labels` (run,
+    worker)."""
 
-    def __init__(self, table: tuple[Exported, ...], labels: Mapping[str, str]) -> None:
-        self._table = table
+    def __init__(self, table: tuple[Metric, ...], labels: Mapping[str, str]) -> None:
+        self._table = [metric for metric in table if metric.exported]
         self._labels = dict(labels)
         self._values: dict[str, Any] = {}
         self._changes = threading.Condition()
@@ -215,12 +75,12 @@ class Exporter(Collector):
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         values = self._values
         for line in self._table:
-            names = [*self._labels, line.label] if line.label else list(self._labels)
-            family = CounterMetricFamily if line.kind == "counter" else GaugeMetricFamily
-            metric = family(PREFIX + line.name, line.meaning, labels=names)
+            names = [*self._labels, *filter(None, [line.label])]
+            counter = line.exported.endswith("_total")
+            family = CounterMetricFamily if counter else GaugeMetricFamily
+            metric = family(PREFIX + line.exported, line.meaning, labels=names)
             for split, value in _series(line, values):
-                labels = list(self._labels.values())
-                metric.add_metric([*labels, split] if line.label else labels, value)
+                metric.add_metric([*self._labels.values(), *split], value)
             yield metric
         if crashes := os.environ.get(CRASHES_VARIABLE):
             yield self._gauge(CRASHES, "Crashes in the half hour before this start", float(crashes))
@@ -288,16 +148,9 @@ def _noting(handler: Any, exporter: Exporter) -> type[WSGIRequestHandler]:
     return Noting
 
 
-def _series(line: Exported, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yields (value of the label, number) for each series that has a number. A line without a label has one
-    series, for which the first is empty."""
-    if line.label:
-        pattern = re.compile(re.escape(line.key).replace(r"\*", r"([^/]+)"))
-        found = ((pattern.fullmatch(key), value) for key, value in values.items())
-        yield from ((m[1], float(v)) for m, v in found if m and v is not None)
-        return
-    value = values.get(line.key)
-    if isinstance(value, list):
-        yield "", float(len(value))
-    elif value is not None:
-        yield "", float(value)
+def _series(line: Metric, values: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], float]]:
+    """Yields (values of the label, if it has one, number) for each series that has a number."""
+    for key in values if line.label else [line.key]:
+        found, value = line.match(key), values.get(key)
+        if found and value is not None:
+            yield found.groups(), float(len(value) if isinstance(value, list) else value)

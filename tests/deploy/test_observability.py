@@ -14,13 +14,12 @@ from helpers.paths import DOCKER
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from areal_q.observability.health import MAX_AGE_S, complaint
+from areal_q.observability.metric_table import METRICS, WORKER_METRICS
 from areal_q.observability.prometheus_exporter import (
     CRASHES,
-    LEARNER,
     PREFIX,
     PROGRESS_AGE,
     PROGRESS_LIMIT,
-    WORKER,
     Exporter,
     serve_metrics,
 )
@@ -30,7 +29,8 @@ PROMETHEUS = DOCKER / "prometheus"
 ALERTS = yaml.safe_load((PROMETHEUS / "alerts.yml").read_text())
 RULES = {rule["alert"]: rule for group in ALERTS["groups"] for rule in group["rules"]}
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
-EXPORTED = {PREFIX + line.name for line in (*LEARNER, *WORKER)}
+NAMES = {m.exported for m in (*METRICS, *WORKER_METRICS) if m.exported}
+EXPORTED = {PREFIX + name for name in NAMES}
 EXPORTED |= {PREFIX + name for name in (CRASHES, PROGRESS_AGE, PROGRESS_LIMIT)} | {
     sample.name
     for family in ProcessCollector(registry=CollectorRegistry()).collect()
@@ -63,7 +63,7 @@ def test_every_exported_number_is_on_the_dashboard_or_alerted():
     (group,) = ALERTS["groups"]
     shown = {n for p in PANELS for t in p["targets"] for n in asked(t["expr"])}
     shown |= {n for rule in group["rules"] for n in asked(rule["expr"])}
-    left_out = {line.name for line in (*LEARNER, *WORKER) if PREFIX + line.name not in shown}
+    left_out = {name for name in NAMES if PREFIX + name not in shown}
     assert left_out == {
         "buffer_open_tickets",
         "train_learning_rate",
@@ -149,7 +149,7 @@ def test_alertmanagers_are_named_in_a_file_that_names_none():
 
 
 def test_a_worker_is_well_while_its_heart_beats():
-    exporter = Exporter(WORKER, {"run": "r", "worker": "w"})
+    exporter = Exporter(WORKER_METRICS, {"run": "r", "worker": "w"})
     port = serve_metrics("0", exporter)
     assert complaint(port, now_s=1000.0) is None
     exporter.update({"time_s": 1000.0})

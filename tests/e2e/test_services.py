@@ -18,8 +18,9 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 
 from areal_q.config import dump_toml, load
 from areal_q.errors import BufferUnavailable, ConfigError
+from areal_q.observability.metric_table import METRICS, WORKER_METRICS
 from areal_q.observability.metrics_log import Record, read_metrics
-from areal_q.observability.prometheus_exporter import LEARNER, PREFIX, WORKER, Exporter
+from areal_q.observability.prometheus_exporter import PREFIX, Exporter
 from areal_q.system import run_dir
 from areal_q.system.credentials import redis_password
 from areal_q.system.ports import free_ports
@@ -172,8 +173,8 @@ def assert_every_line_is_exported(table, exporter: Exporter, records: list[Recor
         exporter.update(record)
     page = generate_latest(exporter).decode()  # a Collector is all that it asks for
     filled = {sample.name for family in parse(page) for sample in family.samples}
-    always = [line for line in table if not line.key.startswith(elsewhere)]
-    assert filled == {PREFIX + line.name for line in always}
+    always = [m for m in table if m.exported and not m.key.startswith(elsewhere)]
+    assert filled == {PREFIX + metric.exported for metric in always}
 
 
 def scraped(port: int) -> str:
@@ -257,8 +258,8 @@ def test_a_worker_outlives_a_stopped_learner_not_its_run(locked_redis, password_
     assert steps() == list(range(1, done + 5))
     counted = [r["buffer/responses"] for r in records if r["kind"] == "step"]
     assert counted[-1] >= (done + 4) * 4 * 2, "of all three learners"
-    assert_every_line_is_exported(LEARNER, Exporter(LEARNER, {"run": "services"}), records)
-    assert all(PREFIX + line.name in exported for line in WORKER)
+    assert_every_line_is_exported(METRICS, Exporter(METRICS, {"run": "services"}), records)
+    assert all(PREFIX + m.exported in exported for m in WORKER_METRICS)
     assert (
         published
         == (

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from areal_q.observability.health import complaint
-from areal_q.observability.prometheus_exporter import LEARNER, Exporter, serve_metrics
+from areal_q.observability.metric_table import METRICS
+from areal_q.observability.prometheus_exporter import Exporter, serve_metrics
 from areal_q.system.watchdog import STUCK, TIMES_LONGEST, Progress
 
 HANGS = """
@@ -71,7 +72,7 @@ def test_the_limit_follows_the_pace_of_the_work(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_health_finds_a_learner_that_hangs_while_metrics_answer(monkeypatch):
-    exporter = Exporter(LEARNER, {"run": "demo"})
+    exporter = Exporter(METRICS, {"run": "demo"})
     port = serve_metrics("0", exporter)
     exporter.progress = Progress(5.0, 5.0)
     exporter.progress.step()

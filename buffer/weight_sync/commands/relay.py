@@ -13,7 +13,8 @@ import typer
 
 from areal_q.config import BroadcastConfig, load
 from areal_q.observability import service_log
-from areal_q.observability.prometheus_exporter import RELAY, Exporter, serve_metrics
+from areal_q.observability.metric_table import RELAY_METRICS
+from areal_q.observability.prometheus_exporter import Exporter, serve_metrics
 from areal_q.system.command import run_command
 from areal_q.system.ports import allow_open_files
 from areal_q.system.stop_request import StopRequest
@@ -51,7 +52,7 @@ class Relay:
         self._server.publish(version, delta)
 
     def status(self) -> dict[str, float]:
-        """Returns the relay's numbers, by the names in prometheus_exporter.RELAY."""
+        """Returns the relay's numbers, by the names in metric_table.RELAY_METRICS."""
         sent, got = self._server.stats, self._subscriber.stats
         return {
             "version": self._newest.manifest.version if self._newest else -1,
@@ -103,7 +104,7 @@ def main(
     stop.listen()
     named = [*(overrides or []), *([f'broadcast.keys="{keys}"'] if keys else [])]
     settings = load(config, named).broadcast
-    exporter = Exporter(RELAY, {"relay": announce})
+    exporter = Exporter(RELAY_METRICS, {"relay": announce})
     if metrics:
         logger.info("metrics on port %d", serve_metrics(metrics, exporter))
     upstream = WeightSource(from_announce, from_fetch, keys, client)
