@@ -16,6 +16,7 @@ from itertools import count
 
 import numpy as np
 
+from areal_q.observability.metric_table import METRICS
 from buffer.report.index import StepIndex, to_chunk
 from buffer.report.packed_arrays import pack_arrays
 from buffer.report.runs import Reported, overview
@@ -95,20 +96,19 @@ def index_chunk(steps: Sequence[StepIndex], total: int) -> bytes:
 
 
 def interesting(run: Reported, steps: Sequence[int]) -> list[int]:
-    """Returns all of `steps`, the most interesting first: the first and the last; those where mismatch KL (k3),
-    gradient norm and clipping were largest and the reward lowest; then the others by bisection.
+    """Returns all of `steps`, the most interesting first: the first and the last; those where a leading metric
+    was largest, or smallest if much of it is good; then the others by bisection.
 
     The metrics of step s of the log are in the record of step s + 1.
     """
     records = {r["step"] - 1: r for r in run.steps}
     known = [s for s in steps if s in records]
     first = [steps[0], steps[-1]] if steps else []
-    for key, sign in (
-        ("mismatch/kl_k3", 1), ("train/grad_norm", 1), ("policy/clip_fraction_up", 1), ("reward/mean", -1),
-    ):  # fmt: skip
-        having = [s for s in known if records[s].get(key) is not None]
+    for metric in (m for m in METRICS if m.leading):
+        worst = min if metric.best == "max" else max
+        having = {s: value for s in known if (value := records[s].get(metric.key)) is not None}
         if having:
-            first.append(max(having, key=lambda s: sign * records[s][key]))
+            first.append(worst(having, key=having.__getitem__))
     return list(dict.fromkeys([*first, *(steps[i] for i in bisection(len(steps)))]))
 
 

@@ -17,6 +17,7 @@ from areal_q import __version__
 from areal_q.config import Run, load
 from areal_q.errors import LogError
 from areal_q.evaluation.estimates import read_evaluations
+from areal_q.observability.metric_table import METRICS, Metric
 from areal_q.observability.metrics_log import Record, read_metrics
 from areal_q.observability.plots import thinned
 from areal_q.observability.run_summary import Summary, mean, summarize
@@ -32,28 +33,8 @@ MAX_STEPS = 2000
 """Most points of a curve, to which longer runs are averaged; the CSV files of `--csv` have all points."""
 MAX_SAMPLED = 40
 """Number of evaluations whose samples are shown: the first, the last and some between them"""
-TABLE = [
-    ("held-out accuracy", "eval/accuracy", "max"),
-    ("reward", "reward/mean", "max"),
-    ("loss", "train/loss", ""),
-    ("gradient norm", "train/grad_norm", ""),
-    ("mismatch KL (k3)", "mismatch/kl_k3", ""),
-    ("effective sample size of w", "mismatch/ess", "max"),
-    ("largest w", "mismatch/weight_max", ""),
-    ("clipped above", "policy/clip_fraction_up", ""),
-    ("clipped below", "policy/clip_fraction_down", ""),
-    ("truncated weights", "mismatch/truncated_fraction", ""),
-    ("entropy", "policy/entropy", ""),
-    ("response tokens", "response/tokens_mean", ""),
-    ("responses cut off", "response/cut_off_share", ""),
-    ("version lag, mean", "lag/mean", ""),
-    ("version lag, max", "lag/max", ""),
-    ("rollout tokens/s", "rollout/tokens_per_s", "max"),
-    ("learner tokens/s", "learner/tokens_per_s", "max"),
-    ("rollout idle", "rollout/idle_share", "min"),
-    ("learner idle", "learner/idle_share", "min"),
-]
-"""Columns of the table of final figures: (label, metric, which value is the best)"""
+TABLE = [metric for metric in METRICS if metric.name]
+"""The metrics of the table of final figures"""
 
 
 class Reported:
@@ -146,20 +127,22 @@ def comparison(runs: Sequence[Reported]) -> list[dict[str, Any]]:
     """Returns the lines of TABLE for which some run has a value. They have for each run the final value, which
     is that of the last tenth of the steps or of the last evaluation, and the best value with its step."""
     lines = []
-    for label, key, better in TABLE:
-        values = [_final_and_best(run, key, better) for run in runs]
+    for metric in TABLE:
+        values = [_final_and_best(run, metric) for run in runs]
         if any(v["final"] is not None for v in values):
-            lines.append({"label": label, "key": key, "values": values})
+            line = {"label": metric.name, "key": metric.key, "leading": metric.leading}
+            lines.append(line | {"values": values})
     return lines
 
 
-def _final_and_best(run: Reported, key: str, better: str) -> dict[str, Any]:
+def _final_and_best(run: Reported, metric: Metric) -> dict[str, Any]:
+    key = metric.key
     records = run.evals if key.startswith("eval/") else run.steps
     found = [r for r in records if r.get(key) is not None]
     last = found[-1:] if key.startswith("eval/") else found[-max(1, len(found) // 10) :]
     out: dict[str, Any] = {"final": mean(last, key), "best": None, "step": None}
-    if better and found:
-        best = (max if better == "max" else min)(found, key=lambda r: r[key])
+    if metric.best and found:
+        best = (max if metric.best == "max" else min)(found, key=lambda r: r[key])
         out |= {"best": best[key], "step": best["step"]}
     return out
 
@@ -167,9 +150,9 @@ def _final_and_best(run: Reported, key: str, better: str) -> dict[str, Any]:
 def one_line(run: Reported) -> str:
     """Returns a line such as "run2: done after 420 steps in 4:24, held-out accuracy 0.953, reward 0.904"."""
     told = [f"{run.name}: {run.summary.title}"]
-    for label, key, better in TABLE[:2]:
-        final = _final_and_best(run, key, better)["final"]
-        told += [] if final is None else [f"{label} {final:.3f}"]
+    for metric in TABLE[:2]:
+        final = _final_and_best(run, metric)["final"]
+        told += [] if final is None else [f"{metric.name} {final:.3f}"]
     return ", ".join(told)
 
 

@@ -225,6 +225,8 @@ def test_many_runs_share_one_legend_with_their_final_figures(show, write_run, tm
     expect(rows).to_have_count(12)
     assert rows.nth(9).inner_text().split("\t")[0].strip() == "10 run9"
     assert "0.4" in rows.first.inner_text()
+    for name in ("held-out accuracy", "reward", "gradient norm", "mismatch KL (k3)"):
+        expect(page.locator("#curves .figures th", has_text=name)).to_have_count(1)
     line = page.locator("figure[data-plot=loss] path.line")
     expect(line).to_have_count(12)
     looks = line.evaluate_all(

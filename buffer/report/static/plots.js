@@ -3,7 +3,6 @@
 const MARGIN = { left: 54, right: 10, top: 8, bottom: 22 };
 const HEIGHT = 190;
 const MOST_KEYS = 9; // of a plot: with more lines the runs are told apart by the one legend above all plots
-const KEY_FIGURES = ["eval/accuracy", "reward/mean", "mismatch/kl", "lag/mean", "rollout/tokens_per_s", "learner/tokens_per_s"];
 
 // The classes of run i: eight colours, and beyond them other dashes.
 function lineOf(i) {
@@ -87,7 +86,7 @@ class Curves {
   // The legend of all plots: a line for each run, with its final figures and a switch.
   figures() {
     const { runs, table: lines } = this.data.meta;
-    const chosen = lines.filter((line) => KEY_FIGURES.includes(line.key));
+    const chosen = lines.filter((line) => line.leading);
     const head = ["run", "", ...chosen.flatMap((line) => (line.key === "eval/accuracy" ? [line.label, "best"] : [line.label]))];
     const rows = runs.map((run, i) => [
       el("label", { class: `key ${lineOf(i)}` }, el("input", {
