@@ -109,7 +109,7 @@ $(VENV)/.installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade 'pip>=25.1'
 	$(BIN)/pip install -q '$(TORCH_CPU)' || $(BIN)/pip install -q '$(TORCH)'
-	$(BIN)/pip install -q -e .
+	$(BIN)/pip install -q -e '.[plots]'
 	# Compiles the loops of the engine and of the number formats now, not at the first run.
 	$(BIN)/python -c 'import areal_q.models.fused.functions, areal_q.kernels.quantize.eight_bits, rollout.engines.reference.ops_numba'
 	touch $@

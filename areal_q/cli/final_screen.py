@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_q.config import Arithmetic, Run
+from areal_q.errors import ConfigError
 from areal_q.evaluation.estimates import Evaluation, read_evaluations
 from areal_q.observability.learning_faults import advice
 from areal_q.observability.metrics_log import TENSORBOARD_DIR, read_metrics
@@ -28,13 +29,15 @@ def last_screen(run: Run, run_dir: Path, console: Console | None = None) -> None
         return
     summary = summarize(records, run.learner.groups * run.learner.group_size)
     try:
-        curves = draw_curves(run_dir)
+        curves = str(draw_curves(run_dir))
+    except ConfigError as error:
+        curves = str(error)
     except OSError:  # the run's directory may be read-only
-        curves = None
+        curves = ""
     console.print(_screen(run, run_dir, summary, curves), highlight=False)
 
 
-def _screen(run: Run, run_dir: Path, summary: Summary, curves: Path | None) -> RenderableType:
+def _screen(run: Run, run_dir: Path, summary: Summary, curves: str) -> RenderableType:
     parts: list[RenderableType] = [Text(), Text(f"{run.name}: {summary.title}", "bold")]
     count, rows = len(summary.faults), summary.rows
     # What comes first may be the cause of the others, so that only its advice is given.
@@ -54,7 +57,7 @@ def _screen(run: Run, run_dir: Path, summary: Summary, curves: Path | None) -> R
         ("metrics", str(run_dir / METRICS_FILE)),
     ]
     if curves:
-        paths.append(("curves", str(curves)))
+        paths.append(("curves", curves))
     parts += [Text(), _pairs(paths), Text(), _pairs(_next_commands(run, run_dir, summary))]
     return Group(*parts)
 

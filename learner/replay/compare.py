@@ -4,17 +4,13 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from areal_q.observability.metric_table import METRICS
 from learner.replay.replay_steps import Replayed
 
 WEIGHTS = "weights"
-LEADING = ("train/loss", "train/grad_norm", "reward/mean", "lag/mean", "mismatch/kl")
+LEADING = {metric.key for metric in METRICS if metric.leading or metric.rounding}
 """Metrics that are named first if several differ."""
-TOLERANCES = {
-    "train/loss": (0.0, 1e-3),
-    "train/grad_norm": (2e-2, 0.0),
-    "mismatch/kl": (0.0, 1e-3),
-    "policy/entropy": (1e-3, 1e-3),
-}
+TOLERANCES = {metric.key: metric.rounding for metric in METRICS if metric.rounding}
 """(relative, absolute) tolerances by metric, for a replay in which only rounding can differ, because of another
 device, instruction set or size of micro-batches."""
 
@@ -42,7 +38,10 @@ def compare(one: Replayed, exact: bool) -> list[Difference]:
     """Returns the differences of a step from its record, those of LEADING first: in any bit if `exact`, else
     beyond TOLERANCES. Metrics that were not recorded are not compared."""
     recorded = one.record.metrics
-    names = sorted(recorded if exact else TOLERANCES.keys() & recorded.keys(), key=_order)
+    names = sorted(
+        recorded if exact else TOLERANCES.keys() & recorded.keys(),
+        key=lambda name: (name not in LEADING, name),
+    )
     out = [
         Difference(one.record.step, name, recorded[name], one.metrics.get(name))
         for name in names
@@ -66,7 +65,3 @@ def _same(name: str, recorded: float, replayed: float | None, exact: bool) -> bo
         return True
     relative, absolute = TOLERANCES.get(name, (0.0, 0.0))
     return not exact and math.isclose(recorded, replayed, rel_tol=relative, abs_tol=absolute)
-
-
-def _order(name: str) -> tuple[int, str]:
-    return (LEADING.index(name) if name in LEADING else len(LEADING), name)

@@ -4,6 +4,7 @@ import math
 import random
 import re
 import struct
+import sys
 from io import StringIO
 
 import pytest
@@ -473,6 +474,15 @@ def test_curves_are_a_picture_of_some_size(directory, monkeypatch):
     png = draw_curves(directory).read_bytes()
     width, height = struct.unpack(">II", png[16:24])
     assert png[:8] == b"\x89PNG\r\n\x1a\n" and width > 1000 and height > 500
+
+
+def test_without_matplotlib_the_last_screen_says_so(run, directory, console, monkeypatch):
+    write_run(directory, 4, monkeypatch)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    last_screen(run, directory, console)
+    said = console.export_text()
+    assert "curves.png needs matplotlib: pip install 'areal-q[plots]'" in said
+    assert "held-out accuracy" in said and not (directory / "curves.png").exists()
 
 
 def test_thinning_keeps_means_maxima_and_the_last_step():
