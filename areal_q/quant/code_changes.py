@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from areal_q.kernels.delta_bits import differing
+from areal_q.kernels.delta_codes import differing
 from areal_q.quant.registry import FORMATS
 from areal_q.quant.state_dict import codes_of, dequantize_state, is_quantized
 

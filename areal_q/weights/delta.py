@@ -20,7 +20,7 @@ from areal_q.kernels import delta_blocks as kernels
 from areal_q.kernels.delta_blocks import CLASSES
 from areal_q.messages import Manifest, TensorSpec
 from areal_q.weights import delta_codec
-from areal_q.weights.bit_packing import compress, decompress
+from areal_q.weights.byte_planes import compress, decompress
 from areal_q.weights.delta_codec import Classes, Floats, FloatsOf, Moves, Streams
 from areal_q.weights.version import DTYPES, WeightVersion, unpack_unnamed, without_digests
 

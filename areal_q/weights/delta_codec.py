@@ -1,26 +1,21 @@
 """The streams of a delta (areal_q/weights/delta.py): which elements moved, and by how much.
 
 Between two learner steps few quantized codes change, and those that do mostly move by one. So a tensor's
-difference is kept as *where* and *by how much*, both chosen so that a plain entropy coder
-(areal_q/weights/bit_packing.py) comes close to the bound of log2(1/p) + 1.44 bits a position at a share p of
-changed codes:
+difference is kept as *where* and *by how much*, both as streams of numbers (areal_q/weights/byte_planes.py):
 
 - where: gaps between changed elements, or between unchanged ones where these are fewer; where neither is
-  below a third of all, a bitmap. Where changes are independent, gaps are geometric. Of a gap with mean
-  2^k · m, 4 ≤ m < 8, the low k bits are as good as uniform; the rest has nearly the same distribution for
-  every tensor, so that one Huffman table serves all.
+  below a third of all, a bitmap.
 - by how much: new − old modulo 2^bits of the elements' bytes read as little-endian integers, floats in the
   order of their values, where it is the distance in units in the last place. It wraps, so it is exact for
-  every bit pattern, and steps of several deltas can be added. A sign bit; of |step| the three highest bits
-  and its length as a symbol, the bits below as they are. Steps of single bytes are symbols themselves.
+  every bit pattern, and steps of several deltas can be added. A sign bit, and |step|.
 
 Whole numbers of any size go byte by byte: a packed 4-bit code that moves by one moves its byte by 1 or 16.
 
 The closer a float is to zero, the closer are its neighbours: it changes more often, and by more steps. Both
 sides know the base's exponents. With these elements are divided into classes, whose exponents agree in the low
-four bits. Positions are counted within a class, each class has its own mean gap, and its symbols are a stream
-of their own. The receiver then needs the base (`Floats`) to decode. Without classes (`Moves.classes` None) it
-does not, and deltas can be added up.
+four bits. Positions are counted within a class, and its steps are a stream of their own, which makes bfloat16's
+deltas smaller by a third. The receiver then needs the base (`Floats`) to decode. Without classes
+(`Moves.classes` None) it does not, and deltas can be added up.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,10 +27,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from areal_q.kernels import delta_bits as kernels
 from areal_q.kernels import delta_blocks as blocks
+from areal_q.kernels import delta_codes as kernels
 from areal_q.kernels.delta_blocks import CLASSES
-from areal_q.weights import bit_packing as bits
+from areal_q.weights import byte_planes as planes
 
 _DENSE = 3
 """Changed elements are listed only if they are at most one in _DENSE."""
@@ -112,18 +107,16 @@ class Change(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Streams(msgspec.Struct, frozen=True, array_like=True):
-    """The content of a delta for its tensors; everything except `low` is compressed."""
+    """The content of a delta for its tensors, compressed."""
 
     changes: list[Change]
     """The tensors that differ, in the order of the manifest."""
-    gaps: bytes
-    """High parts of the gaps between listed elements, escaped."""
+    gaps: list[bytes]
+    """Planes of the gaps between listed elements."""
     flags: bytes
     """For each change its bitmap, if it has one; then for each a sign bit per step."""
-    steps: list[bytes]
-    """Symbols of |step|: a stream for each size of elements and class that occurs, in that order."""
-    low: bytes
-    """Low bits of the gaps, then those of the steps."""
+    steps: list[list[bytes]]
+    """Planes of |step|: a stream for each size of elements and class that occurs, in that order."""
     based: bool = False
     """True if the base is needed to decode, since classes are used for floats with at least _FEW changes"""
 
@@ -134,17 +127,11 @@ def encode(moves: Sequence[Moves]) -> Streams:
     listed = [_listed(m) for m in moves]
     signed = [m.step.view(f"<i{m.step.itemsize}") for m in moves]
     flags = [a.bitmap for a in listed] + [np.packbits(step < 0).tobytes() for step in signed]
-    symbols, low = [], [(a.gaps, a.shifts) for a in listed]
-    for key, size in _grouped_sizes(moves, signed):
-        symbol, width = bits.split_sizes(size, exact=key < CLASSES + 1)
-        symbols.append(bits.compress(symbol.tobytes()))
-        low.append((size, width))
     return Streams(
         [a.change for a in listed],
-        bits.compress(b"".join(bits.escape_bytes(a.gaps, a.shifts) for a in listed)),
-        bits.compress(b"".join(flags)),
-        symbols,
-        bits.packed(low),
+        planes.planes_of(_concatenated([a.gaps for a in listed], np.int64).view(np.uint64)),
+        planes.compress(b"".join(flags)),
+        [planes.planes_of(size) for size in _grouped_sizes(moves, signed)],
         any(_kinds(m) is not None for m in moves),
     )
 
@@ -164,19 +151,12 @@ def decode(
     parts = [
         _part(change, tensors, floats_of if streams.based else None) for change in streams.changes
     ]
-    # Each gap takes at least a byte, so that no memory is allocated for gaps that the stream cannot have.
-    if bits.size_of(streams.gaps) < sum(int(p.counts.sum()) for p in parts):
-        raise ValueError("fewer gaps than changes")
-    shift = _concatenated(
-        [np.repeat(bits.shifts(p.sizes, p.counts), p.counts) for p in parts], np.uint8
-    )
-    tops = bits.decompress(streams.gaps, sum(elements for elements, _ in tensors) + 64)
-    flags = bits.Reader(bits.exactly(streams.flags, sum(p.flag_bytes for p in parts)))
-    low = bits.LowBits(streams.low)
-    gap = bits.Reader(bits.unescaped(tops, shift, low.take(shift)))
+    gaps = planes.numbers_of(streams.gaps, sum(int(p.counts.sum()) for p in parts))
+    gap = planes.Reader(gaps.view(np.int64))
+    flags = planes.Reader(planes.exactly(streams.flags, sum(p.flag_bytes for p in parts)))
     places = [_places(p, gap, flags) for p in parts]
     keys = [_keys(p.itemsize, kinds, len(w)) for p, (w, kinds) in zip(parts, places, strict=True)]
-    size, at = _sizes(streams, keys, low)
+    size, at = _sizes(streams, keys)
     moves = []
     for part, key, (where, _) in zip(parts, keys, places, strict=True):
         step = np.empty(len(where), f"<u{part.itemsize}")
@@ -244,8 +224,6 @@ class _Listed:
     change: Change
     gaps: np.ndarray
     """Numbers of elements between one listed and the next, in each class from its start, int64."""
-    shifts: np.ndarray
-    """How many low bits of each gap are stored as they are, uint8."""
     bitmap: bytes = b""
     """The positions, if they are not listed since neither changed nor unchanged elements are rare"""
 
@@ -257,20 +235,16 @@ def _listed(m: Moves) -> _Listed:
         counts = _tally([kinds])[:CLASSES]
         gaps = np.empty_like(m.classes.gaps)
         kernels.grouped(kinds, m.classes.gaps, np.cumsum(counts) - counts, gaps)
-        shifts = np.repeat(bits.shifts(m.classes.sizes, counts), counts)
-        return _Listed(Change(m.index, counts.tolist()), gaps, shifts)
+        return _Listed(Change(m.index, counts.tolist()), gaps)
     if not _rare(count, m.elements):
         moved = np.zeros(m.elements, np.uint8)
         moved[m.where] = 1
         if not _rare(m.elements - count, m.elements):
-            nothing = np.empty(0, np.int64)
-            return _Listed(change, nothing, nothing, np.packbits(moved).tobytes())
+            return _Listed(change, np.empty(0, np.int64), np.packbits(moved).tobytes())
         where = np.flatnonzero(moved == 0)
     else:
         where = m.where
-    counts = np.array([len(where)])
-    shifts = np.repeat(bits.shifts(np.array([m.elements]), counts), counts)
-    return _Listed(change, np.diff(where, prepend=-1) - 1, shifts)
+    return _Listed(change, np.diff(where, prepend=-1) - 1)
 
 
 def _kinds(m: Moves) -> np.ndarray | None:
@@ -278,10 +252,8 @@ def _kinds(m: Moves) -> np.ndarray | None:
     return m.classes.kinds if m.classes is not None and len(m.where) >= _FEW else None
 
 
-def _grouped_sizes(
-    moves: Sequence[Moves], signed: Sequence[np.ndarray]
-) -> Iterator[tuple[int, np.ndarray]]:
-    """Yields each stream of symbols that occurs, as `_keys` numbers them, with the |step| that are in it."""
+def _grouped_sizes(moves: Sequence[Moves], signed: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
+    """Yields the |step| of each stream that occurs, in the order in which `_keys` numbers them."""
     # The size of the least number has no sign to lose: it wraps to itself, which is right unsigned.
     sizes = [np.abs(step).view(m.step.dtype) for step, m in zip(signed, moves, strict=True)]
     keys = [_keys(m.step.itemsize, _kinds(m), len(m.where)) for m in moves]
@@ -291,11 +263,11 @@ def _grouped_sizes(
     for key, size in zip(keys, sizes, strict=True):
         kernels.grouped(key, size, at, grouped)
     for key in np.flatnonzero(count):
-        yield int(key), grouped[at[key] - count[key] : at[key]]
+        yield grouped[at[key] - count[key] : at[key]]
 
 
 def _places(
-    part: _Part, gaps: "bits.Reader", flags: "bits.Reader"
+    part: _Part, gaps: "planes.Reader", flags: "planes.Reader"
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Returns the positions of the changed elements, int64, rising, and their classes, uint8, if these are
     used.
@@ -335,7 +307,7 @@ def _places_by_class(part: _Part, gap: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 
 def _keys(itemsize: int, kinds: np.ndarray | None, count: int) -> np.ndarray:
-    """Returns which stream of symbols each of `count` steps is in, uint8; one-byte elements come first. `kinds`
+    """Returns which stream each of `count` steps is in, uint8; one-byte elements come first. `kinds`
     are the elements' classes, if classes are used."""
     first = (itemsize.bit_length() - 1) * (CLASSES + 1)
     if kinds is None:
@@ -351,23 +323,16 @@ def _tally(keys: Sequence[np.ndarray]) -> np.ndarray:
     return count
 
 
-def _sizes(
-    streams: Streams, keys: Sequence[np.ndarray], low: "bits.LowBits"
-) -> tuple[np.ndarray, np.ndarray]:
+def _sizes(streams: Streams, keys: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Returns |step| of all elements, uint64, grouped by the stream that each is in, as `keys` says for each
     tensor; and where in them each stream begins, int64 [256]."""
     count = _tally(keys)
     found = np.flatnonzero(count)
     if len(found) != len(streams.steps):
         raise ValueError(f"{len(streams.steps)} streams of steps instead of {len(found)}")
-    ends = np.cumsum(count)
-    size = np.empty(ends[-1], np.uint64)
-    for k, stream in zip(found, streams.steps, strict=True):
-        symbol, exact = bits.exactly(stream, int(count[k])), bool(k < CLASSES + 1)
-        own = size[ends[k] - count[k] : ends[k]]
-        bits.join_sizes(symbol, low.take(bits.widths(symbol, exact)), exact, own)
-    low.finish()
-    return size, ends - count
+    pairs = zip(streams.steps, count[found], strict=True)
+    size = _concatenated([planes.numbers_of(step, int(n)) for step, n in pairs], np.uint64)
+    return size, np.cumsum(count) - count
 
 
 def _concatenated(arrays: Sequence[np.ndarray], dtype: npt.DTypeLike) -> np.ndarray:
