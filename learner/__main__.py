@@ -160,13 +160,15 @@ def _learn(
     from learner.build import build_learner
     from learner.final_export import finish
 
-    ranks = ALONE
+    ranks, progress = ALONE, Progress(*([watchdog] if watchdog else []))
     if os.environ.get("WORLD_SIZE", "1") != "1" or isinstance(run.learner.backend, MegatronBackend):
         from learner.multi_process import join
 
         ranks = join(run.learner)
     try:
-        learner = build_learner(run, directory, redis, announce, fetch, resume, stop, ranks)
+        learner = build_learner(
+            run, directory, redis, announce, fetch, resume, stop, ranks, progress
+        )
     except (Stopped, BufferGone) as stopped:
         logger.info("stopped: %s", stopped)
         if ranks is not ALONE:
@@ -176,15 +178,15 @@ def _learn(
             exit_process(stop.exit_code)
         return stop.exit_code
     gc.freeze()  # What exists now stays: looking through it again took 14 ms of a step of the quickstart.
-    exporter.progress = learner.progress = Progress(*([watchdog] if watchdog else []))
+    exporter.progress = progress
     if watchdog:
-        Watchdog(learner.progress).start()
+        Watchdog(progress).start()
     learner.metrics.also("Prometheus", exporter.update)
     log = ProgressLog(run, directory, logger.info)
     learner.metrics.also("log", log.add)
     learner.metrics.also("faults", lambda _: exporter.update(log.lasting_faults()))
     try:
-        finished = finish(learner, learner.train(stop))
+        finished = finish(learner, directory, learner.train(stop))
     finally:
         learner.close()
     if finished:

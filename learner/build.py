@@ -20,6 +20,7 @@ from areal_q.quant.rescaling import apply_uaq
 from areal_q.quant.smoothing import SmoothingScales
 from areal_q.system import run_dir
 from areal_q.system.processes import command_began
+from areal_q.system.watchdog import Progress
 from areal_q.tasks import (
     Task,
     Tokenizer,
@@ -31,9 +32,8 @@ from areal_q.tasks import (
     stops_text,
 )
 from areal_q.tasks.stops import write_stops
-from buffer.logs.step_log import StepLog, iter_steps
-from buffer.logs.token_log import TokenLog
-from buffer.logs.trajectory_log import TrajectoryLog
+from areal_q.weights.version import WeightVersion
+from buffer.logs.step_log import iter_steps
 from buffer.redis_store import START, LearnerBuffer
 from buffer.redis_store.lease import owner_of
 from buffer.sampling.replay_pool import ReplayPool
@@ -50,12 +50,14 @@ from learner.data.staleness import VersionHistory, forks_at
 from learner.data.validation import check_data, fits
 from learner.heldout_eval import HeldOutEvaluation
 from learner.loop import Learner
+from learner.measure.buffer_metrics import BufferMetrics
 from learner.measure.fidelity import FidelityMeter
 from learner.measure.replay_check import ReplayCheck
 from learner.measure.reward_check import RewardCheck
-from learner.measure.token_recorder import TokenRecorder
+from learner.measure.step_logs import StepLogs
 from learner.policy_update import PolicyUpdater, SingleProcessUpdater
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
+from learner.publishing.weight_publisher import WeightPublisher
 from learner.sft_warmup import warm_start
 
 logger = logging.getLogger(__name__)
@@ -236,8 +238,10 @@ def build_learner(
     resume: bool,
     stop: threading.Event,
     ranks: Ranks = ALONE,
+    progress: Progress | None = None,
 ) -> Learner:
     """Returns a learner of `run` in `directory` that is ready to train, after checks in order of their cost.
+    It notes each record and each poll for groups in `progress`.
 
     Raises what its components raise: ConfigError, CheckpointError, TaskError, or Stopped after `stop`.
     """
@@ -254,8 +258,9 @@ def build_learner(
         failed.callback(buffer.close)
         buffer.acquire(owner_of(_run_id(directory), directory), stop)
         learner = _build(
-            run, directory, buffer, task, tokenizer, announce, fetch, resume, stop, ranks
-        )
+            run, directory, buffer, task, tokenizer, announce, fetch, resume, stop, ranks,
+            progress or Progress(),
+        )  # fmt: skip
         failed.pop_all()
     return learner
 
@@ -296,6 +301,7 @@ def _build(
     resume: bool,
     stop: threading.Event,
     ranks: Ranks,
+    progress: Progress,
 ) -> Learner:
     metrics = MetricsLog(directory, began=command_began())
     if not resume:
@@ -303,8 +309,6 @@ def _build(
     policy, state = build_policy(run, directory, resume, task, tokenizer, metrics, stop)
     start = state.step if state else 0
     updater = _updater(policy, run, ranks)
-    # With several ranks there is no token log, because token scores stay on the rank that computed them.
-    logs_tokens = run.buffer.log and run.buffer.tokens and ranks is ALONE
     if resume:
         metrics.rewind(start)
     write_stops(directory, tokenizer.stops)
@@ -320,7 +324,7 @@ def _build(
     recorded = _recorded(directory, start) | buffer.unread_digests() if state else {}
     keep = run.learner.versions_kept
     forks = forks_at(start, state.forks, keep) if state else []
-    history = VersionHistory(keep, state.digests if state else None, min(forks, default=0))
+    history = VersionHistory(keep, state.digests if state else None, forks)
     uses = state.uses if state else None
     pool = ReplayPool(run.buffer, run.learner, run.seed, run.steps, buffer.position, uses)
     weight_server = WeightServer(announce, fetch, run.broadcast)
@@ -329,10 +333,27 @@ def _build(
         for kind, endpoint in weight_server.endpoints._asdict().items()
     }
     buffer.publish_run(dump_toml(run), endpoints, workers_hash(run))
+
+    def hand_over(made: WeightVersion) -> None:
+        # The history must contain a version before a worker draws with it, or its tokens would count as stale.
+        history.add(made.manifest.version, made.manifest.digest)
+        weight_server.publish(made)
+
+    builder = VersionBuilder(
+        VersionSettings.of(run),
+        policy.sticky,
+        buffer.run_id,
+        smoothing=policy.smoothing,
+        shared=True,
+    )
+    publisher = WeightPublisher(builder, hand_over)
+    keep_checkpoints = run.checkpoint.keep, run.checkpoint.keep_every
+    checkpoints = CheckpointWriter(directory / "checkpoints", *keep_checkpoints)
+    policy.readers += [publisher.wait_until_read, checkpoints.wait_until_read]
+    metrics.also("progress", lambda _: progress.beat())
     return Learner(
         run=run,
-        dir=directory,
-        start=start,
+        step=start,
         updater=updater,
         buffer=buffer,
         admission=admission,
@@ -340,24 +361,14 @@ def _build(
         heldout=HeldOutEvaluation(admission, buffer, tokenizer, metrics),
         history=history,
         replay_check=ReplayCheck(start, recorded),
-        forks=forks,
-        builder=VersionBuilder(
-            VersionSettings.of(run),
-            policy.sticky,
-            buffer.run_id,
-            smoothing=policy.smoothing,
-            shared=True,
-        ),
         reward_check=RewardCheck(run, tokenizer),
         fidelity=FidelityMeter(run.learner, run.rollout.format),
+        buffer_metrics=BufferMetrics(buffer, run.rollout.environment, metrics),
+        publisher=publisher,
         weight_server=weight_server,
-        log=TrajectoryLog(directory / "trajectories", start) if run.buffer.log else None,
-        steps=StepLog(directory / "steps", start) if run.buffer.log else None,
-        tokens=TokenLog(directory / "tokens", start) if logs_tokens else None,
-        recorder=TokenRecorder() if logs_tokens else None,
+        logs=StepLogs(run, directory, start, scores_here=ranks is ALONE),
         metrics=metrics,
+        checkpoints=checkpoints,
+        progress=progress,
         totals_before=dict(state.totals) if state else {},
-        checkpoints=CheckpointWriter(
-            directory / "checkpoints", run.checkpoint.keep, run.checkpoint.keep_every
-        ),
     )

@@ -2,6 +2,7 @@
 expect."""
 
 from contextlib import suppress
+from pathlib import Path
 
 import torch
 
@@ -14,30 +15,28 @@ from learner.loop import Learner
 from learner.replay.export import declared, source_of
 
 
-def finish(learner: Learner, step: int) -> bool:
-    """Exports the model to `hf/`, in the dtype of the one that the run began with, and writes the `end` record
-    with reason "done", or "drained" if `step` is not the last. Returns True if the run is done and Redis tells
-    the workers so, which end then.
+def finish(learner: Learner, directory: Path, step: int) -> bool:
+    """Exports the model to `hf/` in the run's `directory`, in the dtype of the one that the run began with, and
+    writes the `end` record with reason "done", or "drained" if `step` is not the last. Returns True if the run
+    is done and Redis tells the workers so, which end then.
 
     UAQ's scaling is taken out of the learner's own weights, as nothing reads them any more."""
     run = learner.run
     model, tokenizer = learner.policy.model, build_tokenizer(run.model, run.task)
     dtype, source = getattr(torch, declared(run.model)), source_of(run.model)
     if run.learner.lora:
-        save_adapted(
-            model, learner.dir, run.learner.lora, run.learner.uaq, tokenizer, dtype, source
-        )
+        save_adapted(model, directory, run.learner.lora, run.learner.uaq, tokenizer, dtype, source)
     else:
         if run.learner.uaq > 1:
             fold_back(model, run.learner.uaq)
-        save_decoder(model, learner.dir / "hf", tokenizer, dtype, source)
+        save_decoder(model, directory / "hf", tokenizer, dtype, source)
     accuracy, done = learner.heldout.accuracy, step == run.steps
     learner.metrics.write(
         "end",
         step,
         {} if accuracy is None else {"eval/accuracy": accuracy},
         reason="done" if done else "drained",
-        model=str(learner.dir / "hf"),
+        model=str(directory / "hf"),
     )
     if done:
         with suppress(BufferGone):

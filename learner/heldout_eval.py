@@ -15,6 +15,8 @@ from learner.data.admission import Admission
 logger = logging.getLogger(__name__)
 SAMPLES = 5
 """Number of answers that an `eval` record contains as examples."""
+TELL_EVERY_S = 10.0
+"""Seconds from one record of an evaluation's progress to the next."""
 LOOK_S = 1.0
 """Seconds between two searches for tickets that were lost."""
 
@@ -34,6 +36,8 @@ class HeldOutEvaluation:
         self.accuracy: float | None = None
         """Accuracy of the newest evaluation that is complete; None before the first."""
         self._looked_s = time.monotonic()
+        self._tell_s = 0.0
+        """The time, by time.monotonic(), when the progress is told again"""
 
     def ask(self, version: int) -> None:
         """Begins an evaluation of `version`; skips it if Redis is full."""
@@ -65,12 +69,14 @@ class HeldOutEvaluation:
             del self._expected[version]
             self._write(version, self._answers.pop(version))
 
-    @property
-    def progress(self) -> tuple[int, int] | None:
-        """(problems answered, problems asked) of the oldest evaluation in progress; None without one."""
-        for version, asked in self._expected.items():
-            return len(self._answers[version]), asked
-        return None
+    def tell_progress(self) -> None:
+        """Writes a `start` record of how far the oldest evaluation in progress is, every TELL_EVERY_S."""
+        if not self._expected or time.monotonic() < self._tell_s:
+            return
+        self._tell_s = time.monotonic() + TELL_EVERY_S
+        version, asked = next(iter(self._expected.items()))
+        done = len(self._answers[version])
+        self._metrics.write("start", 0, {}, doing=f"evaluating: {done} of {asked} problems")
 
     def _look(self) -> Counter[int] | None:
         """Returns the number of open tickets by version, or None between two searches. It must be called before

@@ -230,7 +230,7 @@ class MultiProcessUpdater:
         with names_a_lost_rank(self._ranks):
             send(self._ranks, Step([Piece.of(sample) for sample in samples]))
             values = update_policy(self._shard, samples, recorder)
-            whole.before_write()
+            whole.wait_until_read()
             self._shard.gather_weights(whole)
         self._broken = False
         whole.updates, whole.skipped = self._shard.updates, self._shard.skipped

@@ -66,7 +66,7 @@ def learner_time(run: Run) -> dict[str, list[float]]:
     policy = TorchPolicy(build_model(run.model, tokenizer, run.seed), run.learner, 1.0)
     batch = samples(run, tokenizer.vocab_size)
     publisher = WeightPublisher(VersionBuilder(VersionSettings.of(run)), lambda _: None)
-    policy.before_write = publisher.wait_until_read
+    policy.readers.append(publisher.wait_until_read)
     version = 0
 
     def alone() -> None:
@@ -86,7 +86,7 @@ def learner_time(run: Run) -> dict[str, list[float]]:
     waits: list[float] = []
     for _turn in range(TURNS):
         for way, run_step in ways.items():
-            version, publisher.waited_s = version + 1, 0.0
+            version += 1
             began = time.perf_counter()
             run_step()
             took[way].append(1e3 * (time.perf_counter() - began))

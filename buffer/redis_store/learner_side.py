@@ -59,6 +59,8 @@ class LearnerBuffer:
         self.checks: list[Callable[[Group], None]] = []
         """Functions that are called with each valid group and raise RecordError for one that is not of this
         run, or does not fit the model"""
+        self.trimmed = START
+        """The position in the stream of groups up to which `trim` deleted them"""
         self.refused_heartbeats = 0
         """Number of heartbeats that could not be read when `workers` last looked"""
         self._connection = LeasedConnection(url, self.keys, patience_s, stop)
@@ -177,6 +179,7 @@ class LearnerBuffer:
         ms, _, sequence = position.partition("-")
         following = f"{ms}-{int(sequence) + 1}"
         self._change("TRIM", [self.keys.groups], [following])
+        self.trimmed = position
 
     def memory(self) -> Memory:
         found: Any = self._call(lambda: self._redis.info("memory"))

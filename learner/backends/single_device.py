@@ -58,8 +58,9 @@ class TorchPolicy:
     """The scales by channel with which the weights are published, if activations are smoothed."""
     ranks: Ranks = ALONE
     """The ranks that learn together; with others, `model` is sharded over them (learner/backends/fsdp.py)."""
-    before_write: Callable[[], None] = lambda: None
-    """A function that is called before the weights change, and returns once no other thread reads them."""
+    readers: list[Callable[[], None]] = field(default_factory=list)
+    """Functions that return once their thread reads weights and moments no more; each is called before these
+    change: WeightPublisher.wait_until_read and CheckpointWriter.wait_until_read."""
     threads: MicrobatchThreads = field(init=False)
     """The threads that compute micro-batches at the same time."""
     critic: Critic | None = None
@@ -200,8 +201,13 @@ class TorchPolicy:
             scores["values"] = self.critic(hidden, batch)
         return scores
 
+    def wait_until_read(self) -> None:
+        """Waits until no other thread reads the weights, so that they may change."""
+        for wait in self.readers:
+            wait()
+
     def step_optimizer(self) -> tuple[Metrics, bool]:
-        self.before_write()
+        self.wait_until_read()
         if self.ranks.size > 1:
             for module in (self.model, self.critic, self.reference):
                 if module is not None:

@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from areal_q.config import LearnerConfig
 from areal_q.messages import Group
@@ -17,6 +17,30 @@ from learner.data.starvation import Starvation, sentence
 
 logger = logging.getLogger(__name__)
 POLL_S = 0.2
+
+
+class WhileWaiting:
+    """What else is done while `GroupReader.take` waits: by a learner all of it (learner/loop.py), by this class
+    nothing. `step` is the one that the groups are for."""
+
+    def look(self) -> None:
+        """Called before each poll for groups, so that a waiting learner does not count as stuck."""
+
+    def record_episodes(self, step: int) -> None:
+        """Called every POLL_S seconds while no groups come in."""
+
+    def warn(self, step: int, sentence: str) -> None:
+        """Called with a sentence on what is lacking when the learner has waited long for groups."""
+
+    def make_room(self, step: int) -> None:
+        """Called while no groups come in and Redis has no room for them."""
+
+    def wait_until_out(self) -> None:
+        """Returns once the version that the step begins with is in the history.
+
+        Called before the lag of groups drawn by a version of this number is computed: a resumed learner reads
+        groups of its abandoned history, and if its replay was exact, bit for bit, they count as drawn by its
+        own version."""
 
 
 class GroupReader:
@@ -42,12 +66,6 @@ class GroupReader:
         self._cfg, self._pool = cfg, pool
         self._starvation = Starvation()
         self._met_worker = False
-        self.on_starvation: Callable[[int, str], None] = lambda version, sentence: None
-        """Called with the version and a sentence when the learner has waited long for groups."""
-        self.on_wait: Callable[[int], None] = lambda version: None
-        """Called with the version, every POLL_S seconds, while no groups come in."""
-        self.on_look: Callable[[], None] = lambda: None
-        """Called before each poll for groups, so that a waiting learner does not count as stuck."""
         self._newest = -1
         """The newest version that drew a token of any group read."""
         self.groups = 0
@@ -100,21 +118,13 @@ class GroupReader:
         return len(self._pool)
 
     def take(
-        self,
-        version: int,
-        stop: threading.Event,
-        make_room: Callable[[int], None] = lambda version: None,
-        publish: Callable[[], None] = lambda: None,
+        self, version: int, stop: threading.Event, meanwhile: WhileWaiting | None = None
     ) -> SampledGroups | None:
         """Returns B groups no token of which lags more than η behind `version`, or None if `stop` came first.
-
-        `make_room` is called with `version` while no groups come in and Redis has no room for them. `publish`
-        must return once `version` is in the history. It is called before the lag of groups drawn by a version
-        of this number is computed: a resumed learner reads groups of its abandoned history, and if its replay
-        was exact, bit for bit, they count as drawn by its own version.
-        """
+        While it waits, it calls the methods of `meanwhile`."""
+        meanwhile = meanwhile or WhileWaiting()
         while not stop.is_set():
-            self.on_look()
+            meanwhile.look()
             self._admission.admit(version)
             entries = self._read()
             if entries and self._starvation.over():
@@ -122,16 +132,18 @@ class GroupReader:
             for entry in entries:
                 self._offer(entry)
             if self._newest >= version and version not in self._history.digests:
-                publish()
+                meanwhile.wait_until_out()
             self._remove(version)
             drawn = self._pool.draw(version)
             if drawn:
                 return drawn
             if not entries:
-                self.on_wait(version)
-                self._starve(version)
+                meanwhile.record_episodes(version)
+                self._recover(version)
+                if complaint := self._complaint():
+                    meanwhile.warn(version, complaint)
                 if self._lacks_room():
-                    make_room(version)
+                    meanwhile.make_room(version)
         return None
 
     def consumed(self) -> None:
@@ -191,7 +203,7 @@ class GroupReader:
             tickets = ", ".join(f"{item.number} (lag {item.lag})" for item in items)
             logger.info("%d groups dropped, %s: tickets %s", len(items), reason, tickets)
 
-    def _starve(self, version: int) -> None:
+    def _recover(self, version: int) -> None:
         """Acts against what can keep groups from coming: replaces tickets that were lost or quarantined, and
         admits again, at `version`, tickets that an abandoned history admitted at later versions.
 
@@ -214,8 +226,6 @@ class GroupReader:
             )
         alive = self._buffer.open_tickets() | set(self._buffer.unread())
         self._admission.recount(alive | self._pool.numbers)
-        if seconds := self._starvation.due():
-            self._say_starved(version, seconds)
 
     def _lacks_room(self) -> bool:
         """Returns True if Redis is at its limit, or refuses groups well below it: it takes a group only if all
@@ -225,16 +235,19 @@ class GroupReader:
             return memory.full
         return any(worker.waiting for worker in self._buffer.workers())
 
-    def _say_starved(self, version: int, seconds: float) -> None:
-        """Says what the learner waits for, unless workers draw: long responses and evaluations take their
-        time."""
+    def _complaint(self) -> str:
+        """Returns what the learner has waited for too long, and publishes it; "" if there is nothing to say
+        now, or workers draw: long responses and evaluations take their time."""
+        seconds = self._starvation.due()
+        if not seconds:
+            return ""
         claims, workers = self._buffer.claims(), self._buffer.workers()
         self._met_worker |= bool(workers) or self.groups > 0
         if any(worker.tokens_per_s for worker in workers):
-            return
+            return ""
         self._starvation.said()
         ready, needed = len(self._pool), self._pool.needed
         message = sentence(seconds, ready, needed, claims, workers, self._met_worker)
         logger.warning(message)
         self._buffer.starves(message)
-        self.on_starvation(version, message)
+        return message

@@ -8,21 +8,29 @@ of the weights that drew it. At version 5', a token drawn by 4' has lag 1, and o
 lag (4 − 2) + (5 − 2) = 5. The staleness bound is compared with this lag.
 """
 
+from collections.abc import Sequence
+
 from areal_q.messages import VersionSpan
 
 
 class VersionHistory:
-    """The digests of this history's newest versions, and the version at which it forked off an abandoned
-    one."""
+    """The digests of this history's newest versions, and the versions at which it forked off abandoned ones."""
 
-    def __init__(self, keep: int, digests: dict[int, str] | None = None, fork: int = 0) -> None:
+    def __init__(
+        self, keep: int, digests: dict[int, str] | None = None, forks: Sequence[int] = ()
+    ) -> None:
         self.keep = keep
         """Number of versions that are remembered (LearnerConfig.versions_kept); older ones are never within the
         staleness bound."""
         self.digests = dict(digests or {})
         """Digest of each version that is remembered."""
-        self.fork = fork
+        self.forks = list(forks)
+        """The versions at which abandoned histories ended that still matter for lags (`forks_at`)."""
+
+    @property
+    def fork(self) -> int:
         """The version up to which this history and the abandoned ones are known to be the same."""
+        return min(self.forks, default=0)
 
     def add(self, version: int, digest: str) -> None:
         """Remembers a version of this history, and forgets those that are too old."""

@@ -43,7 +43,9 @@ class WeightPublisher:
         self._pending: Future[WeightVersion] | None = None
         self._read = threading.Event()
         self.waited_s = 0.0
-        """Seconds that the learner's thread spent in both waits since this was last set to 0."""
+        """Seconds that the learner's thread has spent in both waits since the last `begin`"""
+        self._nbytes = 0
+        """Size in bytes of the version that `wait_until_out` returned last"""
 
     def begin(self, model: Decoder, version: int, beside: Mapping[str, Tensor]) -> None:
         """Begins to build version `version` of the present weights and the tensors `beside` them; returns at
@@ -54,6 +56,7 @@ class WeightPublisher:
         """
         assert self._pending is None, "one at a time"
         self._read.clear()
+        self.waited_s = 0.0
         self._pending = self._thread.submit(self._build, model, version, beside)
 
     def wait_until_read(self) -> None:
@@ -68,7 +71,20 @@ class WeightPublisher:
         Raises the error with which building it failed, such as QuantizationError.
         """
         pending, self._pending = self._pending, None
-        return self._waiting(pending.result) if pending else None
+        if pending is None:
+            return None
+        made = self._waiting(pending.result)
+        self._nbytes = made.manifest.nbytes
+        return made
+
+    def metrics(self) -> dict[str, float]:
+        """Returns metrics about the version that is out, and how long the learner waited for it."""
+        return {
+            "weights/bytes": self._nbytes,
+            "weights/publish_s": self.waited_s,
+            "weights/make_s": self.builder.build_s,
+            "weights/codes_moved": self.builder.codes_moved,
+        }
 
     def close(self) -> None:
         """Waits for the thread and ends it."""

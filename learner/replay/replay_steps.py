@@ -154,7 +154,7 @@ class Replay:
             if record.step >= self.first and "reward.on_error" in self.changes:
                 on_error, fewest = self.run.reward.on_error, self.run.learner.fewest_valid
                 batch = judged(batch, on_error, fewest)
-            history.fork = record.fork
+            history.forks = [record.fork]
             if before:
                 before(self.policy, record.step, batch, history)
             updater = SingleProcessUpdater(self.policy)

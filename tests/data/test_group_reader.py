@@ -14,6 +14,7 @@ from areal_q.errors import TaskError
 from areal_q.messages import Group, Ticket, VersionSpan
 from bench.stability.memory_buffer import MemoryBuffer, MemoryLearner
 from learner.data import group_reader as group_reader_module
+from learner.data.group_reader import WhileWaiting
 from learner.data.staleness import VersionHistory
 
 
@@ -37,7 +38,7 @@ class Learner:
         self.store, self.make_group = MemoryBuffer(run.name), make_group
         self.buffer: MemoryLearner = self.store.learner()
         self.admission = new_admission(run, self.buffer)
-        self.history = VersionHistory(keep=run.learner.versions_kept, fork=5)
+        self.history = VersionHistory(keep=run.learner.versions_kept, forks=[5])
         for version in range(6, 10):
             self.history.add(version, f"d{version}")
         self.group_reader = build_group_reader(run, self.buffer, self.admission, self.history)
@@ -75,9 +76,12 @@ def test_resumed_learner_knows_its_version_before_judging_groups(
     """Version 10 is still on its way out when groups are read that the abandoned history drew by its own 10."""
     abandoned = learner.answer(4, 10)
     later = learner.answer(4, 9)
-    taken = learner.group_reader.take(
-        10, learner.stop, publish=lambda: learner.history.add(10, digest)
-    )
+
+    class Publishing(WhileWaiting):
+        def wait_until_out(self) -> None:
+            learner.history.add(10, digest)
+
+    taken = learner.group_reader.take(10, learner.stop, Publishing())
     assert taken
     assert [g.ticket.number for g in taken.groups] == (later if dropped else abandoned)
     assert learner.group_reader.dropped == dropped

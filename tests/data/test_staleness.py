@@ -14,7 +14,7 @@ def test_lag_in_one_history_is_the_difference_of_versions():
 
 def test_token_of_an_abandoned_history_counts_over_the_fork():
     # Versions 0 1 2 3 4 were published; the learner crashed and resumed from a checkpoint at 2.
-    history = VersionHistory(keep=4, digests={1: "b", 2: "c"}, fork=2)
+    history = VersionHistory(keep=4, digests={1: "b", 2: "c"}, forks=[2])
     history.add(3, "d'")
     history.add(4, "e'")
     assert history.lag(VersionSpan(4, 1, "e"), now=4) == (4 - 2) + (4 - 2)
@@ -24,14 +24,14 @@ def test_token_of_an_abandoned_history_counts_over_the_fork():
 
 
 def test_weights_that_were_never_published_are_as_old_as_can_be():
-    history = VersionHistory(keep=4, digests={6: "g", 7: "h"}, fork=5)
+    history = VersionHistory(keep=4, digests={6: "g", 7: "h"}, forks=[5])
     assert history.lag(VersionSpan(5, 1, "foreign"), now=7) == 4
     assert history.lag(VersionSpan(1, 1, "forgotten"), now=7) == 6
 
 
 def test_a_forgotten_version_is_as_old_as_its_number_says():
     """A group of version 540 was once said to lag 490 versions behind 550, counted over a fork at 300."""
-    history = VersionHistory(keep=4, digests={v: str(v) for v in range(547, 551)}, fork=300)
+    history = VersionHistory(keep=4, digests={v: str(v) for v in range(547, 551)}, forks=[300])
     assert history.lag(VersionSpan(540, 1, "540"), now=550) == 10
     assert history.lag(VersionSpan(546, 1, "546"), now=550) == 4
     assert history.lag(VersionSpan(548, 1, "abandoned"), now=550) == (548 - 300) + (550 - 300)
@@ -64,7 +64,7 @@ def test_over_any_crashes_no_token_passes_for_newer_than_it_is(
         abandoned += [(v, start) for v in range(start + 1, top + 1)]
         digests = {v: d for v, d in history.digests.items() if v <= start}
         forks = forks_at(start, forks, keep)
-        history, now = VersionHistory(keep, digests, min(forks)), start
+        history, now = VersionHistory(keep, digests, forks), start
         for ahead in range(keep):
             for version, left in abandoned:
                 way = (version - left) + (now + ahead - left)

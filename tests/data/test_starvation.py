@@ -27,6 +27,7 @@ from bench.stability.memory_buffer import MemoryBuffer
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
 from learner.data import group_reader as group_reader_module
 from learner.data import starvation
+from learner.data.group_reader import WhileWaiting
 from learner.data.staleness import VersionHistory
 from learner.measure import agent_episodes
 from learner.measure.agent_episodes import AgentEpisodes
@@ -43,6 +44,17 @@ task = {type = "arithmetic", digits = 1, heldout = 4}
 checkpoint = {every = 1000}
 eval = {every = 1000, problems = 4}
 """
+
+
+class Warned(WhileWaiting):
+    """Keeps the first warning in `said`, and ends the wait."""
+
+    def __init__(self, said: list[str], stop: threading.Event) -> None:
+        self._said, self._stop = said, stop
+
+    def warn(self, step: int, sentence: str) -> None:
+        self._said.append(sentence)
+        self._stop.set()
 
 
 def beat(worker: str, waits_for: str) -> WorkerStatus:
@@ -66,18 +78,13 @@ async def test_a_learner_that_starves_tells_who_holds_its_tickets(
     group_reader = build_group_reader(run, buffer, admission, VersionHistory(3, {0: "a0", 1: "b1"}))
     said: list[str] = []
     stop = threading.Event()
-
-    def on_starvation(version: int, sentence: str) -> None:
-        said.append(sentence)
-        stop.set()
-
-    group_reader.on_starvation = on_starvation
+    warned = Warned(said, stop)
     admission.admit(1)
     worker = WorkerBuffer(redis_url, run.name, "node-3-w")
     claims = await worker.claim(3, block_s=0.0)
     await worker.heartbeat(beat("node-3-w", "version 9, with version 4"))
     await worker.commit(claims[0], make_group(claims[0].ticket))
-    assert await asyncio.to_thread(group_reader.take, 1, stop) is None
+    assert await asyncio.to_thread(group_reader.take, 1, stop, warned) is None
     with redis.Redis.from_url(redis_url) as client:
         assert cluster._starves(client, run.name) == said
         for claim in claims[1:] + await worker.claim(1, block_s=0.0):
@@ -107,13 +114,12 @@ def test_a_wait_is_told_only_if_no_worker_draws(
     run, store = make_run(), MemoryBuffer("run")
     buffer, stop, said = store.learner(), threading.Event(), []
     reader = build_group_reader(run, buffer, new_admission(run, buffer), VersionHistory(3))
-    reader.on_starvation = lambda version, sentence: said.append(sentence) or stop.set()
     if tokens_per_s is not None:
         status = replace(beat("w", ""), tokens_per_s=tokens_per_s)
         asyncio.run(store.worker("w").heartbeat(status))
     if says is None:
         threading.Timer(0.3, stop.set).start()
-    assert reader.take(0, stop) is None
+    assert reader.take(0, stop, Warned(said, stop)) is None
     assert [says in sentence for sentence in said] == ([] if says is None else [True])
 
 

@@ -128,7 +128,7 @@ def test_a_papers_settings_take_two_real_steps(
         try:
             with worker(redis_url, run.name):
                 assert learner.train(stop) == 2
-            finish(learner, 2)
+            finish(learner, directory, 2)
         finally:
             learner.close()
     steps = [r for r in read_metrics(directory / "metrics.jsonl") if r["kind"] == "step"]

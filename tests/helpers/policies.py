@@ -20,7 +20,7 @@ from learner.backends.precision import PrecisionSettings, set_precision
 from learner.backends.single_device import TorchPolicy
 from learner.build import build_admission, build_model
 from learner.data.admission import Admission, AdmissionSettings
-from learner.data.group_reader import GroupReader
+from learner.data.group_reader import GroupReader, WhileWaiting
 from learner.data.staleness import VersionHistory
 
 
@@ -86,7 +86,7 @@ def build_group_reader(
     return GroupReader(buffer, admission, history, run.learner, pool)
 
 
-class Learning:
+class Learning(WhileWaiting):
     """The learner's side with its group_reader, over a server that may lose its last seconds."""
 
     def __init__(self, run: Run, url: str, state: checkpoint.State | None = None) -> None:
@@ -99,7 +99,7 @@ class Learning:
         self.steps = state.step if state else 0
         self.rooms_made = 0
 
-    def make_room(self, version: int) -> None:
+    def make_room(self, step: int) -> None:
         self.rooms_made += 1
         self.buffer.trim(self.group_reader.position)
 
@@ -115,7 +115,7 @@ class Learning:
         work()
         thread = threading.Thread(target=go_on)
         thread.start()
-        drawn = self.group_reader.take(0, threading.Event(), self.make_room)
+        drawn = self.group_reader.take(0, threading.Event(), self)
         over.set()
         thread.join()
         assert drawn

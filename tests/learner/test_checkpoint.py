@@ -296,7 +296,7 @@ def test_a_checkpoint_holds_what_the_learner_held_when_it_began(
     make_samples: MakeSamples, policy: TorchPolicy, tmp_path: Path
 ):
     writer = CheckpointWriter(tmp_path, keep=2)
-    policy.before_write = writer.wait_until_read
+    policy.readers.append(writer.wait_until_read)
     before = everything(policy)
     writer.save(state_at(1, policy), SingleProcessUpdater(policy))
     update_policy(policy, make_samples(6, 1))
@@ -322,7 +322,7 @@ def test_the_optimizer_waits_for_a_checkpoint_on_the_host(
 
     monkeypatch.setattr(files, "save_tensors", slow_disk)
     writer = CheckpointWriter(tmp_path, keep=2)
-    policy.before_write = writer.wait_until_read
+    policy.readers.append(writer.wait_until_read)
     before = everything(policy)
     writer.save(state_at(1, policy), SingleProcessUpdater(policy))
     with ThreadPoolExecutor(1) as thread:

@@ -12,7 +12,7 @@ from areal_q.messages import Array, Group
 from areal_q.observability.metrics_log import read_metrics
 from areal_q.system.run_dir import METRICS_FILE
 from buffer.redis_store import WorkerBuffer
-from learner import loop
+from learner import heldout_eval
 from learner.build import build_learner
 
 
@@ -30,7 +30,7 @@ def test_an_evaluation_is_told_and_read_before_a_step(
     short_dir: Path,
     monkeypatch,
 ):
-    monkeypatch.setattr(loop, "TELL_EVERY_S", 0.0)
+    monkeypatch.setattr(heldout_eval, "TELL_EVERY_S", 0.0)
     run = make_run("eval.problems=3", "warmstart.steps=0")
     announce, fetch = f"ipc://{short_dir}/announce", f"ipc://{short_dir}/fetch"
     learner = build_learner(run, tmp_path, redis_url, announce, fetch, False, threading.Event())

@@ -49,7 +49,7 @@ def test_a_version_is_of_the_weights_it_began_with(
     run = make_run("learner.optimizer.lr=0.01", *settings)
     policy, builder = build_policy(run), Slow(run)
     publisher = WeightPublisher(builder, lambda _: None)
-    policy.before_write = publisher.wait_until_read
+    policy.readers.append(publisher.wait_until_read)
     before = copy.deepcopy(policy.model.state_dict())
     wanted = VersionBuilder(VersionSettings.of(run)).build(policy.model, 1)
     publisher.begin(policy.model, 1, {})

@@ -49,7 +49,7 @@ checkpoints, step = directory / "checkpoints", 0
 if checkpoint.steps(checkpoints):
     step = checkpoint.restore(checkpoints, policy).step
 builder, writer = VersionBuilder(VersionSettings.of(run), policy.sticky), CheckpointWriter(checkpoints, 2)
-policy.before_write = writer.wait_until_read
+policy.readers.append(writer.wait_until_read)
 steps = msgspec.msgpack.decode((directory / "samples").read_bytes(), type=list[list[Piece]])
 while True:
     print(step, builder.build(policy.model, step).manifest.digest, flush=True)

@@ -123,9 +123,9 @@ def test_an_export_keeps_the_source_s_ends_and_dtype(tmp_path: Path, make_run):
     checkpoint.save(tmp_path / "run" / "checkpoints", state, policy, keep=1)
     (tmp_path / "run" / "config.toml").write_text(dump_toml(run))
     export(tmp_path / "run", tmp_path / "out")
-    learner = Mock(run=run, dir=tmp_path / "run", policy=policy)
+    learner = Mock(run=run, policy=policy)
     learner.heldout.accuracy = None
-    finish(learner, run.steps - 1)
+    finish(learner, tmp_path / "run", run.steps - 1)
     for made in (tmp_path / "out", tmp_path / "run" / "hf"):
         assert json.loads((made / "generation_config.json").read_text()) == ends
         config = json.loads((made / "config.json").read_text())

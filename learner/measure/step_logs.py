@@ -1,0 +1,72 @@
+"""The logs of a learner's steps: groups, records and tokens, with all that a replay needs."""
+
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from areal_q.config import Run, settings_hash
+from buffer.logs.step_log import StepLog, StepRecord
+from buffer.logs.token_log import TokenLog
+from buffer.logs.trajectory_log import TrajectoryLog
+from buffer.sampling.replay_pool import SampledGroups
+from learner.arithmetic import machine_name
+from learner.data.staleness import VersionHistory
+from learner.measure.token_recorder import TokenRecorder
+
+
+class StepLogs:
+    """Writes the logs of a run into its directory; nothing without `buffer.log`."""
+
+    def __init__(self, run: Run, directory: Path, start: int, scores_here: bool) -> None:
+        """Begins at step `start`, and forgets what is logged of later ones. There is no token log unless
+        `scores_here`: with several ranks token scores stay on the rank that computed them."""
+        self._run, logs = run, run.buffer.log
+        tokens = logs and run.buffer.tokens and scores_here
+        self._groups = TrajectoryLog(directory / "trajectories", start) if logs else None
+        self._steps = StepLog(directory / "steps", start) if logs else None
+        self._tokens = TokenLog(directory / "tokens", start) if tokens else None
+        self.recorder = TokenRecorder() if tokens else None
+        """Records the tokens of the last step for the token log."""
+        self._awaiting_digest: StepRecord | None = None
+        """The last step's record, until the digest of the version that the step made is known"""
+
+    def append(
+        self, step: int, batch: SampledGroups, history: VersionHistory, values: dict[str, float]
+    ) -> None:
+        """Logs step `step`, whose metrics are `values` and which is about to make version `step` + 1."""
+        if not self._groups:
+            return
+        self._groups.append(step, step, batch.groups)
+        if self._tokens and self.recorder:
+            self._tokens.append(step, self.recorder.scores())
+        cfg = self._run.learner
+        self._awaiting_digest = StepRecord(
+            step=step,
+            tickets=[group.ticket.number for group in batch.groups],
+            seeds=[group.ticket.seed for group in batch.groups],
+            weights=list(batch.weights),
+            base_digest=history.digests[step],
+            digest="",
+            fork=history.fork,
+            settings=settings_hash(self._run),
+            machine=machine_name(cfg.device, str(cfg.backend.__struct_config__.tag)),
+            metrics=dict(values),
+        )
+
+    def complete(self, digest: str) -> None:
+        """Completes the last step's record with the digest of the version that the step made."""
+        if self._steps and self._awaiting_digest:
+            self._steps.append(replace(self._awaiting_digest, digest=digest))
+            self._awaiting_digest = None
+
+    def flush(self) -> None:
+        """Returns once everything appended is on disk."""
+        for log in (self._groups, self._steps, self._tokens):
+            if log:
+                log.flush()
+
+    def close(self) -> None:
+        """Flushes the logs and ends their threads."""
+        for log in (self._groups, self._steps, self._tokens):
+            if log:
+                log.close()
