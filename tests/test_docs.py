@@ -1,11 +1,13 @@
 """The pages: README lists each of them, links and paths lead somewhere, and lists are those of the code."""
 
+import ast
 import re
 from pathlib import Path
 
 import pytest
 from helpers.paths import ROOT
 
+from areal_q.config import LearnerConfig
 from areal_q.system.run_dir import MAY_CHANGE_ON_RESUME
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -20,6 +22,42 @@ GLOSSARY = (
     "staleness", "version lag", "admission", "ticket", "group", "trajectory", "version", "epoch", "fork",
     "quarantine", "fidelity gap", "mismatch",
 )  # fmt: skip
+
+
+SOCKETS = re.compile(r"\bzmq\.(X?PUB|X?SUB|ROUTER|DEALER|PAIR|REQ|REP|PUSH|PULL)\b")
+READ_BY = {
+    "max_lag": "versions_kept",
+    "versions_kept": "versions_kept",
+    "max_outstanding": "max_outstanding",
+}
+"""Numbers of LearnerConfig, each with the property whose docstring names the files that read it"""
+
+
+def product_files() -> dict[str, str]:
+    """Returns path and text of every module of the packages."""
+    paths = (path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    return {str(path.relative_to(ROOT)): path.read_text() for path in paths}
+
+
+def test_every_zeromq_socket_has_an_owner_on_the_page():
+    rows = re.split(r"\n\n|\n(?=\|)", (ROOT / "docs" / "architecture.md").read_text())
+    for path, text in product_files().items():
+        told = " ".join(row for row in rows if f"`{path}`" in row)
+        assert [kind for kind in SOCKETS.findall(text) if kind not in told] == [], path
+
+
+def test_derived_numbers_name_all_their_readers():
+    config = "areal_q/config/learner.py"
+    read: dict[str, set[str]] = {name: set() for name in READ_BY.values()}
+    for path, text in product_files().items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Attribute) and node.attr in READ_BY and path != config:
+                owner = ast.unparse(node.value).rpartition(".")[2]
+                if owner in ("learner", "cfg", "_cfg"):
+                    read[READ_BY[node.attr]].add(path)
+    for name, paths in read.items():
+        doc = getattr(LearnerConfig, name).__doc__
+        assert set(re.findall(r"[\w/]+\.py", doc)) == paths, name
 
 
 def test_readme_lists_every_page():

@@ -67,7 +67,7 @@ def worker_bytes(run: Run, shape: DecoderConfig, prompt: int) -> int:
     held = VERSIONS * payload + LAID_OUT_BYTES * shape.weights
     kv_item = KV_ITEM_BYTES[getattr(engine, "kv_cache", "auto")]
     position = 2 * shape.layers * shape.kv_heads * shape.head_dim * kv_item
-    outstanding = (run.learner.max_lag + 1) * run.learner.groups * run.learner.group_size
+    outstanding = run.learner.max_outstanding * run.learner.group_size
     cached = min(engine.slots, outstanding) * (prompt + rollout.tokens_after_prompt)
     return PROCESS_BYTES + int(held) + position * cached
 

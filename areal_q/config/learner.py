@@ -234,13 +234,21 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
     def versions_kept(self) -> int:
         """Versions that a learner remembers: η + 2. A group drawn by any of the newest η + 1 may still be
         learnt from, and one more is on its way out meanwhile. Example: max_lag = 2: versions 7, 8 and 9 may
-        have drawn what step 9 learns from, and version 10 follows: 4."""
+        have drawn what step 9 learns from, and version 10 follows: 4.
+
+        Read by learner/build.py (VersionHistory), learner/measure/fidelity.py (weights to score with) and
+        learner/replay/replay_steps.py. `max_lag` itself is read by learner/data/group_reader.py (which groups
+        are too old), rollout/build.py (whose responses a worker continues), areal_q/config/load.py (what
+        workers are set up from), learner/doctor/examine.py and learner/doctor/diagnosis/gap_rules.py."""
         return self.max_lag + 2
 
     @property
     def max_outstanding(self) -> int:
         """The largest number of groups that are admitted and neither finished nor dropped: (η + 1) · groups.
-        Example: groups = 64, max_lag = 2: 192."""
+        Example: groups = 64, max_lag = 2: 192.
+
+        Read by learner/data/admission.py (tickets to admit), buffer/sampling/replay_pool.py (groups to read
+        ahead), areal_q/config/rules.py (what a sampler may ask for) and areal_q/checks/memory.py."""
         return (self.max_lag + 1) * self.groups
 
     @property
