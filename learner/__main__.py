@@ -15,10 +15,10 @@ import gc
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -37,6 +37,9 @@ from areal_q.system.ports import allow_open_files
 from areal_q.system.processes import keep_freed_memory
 from areal_q.system.stop_request import StopRequest
 from areal_q.system.watchdog import Progress, Watchdog
+
+if TYPE_CHECKING:
+    from learner.loop import Learner
 
 logger = logging.getLogger("learner")
 ANNOUNCE, FETCH = "tcp://127.0.0.1:5551", "tcp://127.0.0.1:5552"
@@ -83,20 +86,23 @@ def main(
     keep_freed_memory()
     stop = StopRequest()
     stop.listen()
-    if config and not run_dir and is_follower():
-        return _follow(load(config, overrides))
-    if run_dir and not config and not overrides and is_follower():
-        return _follow(load(run_dir / "config.toml"))
     if config and not run_dir:
-        claim = _as_service(config, overrides or [])
+        settings, claim = config, _as_service(config, overrides or [])
     elif run_dir and not config and not overrides:
-        claim = _under_launcher(run_dir, resume)
+        settings = run_dir / "config.toml"
+        claim = nullcontext((load(settings), run_dir, resume))
     else:
         raise ConfigError("either --config CONFIG [a.b=c]... or --run-dir DIR is needed")
+    if is_follower():
+        return _follow(load(settings, overrides))
     with claim as (run, directory, resume):
         announce = announce or run.broadcast.announce or ANNOUNCE
         fetch = fetch or run.broadcast.fetch or FETCH
         code = _learn(run, directory, redis, announce, fetch, resume, stop, metrics, watchdog)
+    if _has_ranks(run):
+        from learner.multi_process import exit_process
+
+        exit_process(code)
     raise typer.Exit(code)
 
 
@@ -127,11 +133,6 @@ def _as_service(config: Path, overrides: list[str]) -> Iterator[tuple[Run, Path,
         yield load(directory / "config.toml"), directory, resume
 
 
-@contextmanager
-def _under_launcher(directory: Path, resume: bool) -> Iterator[tuple[Run, Path, bool]]:
-    yield load(directory / "config.toml"), directory, resume
-
-
 def _learn(
     run: Run,
     directory: Path,
@@ -144,6 +145,43 @@ def _learn(
     watchdog: float,
 ) -> int:
     """Trains to the end or until `stop`, and returns the exit code."""
+    exporter = _exporter(run, directory, redis, metrics)
+    # torch takes seconds to import; by now a signal during the import finds its handler.
+    from learner.backends.data_parallel import ALONE
+    from learner.build import build_learner
+
+    ranks, progress = ALONE, Progress(*([watchdog] if watchdog else []))
+    if _has_ranks(run):
+        from learner.multi_process import join
+
+        ranks = join(run.learner)
+    try:
+        learner = build_learner(
+            run, directory, redis, announce, fetch, resume, stop, ranks, progress
+        )
+    except (Stopped, BufferGone) as stopped:
+        logger.info("stopped: %s", stopped)
+        if ranks is not ALONE:
+            from learner.multi_process import end_other_ranks
+
+            end_other_ranks(ranks)
+        return stop.exit_code
+    gc.freeze()  # What exists now stays: looking through it again took 14 ms of a step of the quickstart.
+    exporter.progress = progress
+    if watchdog:
+        Watchdog(progress).start()
+    return 0 if _train(learner, directory, exporter, stop) else stop.exit_code
+
+
+def _has_ranks(run: Run) -> bool:
+    """Returns True if the model is sharded by torch.distributed, over one process or several."""
+    several = os.environ.get("WORLD_SIZE", "1") != "1"
+    return several or isinstance(run.learner.backend, MegatronBackend)
+
+
+def _exporter(run: Run, directory: Path, redis: str, metrics: str) -> Exporter:
+    """Says what was chosen for the settings, checks that the disk has room, and returns the exporter of
+    Prometheus' metrics, which are served at `metrics` from now on."""
     logger.info(why_dtype(run))
     check_room(run, directory)
     if smoothing := why_smoothing(run):
@@ -155,34 +193,15 @@ def _learn(
         logger.info("metrics on port %d", serve_metrics(metrics, exporter))
         ahead = partial(still_to_write, run, directory)
         Vitals(redis, run.name, directory, ahead, exporter.update).start()
-    # torch takes seconds to import; by now a signal during the import finds its handler.
-    from learner.backends.data_parallel import ALONE
-    from learner.build import build_learner
+    return exporter
+
+
+def _train(learner: "Learner", directory: Path, exporter: Exporter, stop: StopRequest) -> bool:
+    """Trains, exports the model and closes the learner. Returns True if the run is done."""
     from learner.final_export import finish
 
-    ranks, progress = ALONE, Progress(*([watchdog] if watchdog else []))
-    if os.environ.get("WORLD_SIZE", "1") != "1" or isinstance(run.learner.backend, MegatronBackend):
-        from learner.multi_process import join
-
-        ranks = join(run.learner)
-    try:
-        learner = build_learner(
-            run, directory, redis, announce, fetch, resume, stop, ranks, progress
-        )
-    except (Stopped, BufferGone) as stopped:
-        logger.info("stopped: %s", stopped)
-        if ranks is not ALONE:
-            from learner.multi_process import end_other_ranks, exit_process
-
-            end_other_ranks(ranks)
-            exit_process(stop.exit_code)
-        return stop.exit_code
-    gc.freeze()  # What exists now stays: looking through it again took 14 ms of a step of the quickstart.
-    exporter.progress = progress
-    if watchdog:
-        Watchdog(progress).start()
+    log = ProgressLog(learner.run, directory, logger.info)
     learner.metrics.also("Prometheus", exporter.update)
-    log = ProgressLog(run, directory, logger.info)
     learner.metrics.also("log", log.add)
     learner.metrics.also("faults", lambda _: exporter.update(log.lasting_faults()))
     try:
@@ -192,12 +211,7 @@ def _learn(
     if finished:
         exporter.update({"run/ended": 1.0})
         exporter.wait_until_read(stop)
-    code = 0 if finished else stop.exit_code
-    if ranks is not ALONE:
-        from learner.multi_process import exit_process
-
-        exit_process(code)
-    return code
+    return finished
 
 
 if __name__ == "__main__":
