@@ -23,7 +23,7 @@ from areal_q.config import Run, Sampling, load
 from areal_q.config.run import FormatName
 from areal_q.errors import ConfigError, RecordError
 from areal_q.evaluation.benchmarks import BENCHMARKS, PRESETS, Preset
-from areal_q.evaluation.estimates import Answered, Estimate, Evaluation, estimates
+from areal_q.evaluation.estimates import Answered, Evaluation, estimates
 from areal_q.system import command
 from areal_q.system.command import run_command
 from areal_q.system.files import replacing
@@ -75,7 +75,9 @@ def main(
     ] = None,
 ) -> None:
     """Scores MODEL: greedy accuracy, and avg@k, pass@k and majority@k of sampled answers."""
-    chosen = _preset(preset)
+    if preset is not None and preset not in PRESETS:
+        raise ConfigError(f"--preset {preset}: none of {', '.join(PRESETS)}")
+    chosen = PRESETS[preset] if preset else Preset(source="")
     if format not in get_args(FormatName):
         raise ConfigError(f"--format {format}: none of {', '.join(get_args(FormatName))}")
     if any(setting.startswith("rollout.format=") for setting in settings or []):
@@ -84,7 +86,12 @@ def main(
     # Rules of a training run, such as that smoothing needs a format to smooth, are none of an evaluation.
     run = msgspec.structs.replace(run, rollout=msgspec.structs.replace(run.rollout, format=format))
     samples = chosen.samples if samples is None else samples
-    sampling = _sampling(chosen, run.rollout.sampling, temperature, top_p, max_tokens)
+    sampling = Sampling(
+        temperature=chosen.temperature if temperature is None else temperature,
+        top_p=chosen.top_p if top_p is None else top_p,
+        max_tokens=max_tokens or chosen.max_tokens or run.rollout.sampling.max_tokens,
+        stop=run.rollout.sampling.stop,
+    )
     if samples and sampling.temperature == 0:
         raise ConfigError("--samples needs --temperature above 0: greedy answers are all the same")
     if not samples and not greedy:
@@ -92,35 +99,56 @@ def main(
     check_reward(run)
     asked = all_problems(run.task) if data else build_task(run.task).heldout
     asked = asked[: problems or (len(asked) if data else 512)]
+    about = Evaluation(
+        model=str(model),
+        task=task or str(run.task.__struct_config__.tag),
+        data=str(data) if data else None,
+        preset=preset,
+        format=format,
+        samples=samples,
+        sampling=sampling,
+        asked=len(asked),
+        answered=0,
+        elapsed_s=0.0,
+        estimates=[],
+    )
+    evaluate(
+        run, path, asked, about, greedy, show, out or _default_out(model, task, format, preset)
+    )
+
+
+def evaluate(
+    run: Run,
+    model: Path,
+    asked: Sequence[Problem],
+    about: Evaluation,
+    greedy: bool,
+    show: int,
+    out: Path | None,
+) -> None:
+    """Asks the model for answers to `asked`, prints `show` of them and the accuracies, and writes both to `out`
+    and beside it. `about` says what is asked for. Raises typer.Exit if Ctrl-C came before the last answer."""
     from rollout.evaluation.generate import fitting
 
     started, tokenizer = time.monotonic(), build_tokenizer(run.model, run.task)
-    kept = fitting(run, path, tokenizer, asked, sampling)
-    with _answers_file(out or _default_out(model, task, format, preset)) as (write, file):
-        rows = asyncio.run(_collect(run, path, tokenizer, kept, greedy, samples, sampling, write))
-    elapsed_s = time.monotonic() - started
-    results = estimates(rows)
-    _print_results(rows, results, show, f"{format}, {elapsed_s:.1f} s")
+    samples, sampling = about.samples, about.sampling
+    kept = fitting(run, model, tokenizer, asked, sampling)
+    with _answers_file(out) as (write, file):
+        rows = asyncio.run(_collect(run, model, tokenizer, kept, greedy, samples, sampling, write))
+    about = msgspec.structs.replace(
+        about,
+        left_out=len(asked) - len(kept),
+        answered=len(rows),
+        elapsed_s=time.monotonic() - started,
+        estimates=estimates(rows),
+    )
+    _print_results(rows, about, show)
     if file:
-        about = Evaluation(
-            model=str(model),
-            task=task or str(run.task.__struct_config__.tag),
-            data=str(data) if data else None,
-            preset=preset,
-            format=format,
-            samples=samples,
-            sampling=sampling,
-            asked=len(asked),
-            left_out=len(asked) - len(kept),
-            answered=len(rows),
-            elapsed_s=elapsed_s,
-            estimates=results,
-        )
         file.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(about)))
         typer.echo(f"answers and scores: {file}", err=True)
-    if left_out := len(asked) - len(kept):
+    if about.left_out:
         typer.echo(
-            f"{left_out} of {len(asked)} problems are left out: their prompts leave no room for "
+            f"{about.left_out} of {len(asked)} problems are left out: their prompts leave no room for "
             f"--max-tokens {sampling.max_tokens}",
             err=True,
         )
@@ -129,31 +157,16 @@ def main(
         raise typer.Exit(INTERRUPTED)
 
 
-def _sampling(
-    preset: Preset,
-    run: Sampling,
-    temperature: float | None,
-    top_p: float | None,
-    max_tokens: int | None,
-) -> Sampling:
-    """Returns the settings for sampled answers: from the options, else the preset, else the run."""
-    return Sampling(
-        temperature=preset.temperature if temperature is None else temperature,
-        top_p=preset.top_p if top_p is None else top_p,
-        max_tokens=max_tokens or preset.max_tokens or run.max_tokens,
-        stop=run.stop,
-    )
-
-
-def _print_results(
-    rows: Sequence[Answered], results: Sequence[Estimate], show: int, about: str
-) -> None:
+def _print_results(rows: Sequence[Answered], about: Evaluation, show: int) -> None:
     """Prints the first `show` answers and then the estimates. Remarks go to stderr."""
     for row in rows[:show]:
-        typer.echo(_shown(row))
-    for estimate in results[:-1]:
+        reply = row.greedy or row.samples[0]
+        mark = "✓" if reply.correct else "✗"
+        typer.echo(f"  {mark} {row.prompt} → {reply.response}   (expected {row.answer})")
+    for estimate in about.estimates[:-1]:
         typer.echo(estimate)
-    typer.echo(f"{results[-1] if results else ''}  ({len(rows)} problems, {about})")
+    last = about.estimates[-1] if about.estimates else ""
+    typer.echo(f"{last}  ({len(rows)} problems, {about.format}, {about.elapsed_s:.1f} s)")
     for remark in remarks(rows):
         typer.echo(remark, err=True)
 
@@ -197,14 +210,6 @@ def remarks(rows: Sequence[Answered]) -> list[str]:
     told = [f"{cut} of {len(replies)} answers were cut off at --max-tokens"] if cut else []
     left_out = f"{failed} of {len(replies)} answers could not be scored and are left out"
     return told + ([left_out] if failed else [])
-
-
-def _preset(name: str | None) -> Preset:
-    if name is None:
-        return Preset(source="")
-    if name not in PRESETS:
-        raise ConfigError(f"--preset {name}: none of {', '.join(PRESETS)}")
-    return PRESETS[name]
 
 
 def settings_of(
@@ -291,12 +296,6 @@ def _progress(total: int) -> Iterator[Callable[[], None]]:
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("problems", total=total)
         yield lambda: bar.advance(task)
-
-
-def _shown(row: Answered) -> str:
-    reply = row.greedy or row.samples[0]
-    mark = "✓" if reply.correct else "✗"
-    return f"  {mark} {row.prompt} → {reply.response}   (expected {row.answer})"
 
 
 if __name__ == "__main__":
