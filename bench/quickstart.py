@@ -45,7 +45,7 @@ from bench.common import (
 )
 from bench.generation import beside_generate
 from bench.learning_curve import DEFINITION, Curve, Point, time_to
-from learner.build import build_model
+from learner.build_policy import build_model
 from learner.checkpoint import files as checkpoints
 from learner.replay.export import export as export_model
 from learner.sft_warmup import warm_start

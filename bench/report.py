@@ -24,7 +24,7 @@ from buffer.report.page import whole_file
 from buffer.report.runs import Reported, read_runs
 from buffer.sampling.replay_pool import SampledGroups
 from learner.backends.single_device import TorchPolicy
-from learner.build import build_model
+from learner.build_policy import build_model
 from learner.data.packing import samples_of
 from learner.data.staleness import VersionHistory
 from learner.measure.token_recorder import TokenRecorder

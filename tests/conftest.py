@@ -351,7 +351,7 @@ import msgspec, torch
 from areal_q.config import load
 from areal_q.tasks import build_tokenizer
 from learner import checkpoint
-from learner.build import build_model
+from learner.build_policy import build_model
 from learner.checkpoint.async_writer import CheckpointWriter
 from learner.backends.precision import PrecisionSettings, set_precision
 from learner.publishing.version_builder import VersionBuilder, VersionSettings

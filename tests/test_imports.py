@@ -54,7 +54,7 @@ LAYERS = {
         {"measure"},
         {"policy_update"},
         {"checkpoint", "train_step"},
-        {"loop", "multi_process", "replay"},
+        {"build_policy", "loop", "multi_process", "replay"},
         {"build", "doctor", "final_export"},
         {"__main__"},
     ),

@@ -21,7 +21,7 @@ from areal_q.tasks import build_task, build_tokenizer
 from bench.common import ROOT, commit, device, publish, say, table
 from buffer.sampling.replay_pool import SampledGroups
 from learner.backends.single_device import TorchPolicy
-from learner.build import build_model
+from learner.build_policy import build_model
 from learner.data.admission import Admission, AdmissionSettings
 from learner.data.staleness import VersionHistory
 from learner.measure.fidelity import FidelityMeter

@@ -39,7 +39,7 @@ from areal_q.weights.version import WeightVersion
 from bench.stability.memory_buffer import MemoryBuffer, MemoryLearner
 from buffer.sampling.replay_pool import SampledGroups
 from learner.backends.single_device import TorchPolicy
-from learner.build import begin_smoothing, build_model
+from learner.build_policy import begin_smoothing, build_model
 from learner.data.admission import Admission, AdmissionSettings
 from learner.data.staleness import VersionHistory
 from learner.measure.reward_check import RewardCheck

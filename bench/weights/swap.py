@@ -27,7 +27,7 @@ from areal_q.tasks import build_task, build_tokenizer
 from bench.common import ROOT, commit, device, publish, table
 from buffer.weight_sync import WeightServer, WeightSubscriber
 from learner.backends.single_device import TorchPolicy
-from learner.build import build_model
+from learner.build_policy import build_model
 from learner.data.packing import Sample
 from learner.policy_update import update_policy
 from learner.publishing.version_builder import VersionBuilder, VersionSettings

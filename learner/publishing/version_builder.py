@@ -65,7 +65,7 @@ class VersionSettings:
 class VersionBuilder:
     """Builds versions: quantizes the model into the tensors that engines run.
 
-    UAQ's scaling is already in the learner's weights (learner/build.py) and is not applied here.
+    UAQ's scaling is already in the learner's weights (learner/build_policy.py) and is not applied here.
     """
 
     def __init__(

@@ -20,7 +20,8 @@ from areal_q.errors import CheckpointError, ConfigError
 from areal_q.models import save_decoder
 from areal_q.observability.metrics_log import MetricsLog, read_metrics
 from areal_q.tasks import build_task, build_tokenizer
-from learner.build import build_learner, build_policy
+from learner.build import build_learner
+from learner.build_policy import build_policy
 from rollout.__main__ import main as worker
 from rollout.engines import build_engine
 

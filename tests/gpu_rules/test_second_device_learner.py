@@ -31,7 +31,7 @@ from buffer.sampling.replay_pool import SampledGroups
 from learner import checkpoint
 from learner.backends.precision import PrecisionSettings, set_precision
 from learner.backends.single_device import TorchPolicy
-from learner.build import build_policy
+from learner.build_policy import build_policy
 from learner.data.staleness import VersionHistory
 from learner.doctor.probe import Probe
 from learner.measure.fidelity import FidelityMeter

@@ -18,7 +18,8 @@ from buffer.sampling.replay_pool import ReplayPool
 from learner import checkpoint
 from learner.backends.precision import PrecisionSettings, set_precision
 from learner.backends.single_device import TorchPolicy
-from learner.build import build_admission, build_model
+from learner.build import build_admission
+from learner.build_policy import build_model
 from learner.data.admission import Admission, AdmissionSettings
 from learner.data.group_reader import GroupReader, WhileWaiting
 from learner.data.staleness import VersionHistory

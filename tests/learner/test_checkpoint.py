@@ -419,7 +419,7 @@ from areal_q.config import load
 from areal_q.tasks import build_tokenizer
 from learner import checkpoint
 from learner.checkpoint import files
-from learner.build import build_model
+from learner.build_policy import build_model
 from learner.checkpoint.async_writer import CheckpointWriter
 from learner.policy_update import SingleProcessUpdater
 from learner.backends.single_device import TorchPolicy

@@ -16,7 +16,7 @@ from areal_q.messages import Array
 from areal_q.models import save_decoder
 from areal_q.tasks import build_tokenizer
 from learner.backends.single_device import TorchPolicy, token_logprobs
-from learner.build import build_reference
+from learner.build_policy import build_reference
 from learner.data.packing import Sample, pack_samples
 from learner.policy_advantages import at_last_token, with_advantages
 from learner.policy_update import (

@@ -19,7 +19,7 @@ from areal_q.observability.metrics_log import MetricsLog
 from areal_q.tasks import build_task, build_tokenizer
 from learner.backends.messages import Piece
 from learner.backends.single_device import TorchPolicy
-from learner.build import build_policy
+from learner.build_policy import build_policy
 from learner.policy_update import update_policy
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
 
@@ -33,7 +33,7 @@ import msgspec
 from areal_q.config import load
 from areal_q.tasks import build_tokenizer
 from learner import checkpoint
-from learner.build import build_model
+from learner.build_policy import build_model
 from learner.checkpoint.async_writer import CheckpointWriter
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
 from learner.backends.messages import Piece
@@ -126,7 +126,7 @@ def test_checkpoint_without_ranges_restores_with_a_warning(
     save_at(3, tmp_path / "checkpoints", policy)
     task, tokenizer = build_task(run.task), build_tokenizer(run.model, run.task)
     with (
-        caplog.at_level(logging.WARNING, "learner.build"),
+        caplog.at_level(logging.WARNING, "learner.build_policy"),
         MetricsLog(tmp_path, tensorboard=False) as metrics,
     ):
         resumed, _ = build_policy(run, tmp_path, True, task, tokenizer, metrics, threading.Event())
