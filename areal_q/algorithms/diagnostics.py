@@ -4,7 +4,7 @@ mismatch/… measures w = π_prox/π_behav, the effect of quantization, engine a
 R = π_θ/π_prox, the effect of the updates on this batch. Both are split by version lag (0, 1, 2, 3 and more)
 into mismatch/lag_k/… and policy/lag_k/…: at lag 0 only quantization and the engine can cause a mismatch, at
 higher lags staleness as well. mismatch/cause/… splits the mean KL (k3) accordingly: `engine_kl_k3` is the KL of
-the tokens at lag 0, `staleness_kl_k3` what the older ones add to it; the two sum up to mismatch/kl_k3.
+the tokens at lag 0, `staleness_kl_k3` what the older ones add to it; the two sum up to kl_k3.
 KLs, in nats, are estimated from tokens that π_behav drew: k1 = mean(-log ratio),
 k3 = mean(ratio - 1 - log ratio).
 """

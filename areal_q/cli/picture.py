@@ -9,13 +9,15 @@ from rich.text import Text
 
 from areal_q.observability.metrics_log import Record
 from areal_q.observability.progress import History
-from areal_q.observability.run_summary import duration, number
+from areal_q.observability.run_summary import ACCURACY, LIVE_ROWS, duration, figures, shown
 from areal_q.system.command import escaped
-from areal_q.system.disk import size
 
-WIDE, NARROW = 100, 72
+WIDE, NARROW = 108, 72
 """Width of a terminal in columns from which figures are in two columns, and from which a header fits in one
 line"""
+_WORKER = (
+    "{version:d}|{tokens_per_s:,.0f}|{idle_share:.0%}|{active:d}|{groups:d}|{swaps:d}|{swap_s:ms}"
+)
 
 
 def picture(
@@ -75,7 +77,7 @@ def _figures(history: History, width: int) -> RenderableType:
     pairs = 2 if width >= WIDE else 1
     for _ in range(pairs):
         grid.add_column(style="dim", no_wrap=True)
-        grid.add_column(no_wrap=True)
+        grid.add_column()
     cells = [cell for row in rows for cell in row]
     for i in range(0, len(cells), 2 * pairs):
         grid.add_row(*cells[i : i + 2 * pairs])
@@ -83,55 +85,21 @@ def _figures(history: History, width: int) -> RenderableType:
 
 
 def _rows(history: History) -> list[tuple[str, str]]:
-    last, best = history.last, history.best_eval
-
-    def n(key: str, spec: str) -> str:
-        return number(last, key, spec)
-
-    accuracy = number(history.evals[-1] if history.evals else None, "eval/accuracy", ".3f")
-    if best:
-        accuracy += f", best {number(best, 'eval/accuracy', '.3f')} at {best['step']}"
-    bytes_ = size(last["weights/bytes"]) if last and last.get("weights/bytes") else "–"
-    publish = (last or {}).get("weights/publish_s")
-    publish_ms = "–" if publish is None else f"{publish * 1e3:.0f} ms"
-    clipped = (
-        f"{n('policy/clip_fraction_up', '.2%')} up, {n('policy/clip_fraction_down', '.2%')} down"
-    )
-    lengths = (
-        f"{n('response/tokens_mean', '.1f')} tokens, {n('response/cut_off_share', '.0%')} cut off"
-    )
-    return [
-        ("reward", f"{n('reward/mean', '.3f')} ± {n('reward/std', '.3f')}"),
-        ("held-out", accuracy),
-        ("staleness", f"{n('lag/mean', '.2f')} mean, {n('lag/max', '.0f')} max"),
-        ("mismatch KL", f"{n('mismatch/kl_k3', '.2e')} (k3)"),
-        ("responses", lengths),
-        ("clipped", clipped),
-        ("entropy", f"{n('policy/entropy', '.3f')} nats"),
-        ("rollout", f"{n('rollout/tokens_per_s', ',.0f')} tok/s, idle {n('rollout/idle_share', '.0%')}"),
-        ("learner", f"{n('learner/tokens_per_s', ',.0f')} tok/s, idle {n('learner/idle_share', '.0%')}"),
-        ("buffer", f"{n('buffer/open_tickets', '.0f')} open, {n('buffer/dropped_stale', '.0f')} dropped"),
-        ("weights", f"{bytes_} in {publish_ms}"),
-    ]  # fmt: skip
+    rows = figures(history.last or {}, LIVE_ROWS)
+    if best := history.best_eval:
+        accuracy = f"{shown(ACCURACY, history.evals[-1])}, best {shown(ACCURACY, best)}"
+        rows.insert(1, ("held-out", f"{accuracy} at {best['step']}"))
+    return rows
 
 
 def _workers(workers: list[Record], width: int) -> RenderableType:
     """Returns a table with a line for each worker; on a narrow terminal it has only the first columns."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     names = ("worker", "version", "tok/s", "idle", "active", "groups", "swaps", "swap")
-    shown = len(names) if width >= NARROW else 4
-    for name in names[:shown]:
+    count = len(names) if width >= NARROW else 4
+    for name in names[:count]:
         table.add_column(name, justify="left" if name == "worker" else "right", no_wrap=True)
     for w in workers:
-        cells = (
-            Text(escaped(w["worker"])),
-            number(w, "version", "d"),
-            number(w, "tokens_per_s", ",.0f"),
-            number(w, "idle_share", ".0%"),
-            number(w, "active", "d"),
-            number(w, "groups", "d"),
-            number(w, "swaps", "d"),
-            f"{(w.get('swap_s') or 0.0) * 1e3:.1f} ms",
-        )
-        table.add_row(*cells[:shown])
+        told = shown(_WORKER, w).split("|")
+        table.add_row(Text(escaped(w["worker"])), *told[: count - 1])
     return table

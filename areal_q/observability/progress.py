@@ -9,7 +9,15 @@ from areal_q.config import Run
 from areal_q.observability.learning_faults import FAULTS, FaultName, LearningJudge, with_advice
 from areal_q.observability.metrics_log import Record, read_metrics
 from areal_q.observability.reward_signal import FailureLog, reward_name, times
-from areal_q.observability.run_summary import Gap, duration, number, summarize, unfaithful
+from areal_q.observability.run_summary import (
+    ACCURACY,
+    STEP_LINE,
+    Gap,
+    duration,
+    shown,
+    summarize,
+    unfaithful,
+)
 from areal_q.system.run_dir import METRICS_FILE
 
 LINE_EVERY_S = 15.0
@@ -119,25 +127,16 @@ def plain_line(record: Record, history: History) -> str:
             return f"{head}warm start from the cache: {record['cache']}"
         case "warmstart":
             of = f"{record['warmstart/step']:.0f}/{record['warmstart/steps']:.0f}"
-            return f"{head}warm start {of}  loss {number(record, 'warmstart/loss', '.3f')}"
+            return f"{head}warm start {of}  loss {shown('{warmstart/loss:.3f}', record)}"
         case "waiting":
             return f"{head}waiting for agents, {open_episodes(record)}"
         case "eval":
-            accuracy = number(record, "eval/accuracy", ".3f")
-            return (
-                f"{head}step {record['step']}/{history.total_steps}  held-out accuracy {accuracy}"
-            )
+            told = f"held-out accuracy {shown(ACCURACY, record)}"
+            return f"{head}step {record['step']}/{history.total_steps}  {told}"
         case "end":
             return f"{head}{record.get('reason', 'ended')} at step {record['step']}"
     eta = "" if history.eta_s is None else f"  left {duration(history.eta_s)}"
-    return (
-        f"{head}step {record['step']}/{history.total_steps}"
-        f"  reward {number(record, 'reward/mean', '.3f')}"
-        f"  lag {number(record, 'lag/mean', '.2f')}/{number(record, 'lag/max', '.0f')}"
-        f"  KL (k3) {number(record, 'mismatch/kl_k3', '.1e')}"
-        f"  rollout {number(record, 'rollout/tokens_per_s', ',.0f')} tok/s"
-        f"  learner {number(record, 'learner/tokens_per_s', ',.0f')} tok/s{eta}"
-    )
+    return f"{head}step {record['step']}/{history.total_steps}  {shown(STEP_LINE, record)}{eta}"
 
 
 class FaultWatch:

@@ -4,12 +4,43 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from string import Formatter
 from typing import Any
 
 from areal_q.observability.learning_faults import Fault, learning_faults
 from areal_q.observability.metrics_log import Record
 from areal_q.observability.reward_signal import failed_rewards, failed_text
 from areal_q.system.disk import size
+
+SUMMARY_ROWS = (
+    ("staleness", "{lag/mean:.2f} versions on average, {lag/max:.0f} at most"),
+    (
+        "responses",
+        "{response/tokens_mean:.1f} tokens on average, {response/cut_off_share:.1%} cut off",
+    ),
+    ("mismatch KL", "{mismatch/kl_k3:.2e} nats per token (k3)"),
+    ("other experts", "{routing/disagreement:.2%} of the routes, without replay"),
+    (
+        "clipped tokens",
+        "{policy/clip_fraction_up:.2%} above, {policy/clip_fraction_down:.2%} below",
+    ),
+    ("rollout", "{rollout/tokens_per_s:,.0f} tokens/s, idle {rollout/idle_share:.1%}"),
+    ("learner", "{learner/tokens_per_s:,.0f} tokens/s, idle {learner/idle_share:.1%}"),
+    ("weights", "{weights/bytes:size} a version, {weights/publish_s:ms} of the learner"),
+)
+"""The rows of a summary and of the live view: label, and metrics with their formats (`shown`)."""
+LIVE_ROWS = (
+    ("reward", "{reward/mean:.3f} ± {reward/std:.3f}"),
+    *SUMMARY_ROWS,
+    ("entropy", "{policy/entropy:.3f} nats"),
+    ("buffer", "{buffer/open_tickets:.0f} open, {buffer/dropped_stale:.0f} dropped"),
+)
+STEP_LINE = (
+    "reward {reward/mean:.3f}  lag {lag/mean:.2f}/{lag/max:.0f}  KL (k3) {mismatch/kl_k3:.1e}  "
+    "rollout {rollout/tokens_per_s:,.0f} tok/s  learner {learner/tokens_per_s:,.0f} tok/s"
+)
+"""A step as a part of a line of text."""
+ACCURACY = "{eval/accuracy:.3f}"
 
 
 @dataclass(frozen=True)
@@ -136,10 +167,10 @@ def _accuracy_rows(evals: list[Record]) -> Iterable[tuple[str, str]]:
     first, last = evals[0], evals[-1]
     best = max(evals, key=lambda r: r.get("eval/accuracy") or 0.0)
     problems = f"{last.get('eval/problems', 0):.0f} problems"
-    change = f"{number(first, 'eval/accuracy', '.3f')} → {number(last, 'eval/accuracy', '.3f')}"
+    change = f"{shown(ACCURACY, first)} → {shown(ACCURACY, last)}"
     times = f"from {duration(first['elapsed_s'])} to {duration(last['elapsed_s'])}, {problems}"
     yield "held-out accuracy", f"{change}   ({times})"
-    yield "best", f"{number(best, 'eval/accuracy', '.3f')} at step {best['step']}"
+    yield "best", f"{shown(ACCURACY, best)} at step {best['step']}"
 
 
 def _step_rows(steps: list[Record]) -> Iterable[tuple[str, str]]:
@@ -147,28 +178,51 @@ def _step_rows(steps: list[Record]) -> Iterable[tuple[str, str]]:
         return
     tenth = max(1, len(steps) // 10)
 
-    def n(key: str, spec: str, among: Sequence[Record] = steps) -> str:
-        return number({key: mean(among, key)}, key, spec)
-
-    first, last = (n("reward/mean", ".3f", part) for part in (steps[:tenth], steps[-tenth:]))
+    first, last = (
+        shown("{reward/mean:.3f}", {"reward/mean": mean(part, "reward/mean")})
+        for part in (steps[:tenth], steps[-tenth:])
+    )
     yield "reward", f"{first} → {last}   (first and last tenth of the steps)"
-    lag_max = max((r["lag/max"] for r in steps if r.get("lag/max") is not None), default=None)
-    most = number({"max": lag_max}, "max", ".0f")
-    yield "staleness", f"{n('lag/mean', '.2f')} versions on average, {most} at most"
-    if mean(steps, "response/cut_off_share") is not None:
-        length, cut = n("response/tokens_mean", ".1f"), n("response/cut_off_share", ".1%")
-        yield "responses", f"{length} tokens on average, {cut} cut off"
-    yield "mismatch KL", f"{n('mismatch/kl_k3', '.2e')} nats per token (k3)"
-    if mean(steps, "routing/disagreement") is not None:
-        yield "other experts", f"{n('routing/disagreement', '.2%')} of the routes, without replay"
-    up, down = n("policy/clip_fraction_up", ".2%"), n("policy/clip_fraction_down", ".2%")
-    yield "clipped tokens", f"{up} above, {down} below"
-    for side in ("rollout", "learner"):
-        rate, idle = n(f"{side}/tokens_per_s", ",.0f"), n(f"{side}/idle_share", ".1%")
-        yield side, f"{rate} tokens/s, idle {idle}"
-    sent, paused = mean(steps, "weights/bytes"), mean(steps, "weights/publish_s")
-    if sent is not None and paused is not None:
-        yield "weights", f"{size(sent)} a version, {paused * 1e3:.0f} ms of the learner's time"
+    keys = {key for _, template in SUMMARY_ROWS for key in _keys(template)}
+    means = {key: mean(steps, key) for key in keys if any(key in r for r in steps)}
+    if "lag/max" in means:
+        means["lag/max"] = max(
+            (x for r in steps if (x := r.get("lag/max")) is not None), default=None
+        )
+    yield from figures(means)
+
+
+def figures(
+    record: Record, rows: Sequence[tuple[str, str]] = SUMMARY_ROWS
+) -> list[tuple[str, str]]:
+    """Returns the `rows` filled in from `record`, without those whose metrics it lacks altogether."""
+    return [
+        (label, shown(template, record))
+        for label, template in rows
+        if any(key in record for key in _keys(template))
+    ]
+
+
+def shown(template: str, record: Record) -> str:
+    """Returns `template` with each {METRIC:FORMAT} filled in. FORMAT is Python's, `size` for bytes or `ms` for
+    seconds; a metric that is missing or was not finite is a dash."""
+    return _Formatter().vformat(template, (), record)
+
+
+class _Formatter(Formatter):
+    def get_value(self, key: int | str, args: Any, kwargs: Any) -> Any:
+        return kwargs.get(key)
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if value is None:
+            return "–"
+        if format_spec == "size":
+            return size(value)
+        return f"{value * 1e3:.3g} ms" if format_spec == "ms" else format(value, format_spec)
+
+
+def _keys(template: str) -> list[str]:
+    return [key for _, key, _, _ in Formatter().parse(template) if key]
 
 
 def _answers(evals: list[Record]) -> list[ExampleAnswer]:
@@ -196,12 +250,6 @@ def mean(records: Iterable[Record], key: str) -> float | None:
     """Returns the mean of all finite values of `key`; None if there are none."""
     values = [r[key] for r in records if r.get(key) is not None]
     return sum(values) / len(values) if values else None
-
-
-def number(record: Record | None, key: str, spec: str, missing: str = "–") -> str:
-    """Returns `record[key]` formatted, or a dash where it is missing or was not finite."""
-    value: Any = None if record is None else record.get(key)
-    return missing if value is None else format(value, spec)
 
 
 def duration(seconds: float) -> str:

@@ -2,7 +2,7 @@
 
 A sample of the groups that were learnt from is scored again with exactly the tensors that were published as
 their version, quantized as in the engine, everything else in float32. The remaining gap comes from the engine:
-its kernels, its rounding, its bugs. Unlike mismatch/kl_k3, it contains no effect of quantization or lag.
+its kernels, its rounding, its bugs. Unlike the mismatch KL, it contains no effect of quantization or lag.
 
 Where a format rounds activations, a deep model turns float32's own rounding into a gap of tenths of a nat
 between two correct engines (areal_q/models/low_bit/engine_policy.py). So where a gap exceeds the setting, a
