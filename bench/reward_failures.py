@@ -45,6 +45,7 @@ class NearReward:
     reward: Reward
     on_error: str | None
     random: random.Random
+    failure = ""
 
     async def start(self) -> None:
         await self.reward.start()

@@ -25,7 +25,7 @@ import typer
 from areal_q.checks.automatic import settled, why_dtype, why_smoothing
 from areal_q.checks.disk_use import check_room, still_to_write
 from areal_q.config import MegatronBackend, Run, load
-from areal_q.errors import BufferGone, ConfigError, Stopped
+from areal_q.errors import BufferGone, ConfigError, Stopped, TaskError
 from areal_q.observability import service_log
 from areal_q.observability.metric_table import METRICS
 from areal_q.observability.progress import ProgressLog
@@ -206,6 +206,9 @@ def _train(learner: "Learner", directory: Path, exporter: Exporter, stop: StopRe
     learner.metrics.also("faults", lambda _: exporter.update(log.lasting_faults()))
     try:
         finished = finish(learner, directory, learner.train(stop))
+    except TaskError as error:
+        told = [f"{w.failure} ({w.worker})" for w in learner.buffer.workers() if w.failure]
+        raise TaskError("; ".join([str(error), *told[:1]])) from error
     finally:
         learner.close()
     if finished:

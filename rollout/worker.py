@@ -34,7 +34,15 @@ import msgspec
 from msgspec.structs import replace
 
 from areal_q.errors import RecordError
-from areal_q.messages import Group, Manifest, PartialGroup, Ticket, Trajectory, WorkerStatus
+from areal_q.messages import (
+    LONGEST_NAME,
+    Group,
+    Manifest,
+    PartialGroup,
+    Ticket,
+    Trajectory,
+    WorkerStatus,
+)
 from areal_q.tasks import Problem, Reward, Tokenizer
 from buffer.redis_store import Claim, WorkerBuffer
 from buffer.weight_sync import WeightSource, WeightSubscriber
@@ -358,6 +366,7 @@ class Worker:
                 resumed=self._resumed,
                 run_id=self._run_id,
                 waits_for=self._waits_for(now_s),
+                failure=self._reward.failure[: 2 * LONGEST_NAME],
                 episodes=self._episodes.unfinished if self._episodes else 0,
                 open_episodes=self._episodes.open if self._episodes else 0,
             )

@@ -12,7 +12,7 @@ from areal_q.evaluation.estimates import Evaluation, read_evaluations
 from areal_q.observability.learning_faults import advice
 from areal_q.observability.metrics_log import TENSORBOARD_DIR, read_metrics
 from areal_q.observability.plots import draw_curves
-from areal_q.observability.reward_signal import FailureLog, reward_name, times
+from areal_q.observability.reward_signal import RewardFailures
 from areal_q.observability.run_summary import ExampleAnswer, Summary, summarize
 from areal_q.system import command
 from areal_q.system.run_dir import METRICS_FILE, has_checkpoint
@@ -25,7 +25,6 @@ def last_screen(run: Run, run_dir: Path, console: Console | None = None) -> None
     records = read_metrics(path) if path.exists() else []
     if not records:
         console.print(f"{run.name}: stopped before its first record", highlight=False)
-        console.print(_pairs(_last_failure(run, run_dir)), highlight=False)
         return
     summary = summarize(records, run.learner.groups * run.learner.group_size)
     try:
@@ -34,15 +33,19 @@ def last_screen(run: Run, run_dir: Path, console: Console | None = None) -> None
         curves = str(error)
     except OSError:  # the run's directory may be read-only
         curves = ""
-    console.print(_screen(run, run_dir, summary, curves), highlight=False)
+    failures = RewardFailures(run.task, run.reward, records)
+    console.print(_screen(run, run_dir, summary, failures, curves), highlight=False)
 
 
-def _screen(run: Run, run_dir: Path, summary: Summary, curves: str) -> RenderableType:
+def _screen(
+    run: Run, run_dir: Path, summary: Summary, failures: RewardFailures, curves: str
+) -> RenderableType:
     parts: list[RenderableType] = [Text(), Text(f"{run.name}: {summary.title}", "bold")]
     count, rows = len(summary.faults), summary.rows
     # What comes first may be the cause of the others, so that only its advice is given.
     change = [("", f"→ {advice(summary.faults[0], run)}")] if count else []
-    parts.append(_pairs([*rows[:count], *change, *rows[count:], *_last_failure(run, run_dir)]))
+    failed = [("last failure", f"✗ {failures}")] if failures.count else []
+    parts.append(_pairs([*rows[:count], *change, *rows[count:], *failed]))
     if evaluations := read_evaluations(run_dir):
         parts += [Text(), _pairs([_evaluation(e) for e in evaluations])]
     if summary.answers:
@@ -60,15 +63,6 @@ def _screen(run: Run, run_dir: Path, summary: Summary, curves: str) -> Renderabl
         paths.append(("curves", curves))
     parts += [Text(), _pairs(paths), Text(), _pairs(_next_commands(run, run_dir, summary))]
     return Group(*parts)
-
-
-def _last_failure(run: Run, run_dir: Path) -> list[tuple[str, str]]:
-    """Returns a row on why rewards failed, from the workers' logs; none if none did."""
-    log = FailureLog(run_dir)
-    if not (failed := log.read()):
-        return []
-    name = reward_name(run.task, run.reward)
-    return [("last failure", f"✗ {name}, {times(failed)}: {log.last}")]
 
 
 def _next_commands(run: Run, run_dir: Path, summary: Summary) -> list[tuple[str, str]]:

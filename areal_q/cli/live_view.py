@@ -16,7 +16,6 @@ from areal_q.cli.picture import picture
 from areal_q.config import External, Run
 from areal_q.observability.metrics_log import Record, Tail
 from areal_q.observability.progress import FaultWatch, History, plain_line
-from areal_q.observability.reward_signal import FailureLog
 from areal_q.observability.run_end import how_it_ended
 from areal_q.observability.run_summary import plural, unfaithful
 from areal_q.system import command
@@ -38,13 +37,11 @@ class _Following:
         self.run, self.console = run, console
         self.history = History(run.steps)
         self._tail = Tail(path_of(run) / METRICS_FILE)
-        self.faults = FaultWatch(run, FailureLog(path_of(run)))
+        self.faults = FaultWatch(run)
         self.heard = time.monotonic()
 
     def start(self, run_dir: Path) -> None:
         self.run_dir = run_dir
-        # Failures in the logs of an earlier start were shown then.
-        self.faults = FaultWatch(self.run, FailureLog(run_dir, skip=True))
         self._tail = Tail(run_dir / METRICS_FILE)
         self.heard = command_began()
 
@@ -165,7 +162,6 @@ def watch(run: Run, run_dir: Path, console: Console | None = None) -> None:
     """Follows a run, whoever started it, until it ends or Ctrl-C."""
     view = build_view(run, console)
     view.start(run_dir)
-    view.faults = FaultWatch(run, FailureLog(run_dir))
     try:
         while view.history.end is None:
             # The end is checked before the records are read, so that the last record is not missed.

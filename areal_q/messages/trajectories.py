@@ -398,6 +398,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Id of the run that it works for."""
     waits_for: Sentence = ""
     """What keeps it from generating; "" where nothing does."""
+    failure: Sentence = ""
+    """How its newest response failed that could not be scored; "" while none did."""
     resumed: Bounded = 0
     """Responses that went on from where another worker had to leave them."""
     episodes: Bounded = 0

@@ -8,7 +8,7 @@ from pathlib import Path
 from areal_q.config import Run
 from areal_q.observability.learning_faults import FAULTS, FaultName, LearningJudge, with_advice
 from areal_q.observability.metrics_log import Record, read_metrics
-from areal_q.observability.reward_signal import FailureLog, reward_name, times
+from areal_q.observability.reward_signal import RewardFailures
 from areal_q.observability.run_summary import (
     ACCURACY,
     STEP_LINE,
@@ -143,16 +143,19 @@ class FaultWatch:
     """Finds faults of a run in progress, those of learning and failing rewards, and words the warnings that a
     view shows."""
 
-    def __init__(self, run: Run, log: FailureLog) -> None:
-        self._run, self._log, self._judge = run, log, LearningJudge()
+    def __init__(self, run: Run) -> None:
+        self._run = run
         self._said: dict[str, int] = {}
+        self.restart()
 
     def restart(self) -> None:
         """Forgets the records, which are given again from the first one on."""
         self._judge = LearningJudge()
+        self._failures = RewardFailures(self._run.task, self._run.reward)
 
     def add(self, record: Record) -> None:
         self._judge.add(record)
+        self._failures.add(record)
 
     def lasting(self) -> dict[FaultName, int]:
         """Returns for how many steps each fault has lasted; 0 without it."""
@@ -172,10 +175,8 @@ class FaultWatch:
     def _problems(self) -> list[tuple[str, int, str]]:
         """Returns (name, count, sentence) of each present fault."""
         problems = []
-        if failed := self._log.read():
-            name = reward_name(self._run.task, self._run.reward)
-            text = f"the reward {name} failed {times(failed)}: {self._log.last}"
-            problems.append(("failed", failed, text))
+        if self._failures.count:
+            problems.append(("failed", self._failures.count, str(self._failures)))
         for fault, change in with_advice(self._judge.faults(), self._run):
             problems.append((fault.name, fault.steps, f"{fault.says}; {change}"))
         return problems
@@ -193,9 +194,10 @@ class ProgressLog:
     ) -> None:
         self._run, self._path, self._say, self._every_s = run, run_dir / METRICS_FILE, say, every_s
         self._history = History(run.steps)
-        self._faults = FaultWatch(run, FailureLog(run_dir, skip=True))
+        self._faults = FaultWatch(run)
         for record in read_metrics(self._path) if self._path.exists() else []:
             self._faults.add(record)
+        self._faults.due()  # what an earlier learner said
         self._next_line = 0.0
 
     def add(self, record: Record) -> None:

@@ -1,54 +1,36 @@
-"""Rewards whose computation fails: their counts are in the metrics, and the cause is in the workers' logs, in
-lines that begin with FAILED."""
+"""Rewards whose computation fails: their counts are in the metrics, and the newest cause in each worker's
+heartbeat."""
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from areal_q.config import Python, RewardConfig, TaskConfig
-from areal_q.tasks.grading.reward_process import FAILED
 
 _StepMetrics = Mapping[str, Any]
 
-_FAILURE = re.compile(rf"{FAILED}, (\d+) so far: (.*?), for prompt ")
 
+class RewardFailures:
+    """What a run's records say of failed rewards; `add` takes them one by one."""
 
-class FailureLog:
-    """Counts the failed rewards in the logs of a run's workers; each `read` continues where the last one ended.
+    def __init__(
+        self, task: TaskConfig, reward: RewardConfig, records: Iterable[_StepMetrics] = ()
+    ) -> None:
+        self._name = reward_name(task, reward)
+        self.count, self._last = 0, ""
+        for record in records:
+            self.add(record)
 
-    `skip` ignores what the logs contain already. Workers log the 1st, 2nd, 4th, 8th … failure.
-    """
+    def add(self, record: _StepMetrics) -> None:
+        self.count += failed_rewards([record])[0]
+        for worker in record.get("workers", []):
+            if failure := worker.get("failure"):
+                self._last = f": {failure} ({worker['worker']})"
 
-    def __init__(self, run_dir: Path, skip: bool = False) -> None:
-        self._logs = run_dir / "logs"
-        self._offsets = {p: p.stat().st_size for p in self._paths()} if skip else {}
-        self._counts: dict[Path, int] = {}
-        self.last = ""
-        """The newest failure, with the path of its log; empty if there was none."""
-
-    def read(self) -> int:
-        """Reads the logs on and returns the number of failures so far; there may be more."""
-        for path in self._paths():
-            offset = self._offsets.get(path, 0)
-            if path.stat().st_size > offset:
-                self._read(path, offset)
-        return sum(self._counts.values())
-
-    def _paths(self) -> list[Path]:
-        return sorted(self._logs.glob("rollout-*.log"))
-
-    def _read(self, path: Path, offset: int) -> None:
-        with path.open("rb") as file:
-            file.seek(offset)
-            data = file.read()
-        data = data[: data.rfind(b"\n") + 1]
-        self._offsets[path] = offset + len(data)
-        for line in data.decode(errors="replace").splitlines():
-            if found := _FAILURE.search(line):
-                self._counts[path] = int(found[1])
-                self.last = f"{found[2]} ({path})"
+    def __str__(self) -> str:
+        """How often the reward failed, and how it did so last."""
+        count = "once" if self.count == 1 else f"{self.count:,} times"
+        return f"the reward {self._name} failed {count}{self._last}"
 
 
 def failed_rewards(steps: Iterable[_StepMetrics]) -> tuple[int, Counter[str]]:
@@ -75,7 +57,3 @@ def reward_name(task: TaskConfig, reward: RewardConfig) -> str:
     """Returns the path of the reward's file, or else the task whose grader gives the rewards."""
     path = task.path if isinstance(task, Python) else reward.path
     return path or f"of task.type={task.__struct_config__.tag}"
-
-
-def times(count: int) -> str:
-    return "once" if count == 1 else f"{count:,} times"

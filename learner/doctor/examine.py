@@ -13,7 +13,6 @@ from areal_q.errors import CheckpointError, LogError
 from areal_q.models import DecoderConfig
 from areal_q.observability.learning_faults import learning_faults
 from areal_q.observability.metrics_log import Record, read_metrics
-from areal_q.observability.reward_signal import FailureLog, reward_name, times
 from areal_q.observability.run_summary import mean
 from areal_q.system.run_dir import METRICS_FILE
 from areal_q.tasks.stops import read_stops
@@ -55,7 +54,8 @@ def examine(directory: Path, first: int | None, stop: int | None, console: Conso
     records = list(iter_steps(directory / "steps", 0, stop))
     steps = [record.step for record in records]
     if not steps:
-        raise LogError(f"{directory / 'steps'}: {_nothing_logged(directory, run, asked)}")
+        before = f" before {asked}" if asked else ""
+        raise LogError(f"{directory / 'steps'}: no step is logged{before}; see logs/learner.log")
     stop = steps[-1] + 1
     first = max(steps[0], stop - WINDOW) if first is None else first
     if first >= stop:
@@ -88,16 +88,6 @@ def _of_whole_run(directory: Path, records: Sequence[StepRecord]) -> Iterable[Re
     if path.exists():
         return read_metrics(path)
     return [{"kind": "step", "step": r.step + 1, **r.metrics} for r in records]
-
-
-def _nothing_logged(directory: Path, run: Run, asked: int | None) -> str:
-    """Returns the reason why no step is logged, as far as the workers' logs show it."""
-    log, text = FailureLog(directory), "no step is logged" + (f" before {asked}" if asked else "")
-    failed = log.read()
-    if not failed:
-        return text
-    name = reward_name(run.task, run.reward)
-    return f"{text}; the reward {name} failed {times(failed)}: {log.last}"
 
 
 def _replay(directory: Path, first: int, stop: int, probe: Probe, console: Console) -> bool:

@@ -97,7 +97,7 @@ def test_every_metric_that_is_recorded_is_in_the_table():
 
 def test_every_number_of_a_heartbeat_is_in_the_table():
     told = {metric.key for metric in WORKER_METRICS}
-    no_numbers = {"worker", "pid", "digest", "run_id", "waits_for"}
+    no_numbers = {"worker", "pid", "digest", "run_id", "waits_for", "failure"}
     assert set(WorkerStatus.__struct_fields__) - told == no_numbers
 
 

@@ -1,8 +1,6 @@
 """Failing and flat rewards are said: while the run goes on and in its summary."""
 
-import asyncio
 import io
-import logging
 from pathlib import Path
 
 import pytest
@@ -10,58 +8,35 @@ from rich.console import Console
 
 from areal_q.cli.final_screen import last_screen
 from areal_q.cli.live_view import LiveView, PlainView
-from areal_q.config import Run, load
+from areal_q.config import load
 from areal_q.observability.metrics_log import MetricsLog
 from areal_q.observability.progress import FaultWatch
-from areal_q.observability.reward_signal import FailureLog, failed_rewards
+from areal_q.observability.reward_signal import failed_rewards
 from areal_q.observability.run_summary import summarize
-from areal_q.tasks.base import Problem
-from areal_q.tasks.grading.reward_process import Isolated
 
-RAISES = """
-def reward(prompt, response, answer):
-    return 1 / 0
-"""
+RAISED = "raised ZeroDivisionError: division by zero"
+BEATS = [{"worker": "w0", "failure": RAISED}, {"worker": "w1", "failure": ""}]
 
 
 @pytest.fixture
 def own(tmp_path):
     """Settings of a run whose reward, in a file of the user's own, raises."""
-    (tmp_path / "mine.py").write_text(RAISES)
     return load(None, [f'root="{tmp_path}"', f'reward.path="{tmp_path / "mine.py"}"', "name=demo"])
-
-
-def fail(run: Run, count: int) -> None:
-    """Lets the run's reward fail `count` times, as a worker does, with the worker's log beside it."""
-    log = f"{run.root}/{run.name}/logs/rollout-0.log"
-    handler = logging.FileHandler(log)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
-    logger = logging.getLogger("areal_q.tasks.grading.reward_process")
-    logger.addHandler(handler)
-
-    async def scores() -> None:
-        reward = Isolated(("file", str(run.reward.path), "reward"), 10.0, 1)
-        for _ in range(count):
-            await reward.score(Problem("1+1=", "2"), "2")
-        await reward.close()
-
-    asyncio.run(scores())
-    logger.removeHandler(handler)
-    handler.close()
 
 
 @pytest.fixture
 def run_dir(own):
     directory = Path(own.root, own.name)
-    (directory / "logs").mkdir(parents=True)
+    directory.mkdir()
     return directory
 
 
-def write_steps(run_dir, *rewards, **metrics):
+def write_steps(run_dir, *rewards, workers=(), **metrics):
     """One step for each pair (mean, std)."""
     with MetricsLog(run_dir, tensorboard=False) as log:
         for step, (mean, std) in enumerate(rewards, start=1):
-            log.write("step", step, {"reward/mean": mean, "reward/std": std, **metrics})
+            values = {"reward/mean": mean, "reward/std": std, **metrics}
+            log.write("step", step, values, workers=workers)
 
 
 def lines_of(console):
@@ -73,35 +48,28 @@ def test_first_failure_of_a_reward_is_said_with_cause_and_file(own, run_dir):
     view = PlainView(own, console)
     view.start(run_dir)
     view.refresh()
-    fail(own, 1)
+    write_steps(run_dir, (0.5, 0.1), workers=BEATS, **{"reward/errors": 1.0})
     view.refresh()
     (line,) = lines_of(console)
-    assert "failed once: raised ZeroDivisionError: division by zero" in line
-    assert str(own.reward.path) in line and "rollout-0.log" in line
+    assert f"failed once: {RAISED} (w0)" in line and str(own.reward.path) in line
 
 
-def test_failures_are_said_again_at_ten_times_as_many(own, run_dir):
-    watch = FaultWatch(own, FailureLog(run_dir))
-    fail(own, 1)
+def test_failures_are_said_again_at_ten_times_as_many(own):
+    watch = FaultWatch(own)
+    step = {"kind": "step", "step": 1, "reward/mean": 0.5, "reward/std": 0.1}
+    watch.add(step | {"reward/errors": 1.0, "workers": BEATS})
     assert len(watch.due()) == 1
-    fail(own, 4)
-    assert watch.due() == [] and "4 times" in watch.warnings()[0]
-    fail(own, 20)
-    assert "16 times" in watch.due()[0]
-
-
-def test_what_an_earlier_start_logged_is_not_said_again(own, run_dir):
-    fail(own, 2)
-    assert FailureLog(run_dir).read() == 2
-    assert FailureLog(run_dir, skip=True).read() == 0
+    watch.add(step | {"reward/invalid": 4.0, "workers": []})
+    assert watch.due() == [] and f"5 times: {RAISED}" in watch.warnings()[0]
+    watch.add(step | {"reward/errors": 20.0})
+    assert "25 times" in watch.due()[0]
 
 
 def test_the_live_view_shows_failures_and_flat_rewards(own, run_dir):
     console = Console(record=True, width=110, force_terminal=True, file=io.StringIO())
     view = LiveView(own, console)
     view.start(run_dir)
-    fail(own, 1)
-    write_steps(run_dir, *[(0.0, 0.0)] * 5)
+    write_steps(run_dir, *[(0.0, 0.0)] * 5, workers=BEATS, **{"reward/errors": 1.0})
     view.refresh()
     view.stop()
     text = " ".join(console.export_text().split())
@@ -110,8 +78,8 @@ def test_the_live_view_shows_failures_and_flat_rewards(own, run_dir):
     assert "warmstart.steps=400" in text
 
 
-def test_equal_rewards_are_said_once_and_then_counted(own, run_dir):
-    watch = FaultWatch(own, FailureLog(run_dir))
+def test_equal_rewards_are_said_once_and_then_counted(own):
+    watch = FaultWatch(own)
     said = []
     for step in range(60):
         watch.add({"kind": "step", "step": step, "reward/mean": 0.0, "reward/std": 0.0})
@@ -132,22 +100,14 @@ def test_the_summary_tells_share_and_causes_of_failures(own, run_dir):
         "reward/invalid/exception": 2.0,
         "reward/invalid/timeout": 1.0,
     }
-    write_steps(run_dir, (0.5, 0.5), (0.5, 0.5), **invalid)
+    write_steps(run_dir, (0.5, 0.5), (0.5, 0.5), workers=BEATS, **invalid)
     records = [{"kind": "step", **invalid}] * 2
     assert failed_rewards(records) == (6, {"exception": 4, "timeout": 2})
-    fail(own, 1)
     console = Console(record=True, width=200, file=io.StringIO())
     last_screen(own, run_dir, console)
     text = console.export_text()
     assert "6 of 1,024 responses (0.6%), exception 4, timeout 2" in text
     assert "raised ZeroDivisionError" in text
-
-
-def test_run_whose_every_reward_failed_says_so_without_a_record(own, run_dir):
-    fail(own, 1)
-    console = Console(record=True, width=200, file=io.StringIO())
-    last_screen(own, run_dir, console)
-    assert "raised ZeroDivisionError" in console.export_text()
 
 
 def test_summary_of_flat_rewards_says_that_nothing_was_learnt(run_dir):

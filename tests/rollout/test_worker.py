@@ -759,6 +759,8 @@ async def test_a_reward_that_hangs_costs_its_response_and_nothing_else(
                 assert t.reward == (0.0 if fails else 1.0)
                 assert t.valid == (not fails)
                 assert t.failure == ("timeout" if hangs else "exception" if fails else None)
+        told = {"took too long", "raised ZeroDivisionError: division by zero"}
+        await until(lambda: {status.failure for status in side.buffer.workers()} & told)
 
 
 async def test_a_ticket_that_cannot_become_a_group_costs_itself_alone(

@@ -34,9 +34,6 @@ from areal_q.tasks.base import Problem, Score
 logger = logging.getLogger(__name__)
 
 TIMED_OUT = "took too long"
-FAILED = "reward failed"
-"""Beginning of every line of the log about a failure, by which areal_q/observability/reward_signal.py finds
-it"""
 _START_S = 60.0
 """Seconds that the imports of a reward may take, which do not count against its timeout"""
 MAX_FRAME = 1 << 20
@@ -85,6 +82,8 @@ class Isolated:
         self._closed = False
         self.errors = 0
         """Number of scores that failed or took too long since the start"""
+        self.failure = ""
+        """How the newest of them failed"""
 
     async def start(self) -> None:
         """Starts one process. Raises TaskError or ConfigError for a reward that cannot be loaded."""
@@ -159,10 +158,10 @@ class Isolated:
 
     def _count(self, failure: str, problem: Problem) -> None:
         self.errors += 1
+        self.failure = failure
         if self.errors & (self.errors - 1) == 0:  # only the 1st, 2nd, 4th, 8th … failure is logged
             logger.warning(
-                "%s, %d so far: %s, for prompt %.80r",
-                FAILED,
+                "reward failed, %d so far: %s, for prompt %.80r",
                 self.errors,
                 failure,
                 problem.prompt,

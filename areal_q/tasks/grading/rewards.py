@@ -44,6 +44,11 @@ class Reward(Protocol):
     """The reward function of a worker. It returns the score of a response with `tokens` tokens, and never
     raises once it has started."""
 
+    @property
+    def failure(self) -> str:
+        """How the newest response failed that could not be scored; "" while none did."""
+        ...
+
     async def start(self) -> None:
         """Raises TaskError or ConfigError for a reward that cannot be loaded."""
         ...
@@ -61,6 +66,7 @@ class InlineReward:
     ) -> None:
         self._grader, self._cfg, self._max_tokens = grader, cfg, max_tokens
         self._stops = stops if grader.whole else ()
+        self.failure = ""
 
     async def start(self) -> None:
         pass
@@ -87,6 +93,10 @@ class IsolatedReward:
         self._isolated = Isolated(source, cfg.timeout_s, cfg.processes, cfg.memory_mib)
         self._cfg, self._max_tokens = cfg, max_tokens
         self._zero_on = {*zero_on, *cfg.zero_on}
+
+    @property
+    def failure(self) -> str:
+        return self._isolated.failure
 
     async def start(self) -> None:
         await self._isolated.start()
