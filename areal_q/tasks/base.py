@@ -1,7 +1,7 @@
 """A task: problems to train on, problems held out, and a reward. Imports no torch."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from msgspec import Struct
 
@@ -10,8 +10,11 @@ from areal_q.messages.trajectories import FailureCause
 Variables = Mapping[str, bool | int | float | str]
 """Variables of a chat template, such as {"enable_thinking": False}"""
 NO_VARIABLES: Variables = {}
-Message = dict[str, str]
-"""`role` and `content`"""
+Message = dict[str, Any]
+"""`role` and `content`, which is text. An assistant's may have `tool_calls`, whose `arguments` are objects, and
+`reasoning_content`; a tool's may have `tool_call_id` and `name`."""
+Tool = dict[str, Any]
+"""A function that the model may call, as OpenAI's API describes it: `type` and `function`"""
 
 
 class Problem(Struct, frozen=True):
@@ -89,17 +92,26 @@ class Tokenizer(Protocol):
         ...
 
     def encode_messages(
-        self, messages: Sequence[Message], variables: Variables = NO_VARIABLES
+        self,
+        messages: Sequence[Message],
+        variables: Variables = NO_VARIABLES,
+        tools: Sequence[Tool] = (),
     ) -> list[int]:
         """Returns the ids of a whole conversation and of the beginning of the reply to it. `variables` are of
-        the chat template, before those of the settings. Raises TaskError for any where there is no template."""
+        the chat template, before those of the settings. Raises TaskError for what the template leaves out or
+        refuses, such as tools, and for any of them where there is no template."""
         ...
 
     def encode_turn(
-        self, messages: Sequence[Message], ended: bool, variables: Variables = NO_VARIABLES
+        self,
+        messages: Sequence[Message],
+        ended: bool,
+        variables: Variables = NO_VARIABLES,
+        calls: Sequence[Any] = (),
     ) -> list[int]:
         """Returns the ids between the content of an assistant's message and that of its next one, with
-        `messages` in between. `ended` is True if one of `stops` is there already, after the first one."""
+        `messages` in between. `ended` is True if one of `stops` is there already, after the first one. `calls`
+        are the first one's `tool_calls`."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:

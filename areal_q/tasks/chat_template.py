@@ -1,24 +1,30 @@
 """Chat templates: conversations as text, how a reply begins and ends there, and contents that cannot pass for
 control tokens. Imports no torch."""
 
+import json
 import re
 from collections.abc import Iterable, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from areal_q.config.tasks import Chat
 from areal_q.errors import ConfigError, TaskError
-from areal_q.tasks.base import NO_VARIABLES, Message, Variables
+from areal_q.tasks.base import NO_VARIABLES, Message, Tool, Variables
 
 MARK = "\x02the assistant\x03"
 """A text that no chat template changes and no conversation contains"""
 _PROBE = "what this role says"
 """A text that every filter of a template leaves as it is"""
-_HIDDEN = re.compile("\x02([0-9]+)\x03")
-"""A control token inside a content, by its index"""
+_HIDDEN = re.compile(r"(?:\x02|\\u0002)([0-9]+)(?:\x03|\\u0003)")
+"""A control token inside a content, by its index, also as JSON spells it"""
 _ASKED: Message = {"role": "user", "content": "."}
 _REPLY: Message = {"role": "assistant", "content": MARK}
+_PROBED: Any = {"name": "a_probed_function", "arguments": {"x": "what is asked of it"}}
+"""A call of a tool whose name and argument no template changes"""
+_LAST = "the last argument"
+"""An argument that JSON spells as it is"""
 _DATE = (
     "{% macro strftime_now(format) %}{% set it = namespace(text=format) %}"
     "{% for name, value in fixed_date.items() %}{% set it.text = it.text | replace(name, value) %}{% endfor %}"
@@ -48,6 +54,9 @@ class ChatTemplate:
         self._variables: dict[str, Any] = dict(chat.template_args)
         self._roles: dict[str, str] = {}
         """The role under which the template renders messages, by role, of those that were met"""
+        self._as_json: dict[bool, bool | None] = {}
+        """Whether the template reads arguments of calls as JSON, by whether the message has a content too; None
+        if it leaves calls out"""
         if "strftime_now" in self._text:
             day = datetime.fromisoformat(chat.date) if chat.date else datetime.now()
             self._variables["fixed_date"] = {name: day.strftime(name) for name in _DIRECTIVES}
@@ -62,6 +71,7 @@ class ChatTemplate:
             if token.special or (text.strip() and text in written)
         )
         """Matches special tokens, and others that begin or end a turn, such as DeepSeek's <｜User｜>"""
+        self._special = _any_of(text for text, token in added.items() if token.special)
         ends = self._added.match(last[1].lstrip()) if last else None
         self.end = ends[0] if ends and added[ends[0]].special else None
         """The special token that follows an assistant's message; None if that is another text"""
@@ -74,27 +84,51 @@ class ChatTemplate:
             messages.insert(0, {"role": "system", "content": self._chat.system})
         return messages
 
-    def encode(self, messages: Sequence[Message], variables: Variables = NO_VARIABLES) -> list[int]:
+    def encode(
+        self,
+        messages: Sequence[Message],
+        variables: Variables = NO_VARIABLES,
+        tools: Sequence[Tool] = (),
+    ) -> list[int]:
         """Returns the ids of the conversation and of the beginning of the reply. Raises TaskError with the
-        template's words if it refuses the messages, and for a role whose messages it leaves out."""
-        return self._ids(self._render(self._hide(self._in_roles(messages)), variables=variables))
+        template's words if it refuses the messages, and for a role, tools or calls of tools that it leaves
+        out."""
+        if tools and not self._shows_tools:
+            raise TaskError("the chat template leaves out `tools`")
+        talk = self._hide(self._in_form(messages))
+        return self._ids(self._render(talk, variables=variables, tools=self._hide([*tools])))
 
     def encode_turn(
-        self, messages: Sequence[Message], ended: bool, variables: Variables
+        self,
+        messages: Sequence[Message],
+        ended: bool,
+        variables: Variables,
+        calls: Sequence[Any] = (),
     ) -> list[int]:
         """Returns what stands between the contents of two assistant's messages; see Tokenizer."""
-        talk = [_ASKED, _REPLY, *self._hide(self._in_roles(messages))]
-        tail = self._render(talk, variables=variables).rpartition(MARK)[2]
+        talk = [_ASKED, _called(calls) if calls else _REPLY, *messages]
+        text = self._render(self._hide(self._in_form(talk)), variables=variables)
+        if calls:  # what ends the message stands behind the end of the last call
+            tail = text.partition(_LAST)[2]
+            end = self._special.search(tail)
+            tail = tail[end.start() :] if end else tail
+        else:
+            tail = text.rpartition(MARK)[2]
         if ended and (end := self._added.match(tail.lstrip())):
             tail = tail.lstrip()[end.end() :]
         return self._ids(tail)
 
     def _render(
-        self, messages: Sequence[Message], reply: bool = True, variables: Variables = NO_VARIABLES
+        self,
+        messages: Sequence[Message],
+        reply: bool = True,
+        variables: Variables = NO_VARIABLES,
+        tools: Sequence[Tool] = (),
     ) -> str:
         try:
             return self._hf.apply_chat_template(
                 list(messages),
+                tools=[*tools] or None,
                 chat_template=self._text,
                 tokenize=False,
                 add_generation_prompt=reply,
@@ -104,16 +138,52 @@ class ChatTemplate:
             why = f"{error}" or type(error).__name__
             raise TaskError(f"the chat template refuses these messages: {why}") from error
 
-    def _in_roles(self, messages: Sequence[Message]) -> list[Message]:
-        """Returns the messages in roles that the template renders: a developer's as the system's, where it
-        leaves out the former. Raises TaskError if it leaves out a role altogether."""
+    def _in_form(self, messages: Sequence[Message]) -> list[Message]:
+        """Returns the messages as the template reads them: in roles that it renders, a developer's as the
+        system's where it leaves out the former, and with the calls of tools in its form. Raises TaskError if it
+        leaves out a role, or the calls, altogether."""
         for role in dict.fromkeys(m["role"] for m in messages if m["role"] not in self._roles):
             names = (role, "system") if role == "developer" else (role,)
             shown = next((name for name in names if self._shows(name)), None)
             if shown is None:
                 raise TaskError(f"the chat template leaves out messages of the role {role!r}")
             self._roles[role] = shown
-        return [{**m, "role": self._roles[m["role"]]} for m in messages]
+        talk = [{**m, "role": self._roles[m["role"]]} for m in messages]
+        return [self._with_calls(m) if m.get("tool_calls") else m for m in talk]
+
+    def _with_calls(self, message: Message) -> Message:
+        """Returns an assistant's message with its calls as the template reads them: with arguments that are
+        objects, or their JSON. Raises TaskError if it leaves them out."""
+        said = bool(message["content"])
+        if said not in self._as_json:
+            forms = (form for form in (False, True) if self._shows_call(said, form))
+            self._as_json[said] = next(forms, None)
+        if (as_json := self._as_json[said]) is None:
+            beside = " beside a content" if said else ""
+            raise TaskError(f"the chat template leaves out `tool_calls`{beside}")
+        return _in_json(message) if as_json else message
+
+    def _shows_call(self, said: bool, as_json: bool) -> bool:
+        call = {"id": "probe0000", "type": "function", "function": _PROBED}
+        message = {"role": "assistant", "content": _PROBE * said, "tool_calls": [call]}
+        try:
+            text = self._render([_ASKED, _in_json(message) if as_json else message], reply=False)
+        except TaskError:
+            return False
+        return _PROBED["name"] in text and _PROBED["arguments"]["x"] in text and "{'x'" not in text
+
+    @cached_property
+    def _shows_tools(self) -> bool:
+        function = {
+            "name": _PROBED["name"],
+            "description": _PROBE,
+            "parameters": {"type": "object"},
+        }
+        try:
+            text = self._render([_ASKED], tools=[{"type": "function", "function": function}])
+        except TaskError:
+            return False
+        return _PROBED["name"] in text
 
     def _shows(self, role: str) -> bool:
         """Returns True unless the template leaves out what `role` says. A template that refuses the role counts
@@ -146,14 +216,19 @@ class ChatTemplate:
             return ""
         return next((asked[len(b) :] for b in befores if asked.startswith(b)), "")
 
-    def _hide(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """Returns the messages with every control token in a content replaced by a mark."""
+    def _hide(self, said: Any) -> Any:
+        """Returns messages, tools or a part of them with every control token in their texts replaced by a
+        mark."""
         if not self._chat.split_special:
-            return messages
-        return [
-            {**m, "content": self._control.sub(lambda found: self._mark(found[0]), m["content"])}
-            for m in messages
-        ]
+            return said
+        match said:
+            case str():
+                return self._control.sub(lambda found: self._mark(found[0]), said)
+            case dict():
+                return {name: self._hide(value) for name, value in said.items()}
+            case list():
+                return [self._hide(value) for value in said]
+        return said
 
     def _mark(self, token: str) -> str:
         return f"\x02{self._hf.convert_tokens_to_ids(token)}\x03"
@@ -193,9 +268,33 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
-def joined(messages: Sequence[Message], variables: Variables = NO_VARIABLES) -> str:
-    """Returns the contents one after the other, where there is no template. Raises TaskError for variables,
-    which only a template has."""
-    if variables:
-        raise TaskError(f"there is no chat template here to take {', '.join(variables)}")
+def _in_json(message: Message) -> Message:
+    def convert(call: Any) -> Any:
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        return {**call, "function": {**call["function"], "arguments": arguments}}
+
+    return {**message, "tool_calls": [convert(call) for call in message["tool_calls"]]}
+
+
+def _called(calls: Sequence[Any]) -> Message:
+    """Returns the assistant's message with these calls, the last of which has the argument _LAST."""
+    last = {**calls[-1], "function": {**calls[-1]["function"], "arguments": {"x": _LAST}}}
+    return {"role": "assistant", "content": "", "tool_calls": [*calls[:-1], last]}
+
+
+def joined(
+    messages: Sequence[Message],
+    variables: Variables = NO_VARIABLES,
+    tools: Sequence[Tool] = (),
+) -> str:
+    """Returns the contents one after the other, where there is no template. Raises TaskError for what only a
+    template can take: variables, tools and their calls."""
+    given = {
+        **variables,
+        "tools": tools,
+        "tool_calls": [m for m in messages if m.get("tool_calls")],
+    }
+    taken = [name for name in given if name in variables or given[name]]
+    if taken:
+        raise TaskError(f"there is no chat template here to take {', '.join(taken)}")
     return "".join(m["content"] for m in messages)

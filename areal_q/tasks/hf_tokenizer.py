@@ -8,7 +8,7 @@ from typing import Any
 
 from areal_q.config.tasks import Chat
 from areal_q.errors import CheckpointError, ConfigError
-from areal_q.tasks.base import NO_VARIABLES, Message, Stop, Variables
+from areal_q.tasks.base import NO_VARIABLES, Message, Stop, Tool, Variables
 from areal_q.tasks.chat_template import ChatTemplate, joined
 from areal_q.tasks.stops import collect_stops
 
@@ -66,18 +66,25 @@ class HFTokenizer:
         return [*whole[: next(starts, 0)], *bare]
 
     def encode_messages(
-        self, messages: Sequence[Message], variables: Variables = NO_VARIABLES
+        self,
+        messages: Sequence[Message],
+        variables: Variables = NO_VARIABLES,
+        tools: Sequence[Tool] = (),
     ) -> list[int]:
         """Encodes by the chat template; without one, the contents one after the other."""
         if self._chat:
-            return self._chat.encode(messages, variables)
-        return self.encode_prompt(joined(messages, variables))
+            return self._chat.encode(messages, variables, tools)
+        return self.encode_prompt(joined(messages, variables, tools))
 
     def encode_turn(
-        self, messages: Sequence[Message], ended: bool, variables: Variables = NO_VARIABLES
+        self,
+        messages: Sequence[Message],
+        ended: bool,
+        variables: Variables = NO_VARIABLES,
+        calls: Sequence[Any] = (),
     ) -> list[int]:
         if self._chat:
-            return self._chat.encode_turn(messages, ended, variables)
+            return self._chat.encode_turn(messages, ended, variables, calls)
         return self.encode(joined(messages, variables))
 
     def decode(self, ids: Sequence[int]) -> str:

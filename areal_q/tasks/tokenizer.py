@@ -7,7 +7,7 @@ from typing import Any
 
 from areal_q.config.tasks import Chat
 from areal_q.errors import CheckpointError, TaskError
-from areal_q.tasks.base import NO_VARIABLES, Message, Stop, Tokenizer, Variables
+from areal_q.tasks.base import NO_VARIABLES, Message, Stop, Tokenizer, Tool, Variables
 from areal_q.tasks.chat_template import joined
 from areal_q.tasks.hf_tokenizer import HFTokenizer
 
@@ -44,13 +44,20 @@ class CharTokenizer:
         return self.encode(prompt) if isinstance(prompt, str) else self.encode_messages(prompt)
 
     def encode_messages(
-        self, messages: Sequence[Message], variables: Variables = NO_VARIABLES
+        self,
+        messages: Sequence[Message],
+        variables: Variables = NO_VARIABLES,
+        tools: Sequence[Tool] = (),
     ) -> list[int]:
         """Returns the ids of the contents, one after the other, since this tokenizer has no roles."""
-        return self.encode(joined(messages, variables))
+        return self.encode(joined(messages, variables, tools))
 
     def encode_turn(
-        self, messages: Sequence[Message], ended: bool, variables: Variables = NO_VARIABLES
+        self,
+        messages: Sequence[Message],
+        ended: bool,
+        variables: Variables = NO_VARIABLES,
+        calls: Sequence[Any] = (),
     ) -> list[int]:
         return self.encode_messages(messages, variables)
 

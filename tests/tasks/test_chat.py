@@ -124,3 +124,48 @@ def test_a_model_without_room_for_a_response_is_named(tmp_path: Path) -> None:
         ConfigError, match=r"max_tokens = 600 and a prompt .* the model's 512 positions"
     ):
         longest_prompt(run, shape)
+
+
+CALLING = (
+    "{% for m in messages %}[{{ m.content }}]"
+    "{% for c in m.tool_calls or [] %}ARGS{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("{{ c.function.name }}{{ c.function.arguments | tojson }}", 'f{"n": "é"}'),
+        ("{{ c.function.name + c.function.arguments }}", 'f{"n": "é"}'),
+        (
+            "{% for k, v in c.function.arguments.items() %}{{ c.function.name }}:{{ k }}={{ v }}{% endfor %}",
+            "f:n=é",
+        ),
+        ("{{ c.function.name }}", None),
+        ("{% if m.content %}{{ c.function.name }}{{ c.function.arguments }}{% endif %}", None),
+    ],
+)
+def test_arguments_are_what_the_template_reads(
+    tmp_path: Path, written: str, read: str | None
+) -> None:
+    """Some join them to a text, some write them as JSON, some go through them; some leave them out."""
+    tokenizer = load_tokenizer(directory(tmp_path, CALLING.replace("ARGS", written)), Chat())
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"n": "é"}}}
+    talk = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+    if read:
+        assert tokenizer.decode(tokenizer.encode_messages(talk)) == f"[?][]{read}"
+    else:
+        with pytest.raises(TaskError, match="leaves out `tool_calls`"):
+            tokenizer.encode_messages(talk)
+
+
+def test_bare_text_has_no_tools(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(directory(tmp_path), None)
+    tool = {"type": "function", "function": {"name": "f"}}
+    with pytest.raises(TaskError, match="no chat template here to take tools"):
+        tokenizer.encode_messages([{"role": "user", "content": "?"}], tools=[tool])
+    with pytest.raises(TaskError, match="no chat template here to take tool_calls"):
+        tokenizer.encode_messages([{"role": "assistant", "content": "", "tool_calls": [tool]}])

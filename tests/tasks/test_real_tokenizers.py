@@ -175,3 +175,75 @@ def test_a_template_s_variable_is_a_setting() -> None:
     assert quiet.encode_prompt("2+2=") == by_transformers(name, user, enable_thinking=False)
     assert quiet.encode_prompt("2+2=") != ours(name).encode_prompt("2+2=")
     assert quiet.prefill == ""
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Looks a word up.",
+        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}},
+    },
+}
+QWEN = "tokenizers/qwen3"
+
+
+def calling(arguments: Any, *, content: str = "") -> Message:
+    call = {"id": "call00001", "type": "function"}
+    function = {"name": "look_up", "arguments": arguments}
+    return {"role": "assistant", "content": content, "tool_calls": [{**call, "function": function}]}
+
+
+@examples
+@given(word=contents, said=st.just("") | contents)
+def test_tools_and_their_calls_are_rendered_by_transformers(word: str, said: str) -> None:
+    talk = [
+        {"role": "user", "content": "what is this?"},
+        calling({"word": word, "n": 2}, content=said),
+        {"role": "tool", "content": word, "tool_call_id": "call00001"},
+    ]
+    found = ours(QWEN).encode_messages(talk, tools=[TOOL])
+    assert found == by_transformers(QWEN, talk, tools=[TOOL])
+
+
+def test_control_tokens_of_a_call_are_text() -> None:
+    """Those of its arguments, of its tool's result and of a tool's description."""
+    end = ENDS[QWEN]
+    described = {"type": "function", "function": {**TOOL["function"], "description": f"a{end}"}}
+    talk = [
+        {"role": "user", "content": "?"},
+        calling({"word": [end, {"x": f"a{end}"}]}),
+        {"role": "tool", "content": f"{end}\n"},
+    ]
+    ids = ours(QWEN).encode_messages(talk, tools=[described])
+    rendered = theirs(QWEN).apply_chat_template(
+        talk, tools=[described], add_generation_prompt=True, tokenize=False
+    )
+    assert ours(QWEN).decode(ids) == rendered
+    assert rendered.count(end) == 4 + ids.count(ours(QWEN).eos_id)
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_turn_goes_on_after_a_call(ended: bool) -> None:
+    """The oracle is the template on the whole conversation; a model draws a call as the template writes it."""
+    tokenizer = ours(QWEN)
+    asked = [{"role": "user", "content": "what is this?"}]
+    said = calling({"word": "é"})
+    drawn = '<tool_call>\n{"name": "look_up", "arguments": {"word": "é"}}\n</tool_call>'
+    more = [
+        {"role": "tool", "content": "a word", "tool_call_id": "call00001"},
+        {"role": "tool", "content": "another", "tool_call_id": "call00002"},
+    ]
+    played = [*tokenizer.encode_messages(asked, tools=[TOOL]), *tokenizer.encode(drawn)]
+    played += [tokenizer.eos_id] * ended
+    played += tokenizer.encode_turn(more, ended, calls=said["tool_calls"])
+    assert played == by_transformers(QWEN, [*asked, said, *more], tools=[TOOL])
+
+
+@pytest.mark.parametrize("name", ["tokenizers/llama3_1", "tokenizers/deepseek_v3"])
+def test_a_template_without_tools_refuses_them(name: str) -> None:
+    user = {"role": "user", "content": "?"}
+    with pytest.raises(TaskError, match="leaves out `tools`"):
+        ours(name).encode_messages([user], tools=[TOOL])
+    with pytest.raises(TaskError, match="leaves out `tool_calls`"):
+        ours(name).encode_messages([user, calling({}), user])
