@@ -33,6 +33,11 @@ class Chat(Settings, frozen=True, kw_only=True):
     date: Annotated[str, Meta(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$")] | None = None
     """The day that is today to the template, such as 2026-01-31. None is the day on which the run is begun, and
     config.toml keeps it, so that a prompt is the same one at a resumption or an evaluation."""
+    reply_format: Literal[
+        "auto", "text", "hermes", "qwen-xml", "glm", "llama-json", "mistral", "gpt-oss"
+    ] = "auto"
+    """How replies write thoughts and calls of tools, which agents get in fields of their own.
+    `auto`: as the chat template does; `text`: all is content."""
     split_special: bool = True
     """Control tokens inside contents are encoded as text, so that data cannot end a turn or begin another."""
 

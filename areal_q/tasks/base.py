@@ -81,6 +81,8 @@ class Tokenizer(Protocol):
     """All ids that end a response when the model draws them; `eos_id` is one of them"""
     special_ids: frozenset[int]
     """Ids of tokens that control the model and are no text to a reader"""
+    template: str
+    """The chat template; empty where there is none"""
     prefill: str
     """Text with which the chat template begins every reply, such as "<think>\\n"; empty for most. It is part of
     the prompt's ids, and of the text that rewards judge."""

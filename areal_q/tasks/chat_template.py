@@ -50,17 +50,17 @@ class ChatTemplate:
                 raise ConfigError(
                     f"task.chat.template_file: {chat.template_file}: {why}"
                 ) from error
-        self._text = hf.get_chat_template()
+        self.text = hf.get_chat_template()
         self._variables: dict[str, Any] = dict(chat.template_args)
         self._roles: dict[str, str] = {}
         """The role under which the template renders messages, by role, of those that were met"""
         self._as_json: dict[bool, bool | None] = {}
         """Whether the template reads arguments of calls as JSON, by whether the message has a content too; None
         if it leaves calls out"""
-        if "strftime_now" in self._text:
+        if "strftime_now" in self.text:
             day = datetime.fromisoformat(chat.date) if chat.date else datetime.now()
             self._variables["fixed_date"] = {name: day.strftime(name) for name in _DIRECTIVES}
-            self._text = _DATE + self._text
+            self.text = _DATE + self.text
         added = {token.content: token for token in hf.added_tokens_decoder.values()}
         self._added = _any_of(added)
         last, earlier = self._around_reply(False), self._around_reply(True)
@@ -129,7 +129,7 @@ class ChatTemplate:
             return self._hf.apply_chat_template(
                 list(messages),
                 tools=[*tools] or None,
-                chat_template=self._text,
+                chat_template=self.text,
                 tokenize=False,
                 add_generation_prompt=reply,
                 **{**self._variables, **variables},

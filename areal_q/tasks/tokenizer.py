@@ -28,7 +28,7 @@ class CharTokenizer:
         self.pad_id, self.eos_id = self._vocab[PAD], self._vocab[EOS]
         self.stops: Mapping[int, Stop] = {self.eos_id: Stop(EOS, ("tokenizer",))}
         self.special_ids = frozenset({self.pad_id, self.eos_id})
-        self.prefill = ""
+        self.template = self.prefill = ""
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of `text`. Raises TaskError naming a character that is not in the vocabulary."""

@@ -1,0 +1,1 @@
+"""How models write thoughts and calls of tools: parsers of replies, chosen by the chat template."""

@@ -1,0 +1,106 @@
+"""What a parser of replies is: text goes in as it comes, parts of a message come out.
+
+A parser gives a view of what was drawn, and never changes it: a call that cannot be read is content.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
+
+import msgspec
+
+from areal_q.tasks.base import Tool
+
+
+class Part(NamedTuple):
+    """A part of a reply, in the order of the reply. Neighbours of one kind, calls apart, are one text."""
+
+    kind: Literal["content", "reasoning", "call"]
+    text: str
+    """Of a call: its arguments, a JSON object"""
+    name: str = ""
+    """Of a call: the function"""
+
+
+class Parser(Protocol):
+    """Reads one reply. However its text is split, the parts are the same."""
+
+    def feed(self, text: str) -> list[Part]:
+        """Returns the parts that are certain after `text`, the next piece of the reply."""
+        ...
+
+    def end(self) -> list[Part]:
+        """Returns what is left once the reply has ended. A call that has not been closed is content."""
+        ...
+
+
+class Asked(NamedTuple):
+    """What a parser knows of the request."""
+
+    tools: Sequence[Tool] = ()
+    """Functions that may be called; without any, no call is looked for"""
+    prompt: str = ""
+    """The last characters of the prompt, which may have begun a thought"""
+
+    def types_of(self, function: str) -> Mapping[str, Any]:
+        """Returns the JSON schema of each argument of `function`, as far as the tools say."""
+        for tool in self.tools:
+            if tool["function"]["name"] == function:
+                found = (tool["function"].get("parameters") or {}).get("properties")
+                return found if isinstance(found, dict) else {}
+        return {}
+
+
+def joined(parts: Iterable[Part]) -> list[Part]:
+    """Returns the parts, neighbours of one kind as one, but every call by itself."""
+    out: list[Part] = []
+    for part in parts:
+        if out and out[-1].kind == part.kind != "call":
+            out[-1] = Part(part.kind, out[-1].text + part.text)
+        else:
+            out.append(part)
+    return out
+
+
+class _JsonCall(msgspec.Struct):
+    name: str
+    arguments: msgspec.Raw = msgspec.Raw()
+    parameters: msgspec.Raw = msgspec.Raw()
+
+
+def call_of_json(text: str) -> Part | None:
+    """Returns the call `{"name": …, "arguments": {…}}`, whose arguments may be named `parameters`; None for any
+    other text."""
+    try:
+        found = msgspec.json.decode(text, type=_JsonCall)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    given = (bytes(raw) for raw in (found.arguments, found.parameters))
+    return call(found.name, next(filter(None, given), b"{}").decode())
+
+
+def call(name: str, arguments: str) -> Part | None:
+    """Returns the call of `name`; None if there is no name, or the arguments are not a JSON object."""
+    try:
+        sound = isinstance(json.loads(arguments), dict)
+    except (ValueError, RecursionError):
+        sound = False
+    return Part("call", arguments.strip(), name.strip()) if name.strip() and sound else None
+
+
+def call_of_texts(name: str, texts: Iterable[tuple[str, str]], asked: Asked) -> Part | None:
+    """Returns the call of `name` with arguments that were written as bare texts: JSON of the type that the tool
+    declares, and a text where it declares one, or where it is no JSON."""
+    types = asked.types_of(name.strip())
+    arguments = {key: _value(text, types.get(key)) for key, text in texts}
+    return call(name, json.dumps(arguments, ensure_ascii=False))
+
+
+def _value(text: str, schema: Any) -> Any:
+    declared = schema.get("type") if isinstance(schema, dict) else None
+    if declared in ("string", ["string"]):
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text

@@ -1,0 +1,119 @@
+"""Replies whose calls have no tags of their own: Llama's JSON, and gpt-oss's channels."""
+
+import json
+import re
+
+from rollout.engines.stop_conditions import held_back
+from rollout.openai_server.reply_formats.base import Asked, Part, call, call_of_json
+
+_PYTHON = "<|python_tag|>"
+_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+_TO = re.compile(r"to=(?:functions\.)?([^\s<]+)")
+
+
+class Text:
+    """A Parser of replies without thoughts and calls."""
+
+    def __init__(self, asked: Asked) -> None:
+        pass
+
+    def feed(self, text: str) -> list[Part]:
+        return [Part("content", text)] if text else []
+
+    def end(self) -> list[Part]:
+        return []
+
+
+class LlamaJson:
+    """A Parser of replies that are nothing but calls, `{"name": "f", "parameters": {"n": 1}}`, with `;` between
+    them, or else content."""
+
+    def __init__(self, asked: Asked) -> None:
+        self._rest, self._held = "", bool(asked.tools)
+
+    def feed(self, text: str) -> list[Part]:
+        self._rest += text
+        bare = self._rest.lstrip()
+        self._held &= bare.startswith(("{", _PYTHON)) or _PYTHON.startswith(bare)
+        return [] if self._held else self._content()
+
+    def end(self) -> list[Part]:
+        return (self._calls() if self._held else None) or self._content()
+
+    def _content(self) -> list[Part]:
+        rest, self._rest = self._rest, ""
+        return [Part("content", rest)] if rest else []
+
+    def _calls(self) -> list[Part] | None:
+        """Returns the calls that the reply consists of; None if it does not."""
+        text, out = self._rest.strip().removeprefix(_PYTHON), []
+        while text := text.strip(" \n\t;"):
+            try:
+                end = json.JSONDecoder().raw_decode(text)[1]
+            except (ValueError, RecursionError):
+                return None
+            out.append(call_of_json(text[:end]))
+            text = text[end:]
+        return out if all(out) else None
+
+
+class Harmony:
+    """A Parser of gpt-oss's messages: `<|channel|>analysis<|message|>…<|end|>` is a thought, the channel
+    `final` content, and `<|channel|>commentary to=functions.f<|message|>{"n": 1}<|call|>` a call."""
+
+    def __init__(self, asked: Asked) -> None:
+        self._tools, self._rest = bool(asked.tools), ""
+        self._head: str | None = ""
+        """The header of the message whose text comes; "" before the first, None inside a header"""
+
+    def feed(self, text: str) -> list[Part]:
+        self._rest += text
+        out: list[Part] = []
+        while self._header_ends() if self._head is None else self._message_ends(out):
+            pass
+        return out
+
+    def end(self) -> list[Part]:
+        if self._head is None or not self._rest:
+            return []
+        kind = "reasoning" if self._is_thought else "content"
+        return [Part(kind, self._rest)]
+
+    def _header_ends(self) -> bool:
+        head, found, after = self._rest.partition("<|message|>")
+        if found:
+            self._head, self._rest = head, after
+        return bool(found)
+
+    def _message_ends(self, out: list[Part]) -> bool:
+        """Takes what is certain of a message; returns True if it has ended."""
+        ends = _ENDS if self._head else (*_ENDS, "<|channel|>")
+        places = [(place, end) for end in ends if (place := self._rest.find(end)) >= 0]
+        if places:
+            place, end = min(places)
+            out += self._parts(self._rest[:place])
+            # A channel begins the header of a reply's first message; the others' begin with "<|start|>".
+            self._rest = self._rest[place + (0 if end == "<|channel|>" else len(end)) :]
+            self._head = None
+        elif self._function is None:
+            certain = len(self._rest) - held_back(self._rest, ends)
+            out += self._parts(self._rest[:certain])
+            self._rest = self._rest[certain:]
+        return bool(places)
+
+    def _parts(self, said: str) -> list[Part]:
+        if not said:
+            return []
+        if self._function is not None:
+            return [call(self._function, said) or Part("content", said)]
+        return [Part("reasoning" if self._is_thought else "content", said)]
+
+    @property
+    def _is_thought(self) -> bool:
+        return "<|channel|>analysis" in (self._head or "") and self._function is None
+
+    @property
+    def _function(self) -> str | None:
+        """Name of the function that the message calls; None if it calls none"""
+        found = _TO.search(self._head or "") if self._tools else None
+        return found[1] if found else None

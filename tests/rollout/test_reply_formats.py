@@ -1,0 +1,207 @@
+"""Parsers of replies beside replies as the models' own templates write them, in every split of their text."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from helpers.paths import ROOT
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_q.config import Chat
+from areal_q.tasks import CharTokenizer, load_tokenizer
+from rollout.openai_server.reply_formats.base import Asked, Part, joined
+from rollout.openai_server.reply_formats.registry import FORMATS, format_of
+
+
+def tool(name: str, **types: str) -> dict[str, Any]:
+    properties = {key: {"type": kind} for key, kind in types.items()}
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+TOOLS = [tool("f", n="integer", s="string"), tool("g")]
+HERE = '<tool_call>\n{"name": "f", "arguments": {"n": 1, "s": "2"}}\n</tool_call>'
+XML = "<function=f>\n<parameter=n>\n1\n</parameter>\n<parameter=s>\n2\n</parameter>\n</function>"
+GLM = "f\n<arg_key>n</arg_key>\n<arg_value>1</arg_value>\n<arg_key>s</arg_key>\n<arg_value>2</arg_value>\n"
+TO_F = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"n": 1, "s": "2"}'
+F, G = Part("call", '{"n": 1, "s": "2"}', "f"), Part("call", "{}", "g")
+BROKEN = "<tool_call>\n{'name': f}\n</tool_call>"
+NUMBER = '<tool_call>{"name": "f", "arguments": 3}</tool_call>'
+JSON_F = '{"name": "f", "arguments": {"n": 1, "s": "2"}, "id": "a23456789"}'
+LLAMA_F = '{"name": "f", "parameters": {"n": 1, "s": "2"}}'
+HM, SO = Part("reasoning", "hm"), Part("content", "so")
+NEXT = "<|end|><|start|>assistant"
+ANALYSIS = "<|channel|>analysis<|message|>hm"
+REPLIES: dict[str, list[tuple[str, list[Part]]]] = {
+    "hermes": [
+        (HERE, [F]),
+        (f'so\n{HERE}\n<tool_call>\n{{"name": "g"}}\n</tool_call>', [SO, F, G]),
+        (f"<think>\nhm\n</think>\n\nso\n{HERE}", [HM, SO, F]),
+        (f"<think>\n{HERE}\n</think>\n\nno", [Part("reasoning", HERE), Part("content", "no")]),
+        ("<think>\n\n</think>\n\nyes\n", [Part("content", "yes\n")]),
+        ("so <think>", [Part("content", "so <think>")]),
+        (BROKEN, [Part("content", BROKEN)]),
+        (HERE[:-3], [Part("content", HERE[:-3])]),
+        (NUMBER, [Part("content", NUMBER)]),
+        (" < so <tool", [Part("content", " < so <tool")]),
+    ],
+    "qwen-xml": [
+        (f"<think>\nhm\n</think>\n\n<tool_call>\n{XML}\n</tool_call>", [HM, F]),
+        ("<tool_call>\n<function=g>\n</function>\n</tool_call>", [G]),
+        ("<tool_call>\nf(1)\n</tool_call>", [Part("content", "<tool_call>\nf(1)\n</tool_call>")]),
+    ],
+    "glm": [
+        (f"<think>hm</think>\nso\n<tool_call>{GLM}</tool_call>", [HM, SO, F]),
+        (f"<tool_call>{GLM}</tool_call>\n<tool_call>g\n</tool_call>", [F, G]),
+    ],
+    "mistral": [
+        ('[TOOL_CALLS] [' + JSON_F + ', {"name": "g", "arguments": {}}]', [F, G]),
+        ('so[TOOL_CALLS]f[ARGS]{"n": 1, "s": "2"}[TOOL_CALLS]g[CALL_ID]a23456789[ARGS]{}', [SO, F, G]),
+        ("[THINK]hm[/THINK]so", [HM, SO]),
+        ("[TOOL_CALLS]f(1)", [Part("content", "[TOOL_CALLS]f(1)")]),
+    ],
+    "llama-json": [
+        (LLAMA_F, [F]),
+        (f'<|python_tag|>{LLAMA_F}; {{"name": "g", "parameters": {{}}}}', [F, G]),
+        ("{so", [Part("content", "{so")]),
+        ('so {"name": "g"}', [Part("content", 'so {"name": "g"}')]),
+    ],
+    "gpt-oss": [
+        (f"{ANALYSIS}{NEXT}{TO_F}<|call|>", [HM, F]),
+        (f"{ANALYSIS}{NEXT}<|channel|>final<|message|>so", [HM, SO]),
+        (f"{TO_F}<|call|>", [F]),
+        ('<|start|>assistant to=functions.g<|channel|>commentary json<|message|>{}<|call|>', [G]),
+        (TO_F, [Part("content", '{"n": 1, "s": "2"}')]),
+        ("so", [SO]),
+    ],
+    "text": [(f"<think>{HERE}", [Part("content", f"<think>{HERE}")])],
+}  # fmt: skip
+CASES = [(name, *case) for name, cases in REPLIES.items() for case in cases]
+
+
+WITH_TOOLS = Asked(TOOLS)
+
+
+def parsed(name: str, pieces: Sequence[str], asked: Asked = WITH_TOOLS) -> list[Part]:
+    parser = FORMATS[name].parser(asked)
+    return joined([part for piece in pieces for part in parser.feed(piece)] + parser.end())
+
+
+def comparable(parts: Sequence[Part]) -> list[Any]:
+    """With arguments as values, since a call that was written as XML has JSON of ours."""
+    return [(p.kind, p.name, json.loads(p.text) if p.kind == "call" else p.text) for p in parts]
+
+
+def test_every_format_has_replies() -> None:
+    assert REPLIES.keys() == FORMATS.keys()
+
+
+@pytest.mark.parametrize(("name", "text", "parts"), CASES)
+def test_a_reply_is_read_in_every_split(name: str, text: str, parts: list[Part]) -> None:
+    """Whole, in two pieces wherever one may cut, and character by character."""
+    splits = [[text], [*text], *([text[:i], text[i:]] for i in range(1, len(text)))]
+    for pieces in splits:
+        assert comparable(parsed(name, pieces)) == comparable(parts)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_text_is_read_alike_in_any_split(name: str, data: st.DataObject) -> None:
+    """Whatever a model draws: tags in any order, whole and broken ones."""
+    tags = [
+        "<think>",
+        "</think>",
+        "<tool_call>",
+        "</tool_call>",
+        "[TOOL_CALLS]",
+        "[ARGS]",
+        "[THINK]",
+    ]
+    tags += [
+        "<|channel|>",
+        "<|message|>",
+        "<|end|>",
+        "<|call|>",
+        "analysis",
+        " to=f",
+        "{",
+        "}",
+        "{}",
+        "g",
+    ]
+    tags += [HERE, XML, GLM, TO_F, " ", "\n", "é", "<", "<t", '{"name": "g"}']
+    pieces = data.draw(st.lists(st.sampled_from(tags), max_size=12))
+    text = "".join(pieces)
+    whole = parsed(name, [text])
+    assert parsed(name, pieces) == whole == parsed(name, [*text])
+    if name == "text":
+        assert whole == [Part("content", text)] * bool(text)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "text"])
+def test_without_tools_no_call_is_looked_for(name: str) -> None:
+    for _, text, _ in (case for case in CASES if case[0] == name):
+        assert all(part.kind != "call" for part in parsed(name, [text], Asked()))
+
+
+def test_a_prompt_may_have_begun_the_thought() -> None:
+    asked = Asked(TOOLS, "<|im_start|>assistant\n<think>\n")
+    found = parsed("hermes", ["hm\n</think>\n\nso"], asked)
+    assert found == [HM, SO]
+    assert parsed("hermes", ["hm"], asked) == [HM]
+
+
+def test_a_text_stays_a_text_where_the_tool_wants_one() -> None:
+    """`2` is the text "2" where the schema says so, and a number where it says nothing."""
+    text = "<tool_call>g\n<arg_key>s</arg_key>\n<arg_value>2</arg_value>\n</tool_call>"
+    assert json.loads(parsed("glm", [text])[0].text) == {"s": 2}
+    assert json.loads(parsed("glm", [text.replace("g\n", "f\n", 1)])[0].text) == {"s": "2"}
+
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | texts,
+    lambda v: st.lists(v, max_size=3) | st.dictionaries(texts, v, max_size=3),
+    max_leaves=6,
+)
+arguments = st.dictionaries(texts, values, max_size=3)
+
+
+@pytest.mark.timeout(60)
+@settings(max_examples=25, deadline=None)
+@given(calls=st.lists(st.tuples(st.sampled_from("fg"), arguments), min_size=1, max_size=3))
+def test_qwen_s_own_template_is_read_back(calls: list[tuple[str, dict[str, Any]]]) -> None:
+    """parse(render(x)) = x, for any arguments, and through the tokens."""
+    path = ROOT / "models/tokenizers/qwen3"
+    if not path.is_dir():
+        pytest.skip("no models/tokenizers/qwen3: make tokenizers")
+    tokenizer = _loaded(str(path))
+    made = [
+        {"type": "function", "id": "c", "function": {"name": n, "arguments": a}} for n, a in calls
+    ]
+    user = {"role": "user", "content": "?"}
+    message = {"role": "assistant", "content": "", "tool_calls": made}
+    begun = tokenizer.encode_messages([user], tools=TOOLS)
+    ids = tokenizer.encode_messages([user, message, user], tools=TOOLS)
+    text = tokenizer.decode(ids[len(begun) :]).partition("<|im_end|>")[0]
+    if any("<|im_end|>" in json.dumps(a) or "</tool_call>" in json.dumps(a) for _, a in calls):
+        return
+    found = joined(
+        [*(parser := format_of(tokenizer).parser(Asked(TOOLS))).feed(text), *parser.end()]
+    )
+    assert [(p.name, json.loads(p.text)) for p in found] == calls
+
+
+_LOADED: dict[str, Any] = {}
+
+
+def _loaded(path: str) -> Any:
+    return _LOADED.setdefault(path, load_tokenizer(path, Chat()))
+
+
+def test_bare_text_has_no_format() -> None:
+    assert format_of(CharTokenizer()) is FORMATS["text"]
+    assert format_of(CharTokenizer(), "glm") is FORMATS["glm"]
