@@ -22,6 +22,7 @@ PACKAGES = {
 LAYERS = {
     "areal_q": (
         {"errors", "decode_errors"},
+        {"plugins"},
         {"config", "kernels"},
         {"messages"},
         {"algorithms", "evaluation", "quant"},

@@ -271,7 +271,7 @@ def test_a_task_file_imports_its_neighbours(tmp_path):
     code = "from neighbour_of_the_task import PAIRS\ndef problems(): return PAIRS\n"
     (tmp_path / "own.py").write_text(code)
     script = (
-        "import sys\nfrom areal_q.tasks.datasets.python_file import load_function\n"
+        "import sys\nfrom areal_q.plugins import load_function\n"
         "print(len(load_function(sys.argv[1], 'problems')()))"
     )
     command = [sys.executable, "-P", "-c", script, str(tmp_path / "own.py")]

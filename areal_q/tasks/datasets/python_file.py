@@ -11,47 +11,16 @@ A reward is a number, and a response with 1 or more counts as correct. It may al
 """
 
 import asyncio
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from areal_q.config.tasks import Python
 from areal_q.errors import TaskError
 from areal_q.messages.trajectories import LARGEST_REWARD
+from areal_q.plugins import load_function, user_code
 from areal_q.tasks.base import Problem, Score
 from areal_q.tasks.datasets.conversations import problem_of
-
-
-def load_function(path: str, name: str) -> Callable[..., Any]:
-    """Runs the file and returns the function `name`. Raises TaskError naming the file."""
-    # The directory goes last, so that the file can import its neighbours, but they hide no other module.
-    if (directory := str(Path(path).resolve().parent)) not in sys.path:
-        sys.path.append(directory)
-    spec = importlib.util.spec_from_file_location(_module_name(path), path)
-    if not Path(path).is_file() or spec is None or spec.loader is None:
-        raise TaskError(f"{path}: no such Python file")
-    # Dataclasses look for their module while it runs, and pickle for that of a class.
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # the user's code may raise anything
-        raise TaskError(f"{path}: {type(error).__name__}: {error}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise TaskError(f"{path}: no function {name!r}")
-    return function
-
-
-def _module_name(path: str) -> str:
-    """Returns the name by which an import finds the file, as that of a pickled class in another process does;
-    if it is the name of another module, one that hides none."""
-    name = Path(path).stem
-    found = importlib.util.find_spec(name) if name.isidentifier() and name != "__main__" else None
-    mine = found is not None and found.origin == str(Path(path).resolve())
-    return name if mine else f"users_{name.replace('.', '_')}"
 
 
 def load_score(path: str, name: str) -> Callable[[Problem, str], Score]:
@@ -82,10 +51,8 @@ def problems(cfg: Python) -> list[Problem]:
     """Returns what the file's `problems()` returns. Raises TaskError naming the file, and the index of an empty
     prompt."""
     function = load_function(cfg.path, "problems")
-    try:
+    with user_code(cfg.path, "problems(): "):
         rows = list(function())
-    except Exception as error:  # the user's code may raise anything
-        raise TaskError(f"{cfg.path}: problems(): {type(error).__name__}: {error}") from error
     if not all(_is_pair(row) for row in rows):
         raise TaskError(
             f"{cfg.path}: problems() must give pairs: a prompt, which is a text or a list of messages, and an "

@@ -9,14 +9,12 @@ Fast built-in graders run in the worker. Slow ones and those in a user's file ru
 import asyncio
 import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Protocol
 
 from areal_q.config import External, Overlong, Python, RewardConfig, Run, Sampling, TaskConfig
-from areal_q.errors import TaskError
 from areal_q.messages.trajectories import FailureCause
+from areal_q.plugins import digest_of, load_function, parted
 from areal_q.tasks.base import Grader, Problem, Score
-from areal_q.tasks.datasets.python_file import load_function
 from areal_q.tasks.grading.boxed import last_boxed
 from areal_q.tasks.grading.graders import GRADERS, check_extra
 from areal_q.tasks.grading.reward_process import Isolated
@@ -179,7 +177,7 @@ def _without_stop(text: str, stops: Sequence[str]) -> str:
 
 
 def _reward_file(run: Run) -> str | None:
-    return run.task.path if isinstance(run.task, Python) else run.reward.path
+    return parted(run.task.path)[0] if isinstance(run.task, Python) else run.reward.path
 
 
 def check_reward(run: Run) -> None:
@@ -187,10 +185,10 @@ def check_reward(run: Run) -> None:
     file = _reward_file(run)
     if file is None:
         check_extra(run.task.grader)
-    elif not Path(file).is_file():
-        raise TaskError(f"{file}: no such Python file")
     elif isinstance(run.task, Python):  # the learner loads the problems from the same file
         load_function(file, run.reward.function)
+    else:
+        digest_of(file)
 
 
 def _shaped(score: Score, response: str, tokens: int, cfg: RewardConfig, max_tokens: int) -> Score:
