@@ -17,7 +17,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from areal_q.algorithms import LossInputs, loss_fn, reduce_metrics
+from areal_q.algorithms import (
+    LossInputs,
+    learns_without_advantage,
+    loss_fn,
+    reduce_metrics,
+)
 from areal_q.algorithms.loss import whole_step
 from areal_q.algorithms.ratios import interpolated_proximal
 from areal_q.algorithms.reducers import Metrics
@@ -182,7 +187,8 @@ def _microbatches(
     """Returns this rank's micro-batches of one minibatch, each with its samples. Samples without a gradient are
     packed separately, as they need no backward pass."""
     cfg = backend.cfg
-    all_learn = bool(cfg.critic or cfg.reference_kl or cfg.entropy_coef or cfg.router_aux_coef)
+    more = cfg.critic or cfg.reference_kl or cfg.entropy_coef or cfg.router_aux_coef
+    all_learn = bool(more or learns_without_advantage(cfg.objective))
     useful = [sample for sample in samples if sample.advantage or all_learn]
     others = [sample for sample in samples if not (sample.advantage or all_learn)]
     return [

@@ -44,8 +44,11 @@ def refusal(decode: Callable[..., Any], *args: Any) -> str:
         ("rollout.sampling.stop=[['a']]", "stop[0][0] = 'a': must be a whole number, not text"),
         ("rollout.format=int7", "rollout.format = 'int7': no such choice; did you mean 'int8'?"),
         ("task.type=jsonl", "task.path is missing: task.type = 'jsonl' needs it"),
-        ("learner.objective.path=x", "learner.objective.cap?; for one of your own: docs/extending"),
-        ("learner.advantage.type=x", "reinforce++, rloo; for one of your own: docs/extending.md"),
+        (
+            "learner.objective.pth=x",
+            "learner.objective.cap?; of your own: learner.objective.path=FILE",
+        ),
+        ("learner.advantage.type=x", "reinforce++, rloo; of your own: learner.advantage.path=FILE"),
         ("learner.groups=1" + "0" * 21, "must be a whole number, at most 100000"),
     ],
 )

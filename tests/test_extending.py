@@ -10,15 +10,18 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import torch
 from helpers.paths import ROOT
 
-from areal_q.algorithms.policy_losses import OBJECTIVES
+from areal_q.algorithms import OBJECTIVES, group_advantages
+from areal_q.algorithms.python_code import try_out
 from areal_q.config import (
     EnvironmentConfig,
     ObjectiveConfig,
     OptimizerConfig,
     SamplerConfig,
     TaskConfig,
+    load,
 )
 from areal_q.config.engines import EngineConfig
 from areal_q.config.run import FormatName
@@ -29,6 +32,7 @@ from learner.optim.build import OPTIMIZERS
 from rollout.engines import ENGINES
 from rollout.environments.registry import ENVIRONMENTS
 
+PAGE = ROOT / "docs" / "extending.md"
 PACKAGES = ("areal_q", "buffer", "learner", "rollout")
 HAND_ON = "areal_q/config/__init__.py"
 Edits = dict[str, list[tuple[str, str]]]
@@ -210,7 +214,7 @@ SEEN = {
 
 def listed(kind: str) -> list[str]:
     """Returns the files of the numbered edits that the page lists for `kind`, with "mine" for NAME."""
-    text = (ROOT / "docs" / "extending.md").read_text()
+    text = PAGE.read_text()
     section = text.partition(f"### {kind}\n")[2].split("\n##")[0]
     files = re.findall(r"^\d+\. `([^`]+)`", section, re.MULTILINE)
     return [file.replace("NAME", "mine") for file in files]
@@ -245,6 +249,18 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     )
     assert not done.returncode, done.stderr[-3000:]
     return json.loads(done.stdout)
+
+
+def test_the_page_s_own_loss_and_advantage_are_taken(tmp_path: Path):
+    """And the check that `areal-q check` makes finds nothing to say of them."""
+    blocks = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    for name, source in blocks:
+        (tmp_path / name).write_text(source)
+    loss, gain = tmp_path / "loss.py", tmp_path / "gain.py"
+    run = load(None, [f'learner.objective.path="{loss}"', f'learner.advantage.path="{gain}"'])
+    try_out(run.learner.objective, run.learner.advantage)
+    given = group_advantages(torch.tensor([2.0, 0.0]), torch.tensor([0, 0]), run.learner.advantage)
+    torch.testing.assert_close(given, torch.tensor([1.0, -1.0]) / 1.1)
 
 
 @pytest.mark.parametrize("kind", EDITS)

@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from areal_q.algorithms import python_code
 from areal_q.algorithms.ratios import segment_sum
 from areal_q.config.objectives import (
     AdvantageConfig,
     DrGrpo,
     Gae,
     Grpo,
+    PythonAdvantage,
     ReinforcePlusPlus,
     Rloo,
 )
@@ -68,6 +70,7 @@ GROUP_ADVANTAGES: dict[type, Callable[[Tensor, Tensor, Any], Tensor]] = {
     Grpo: grpo,
     DrGrpo: dr_grpo,
     Rloo: rloo,
+    PythonAdvantage: python_code.advantage,
 }
 """The estimators that need nothing from outside a group."""
 

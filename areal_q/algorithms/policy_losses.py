@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from areal_q.algorithms import python_code
 from areal_q.algorithms.loss_types import PolicyLoss
 from areal_q.algorithms.ratios import Ratios, bounded_exp
 from areal_q.config.objectives import (
@@ -26,6 +27,7 @@ from areal_q.config.objectives import (
     Naive,
     ObjectiveConfig,
     Ppo,
+    PythonObjective,
     Sapo,
     Tbpo,
     Tis,
@@ -198,6 +200,7 @@ OBJECTIVES: dict[type, Callable[[Ratios, Any], PolicyLoss]] = {
     Sapo: sapo,
     Cispo: cispo,
     Tbpo: tbpo,
+    PythonObjective: python_code.objective,
 }
 
 

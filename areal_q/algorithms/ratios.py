@@ -36,6 +36,8 @@ class Ratios:
     sequence_ids: Tensor
     """int64 [T] in 0 … S-1."""
     num_sequences: int
+    version_lag: Tensor
+    """int64 [T]: the learner's version minus that of the weights that drew the token."""
     all_count: bool
     """True if no token is masked."""
 
@@ -102,6 +104,7 @@ def ratios(inputs: LossInputs) -> Ratios:
         mask=mask,
         sequence_ids=inputs.sequence_ids,
         num_sequences=inputs.num_sequences,
+        version_lag=inputs.version_lag,
         all_count=all_count,
     )
 

@@ -47,7 +47,12 @@ class FoundModel(Struct, frozen=True):
 
 def check_model(run: Run) -> FoundModel:
     """Returns what was found. Raises UserError, in the words of the learner, for a model that it would refuse,
-    except for one whose weights are not finite: no tensor is read."""
+    except for one whose weights are not finite: no tensor is read. So it does for an objective or advantage of
+    the user's own that cannot be called."""
+    if run.learner.has_own_code:
+        from areal_q.algorithms.python_code import try_out  # imports torch
+
+        try_out(run.learner.objective, run.learner.advantage)
     tokenizer, task = build_tokenizer(run.model, run.task), build_task(run.task)
     shape = shape_of(run.model, tokenizer)
     kl = run.learner.reference_kl

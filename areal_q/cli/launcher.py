@@ -165,9 +165,9 @@ def launch(
 
 
 def _read_model(run: Run, view: View) -> None:
-    """Says what a pretrained model is, as the learner will read it. Raises UserError for one that it would
-    refuse."""
-    if not isinstance(run.model, PretrainedModel):
+    """Says what a pretrained model is, as the learner will read it. Raises UserError for one, or for an
+    objective or advantage of the user's own, that it would refuse."""
+    if not (isinstance(run.model, PretrainedModel) or run.learner.has_own_code):
         return
     command = module_command("areal_q.checks")
     done = subprocess.run(command, input=dump_toml(run), capture_output=True, encoding="utf-8")

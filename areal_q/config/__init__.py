@@ -59,6 +59,8 @@ from areal_q.config.objectives import (
     ObjectiveConfig as ObjectiveConfig,
     Overlong as Overlong,
     Ppo as Ppo,
+    PythonAdvantage as PythonAdvantage,
+    PythonObjective as PythonObjective,
     ReferenceKl as ReferenceKl,
     ReinforcePlusPlus as ReinforcePlusPlus,
     Rloo as Rloo,

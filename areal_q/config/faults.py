@@ -65,9 +65,9 @@ def _unknown(path: str, table: Table) -> str:
 
 
 def _of_ones_own(path: str) -> str:
-    """Returns where to read on, for a loss or an advantage, which no setting can name a file of."""
+    """Returns how to have one's own, for a loss or an advantage."""
     asked = path.rpartition(".")[0] in ("learner.objective", "learner.advantage")
-    return "; for one of your own: docs/extending.md" if asked else ""
+    return f"; of your own: {path.rpartition('.')[0]}.path=FILE" if asked else ""
 
 
 def _elsewhere(parent: str, name: str, table: Table) -> Iterator[str]:

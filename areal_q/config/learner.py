@@ -23,6 +23,7 @@ from areal_q.config.struct_types import (
     Limit,
     NonNegative,
     Positive,
+    PythonCode,
     Settings,
     TaggedSettings,
     Thousands,
@@ -212,6 +213,11 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
         if self.lora:
             return "learner.lora"
         return "" if self.precision == "full" else f"learner.precision = {self.precision!r}"
+
+    @property
+    def has_own_code(self) -> bool:
+        """True if the objective or the advantage is a function of the user's own."""
+        return any(isinstance(it, PythonCode) for it in (self.objective, self.advantage))
 
     @property
     def products(self) -> Literal["float32", "bfloat16"]:

@@ -12,11 +12,13 @@ from areal_q.config import shipped
 from areal_q.config.faults import fault
 from areal_q.config.rules import broken_rules
 from areal_q.config.run import Run
-from areal_q.config.tasks import Python
 from areal_q.errors import ConfigError, SettingsError
 
 Table = dict[str, Any]
 COMMAND_LINE = "on the command line"
+OWN_BY_PATH = ("learner.objective", "learner.advantage")
+"""Tables in which only `type = "python"` has a path, so that to set it chooses that type. The digest of the
+file that was named before goes, too."""
 
 
 def load(path: str | Path | None = None, overrides: list[str] | None = None) -> Run:
@@ -50,8 +52,14 @@ def override(run: Run, *overrides: str) -> Run:
 
 
 def as_before(run: Run, before: Run) -> Run:
-    """Returns `run` with what `before`, its settings when it started, had in place of `auto`."""
+    """Returns `run` with what `before`, its settings when it started, had in place of `auto`, and with the
+    digests of its own code."""
     learner, rollout = run.learner, run.rollout
+    for name in ("objective", "advantage"):
+        own, known = getattr(learner, name), getattr(before.learner, name)
+        if getattr(own, "digest", None) == "" and getattr(known, "digest", ""):
+            own = msgspec.structs.replace(own, digest=known.digest)
+            learner = msgspec.structs.replace(learner, **{name: own})
     if learner.dtype == "auto":
         learner = msgspec.structs.replace(learner, dtype=before.learner.dtype)
     if rollout.unquantized == "auto":
@@ -128,6 +136,8 @@ def _parse_override(text: str) -> Table:
     for key in parents:
         leaf = leaf.setdefault(key, {})
     leaf[last] = value
+    if last == "path" and ".".join(parents) in OWN_BY_PATH:
+        leaf |= {"type": "python", "digest": ""}
     return table
 
 
@@ -139,18 +149,14 @@ def settings_hash(run: Run) -> str:
 
 
 def workers_hash(run: Run) -> str:
-    """Returns a hash of what rollout workers are set up from: settings, and the files of a reward that a user
-    wrote."""
+    """Returns a hash of what rollout workers are set up from: settings, among them the digests of a user's own
+    code."""
     rollout = msgspec.structs.replace(run.rollout, workers=1, serve=None)
     # A worker follows a learner to other endpoints as it is.
     broadcast = msgspec.structs.replace(run.broadcast, announce=None, fetch=None, host=None)
     learner = (run.learner.max_lag, run.learner.group_size, run.learner.routing_replay)
     parts = (run.model, run.task, run.reward, rollout, run.buffer, broadcast, learner)
-    digest = hashlib.blake2b(msgspec.json.encode(parts, order="sorted"), digest_size=16)
-    for path in (run.reward.path, run.task.path if isinstance(run.task, Python) else None):
-        if path and Path(path).is_file():
-            digest.update(Path(path).read_bytes())
-    return digest.hexdigest()
+    return hashlib.blake2b(msgspec.json.encode(parts, order="sorted"), digest_size=16).hexdigest()
 
 
 def dump_toml(run: Run) -> str:

@@ -16,6 +16,7 @@ from areal_q.config.struct_types import (
     Limit,
     NonNegative,
     Positive,
+    PythonCode,
     Settings,
     TaggedSettings,
     WholeNumber,
@@ -162,7 +163,25 @@ class Tbpo(TaggedSettings, frozen=True, kw_only=True, tag="tbpo"):
         return self.clip_high * factor, low, self.negative_clip_high * factor
 
 
-ObjectiveConfig = Naive | Ppo | Decoupled | Tis | Mis | IcePop | Acr | Gspo | Sapo | Cispo | Tbpo
+class PythonObjective(PythonCode, frozen=True, kw_only=True, tag="python"):
+    """A function `objective(x, …)` of one's own: from the log-ratios, advantages and lags of T tokens
+    (`Ratios`) to J of each, [T], or to a `PolicyLoss`."""
+
+
+ObjectiveConfig = (
+    Naive
+    | Ppo
+    | Decoupled
+    | Tis
+    | Mis
+    | IcePop
+    | Acr
+    | Gspo
+    | Sapo
+    | Cispo
+    | Tbpo
+    | PythonObjective
+)
 
 
 class Grpo(TaggedSettings, frozen=True, kw_only=True, tag="grpo"):
@@ -202,7 +221,12 @@ class Gae(TaggedSettings, frozen=True, kw_only=True, tag="gae"):
     """Mean 0 and variance 1 over the tokens of the batch."""
 
 
-AdvantageConfig = Grpo | DrGrpo | Rloo | ReinforcePlusPlus | Gae
+class PythonAdvantage(PythonCode, frozen=True, kw_only=True, tag="python"):
+    """A function `advantage(rewards, group_ids, …)` of one's own: from the rewards of N responses and the
+    groups that they belong to, both [N], to their advantages, [N]."""
+
+
+AdvantageConfig = Grpo | DrGrpo | Rloo | ReinforcePlusPlus | Gae | PythonAdvantage
 
 
 class TokenMean(TaggedSettings, frozen=True, kw_only=True, tag="token_mean"):

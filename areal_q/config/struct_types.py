@@ -5,7 +5,7 @@ Every number has an upper bound. Where nothing smaller is meant it is one that n
 taken fits the integers and the floats it is put into; an infinity is taken only where it means "no bound".
 """
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
@@ -16,6 +16,18 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class TaggedSettings(Settings, frozen=True, kw_only=True, tag_field="type"):
     """One of several tables, chosen by `type`."""
+
+
+class PythonCode(TaggedSettings, frozen=True, kw_only=True, tag="python"):
+    """A function of the user's own, which is trusted code (areal_q/plugins.py)."""
+
+    path: str
+    """The Python file, also `FILE:FUNCTION`; or `PACKAGE.MODULE:FUNCTION`."""
+    settings: dict[str, Any] = {}
+    """The function's own settings, which it gets as keyword arguments."""
+    digest: str = ""
+    """Hash of the file and of those beside it that it imports. A run fills it in as it begins; a resumption and
+    a replay refuse others."""
 
 
 GENERAL = 10**12

@@ -8,6 +8,7 @@ from areal_q.config.objectives import Overlong
 from areal_q.config.struct_types import (
     Count,
     Fraction,
+    PythonCode,
     Seconds,
     Settings,
     TaggedSettings,
@@ -161,16 +162,15 @@ class Jsonl(_Text, frozen=True, kw_only=True, tag="jsonl"):
     """`chat`: the tokenizer's own chat template; `plain`: bare text."""
 
 
-class Python(TaggedSettings, frozen=True, kw_only=True, tag="python"):
-    """A task of one's own: a file with `problems()` and `reward(prompt, response, answer)`.
-
-    Trusted code: the learner runs `problems`, a process beside each worker runs `reward`.
+class Python(PythonCode, frozen=True, kw_only=True, tag="python"):
+    """A task of one's own: a file with `problems(…)`, to which the settings go, and `reward(prompt, response,
+    answer)`. The learner runs `problems`, a process beside each worker runs `reward`.
     """
 
     grader: ClassVar[str] = "python"
 
-    path: str
-    """The Python file."""
+    digest: str = ""
+    """Hash of the file and of those beside it that it imports, which a run fills in whenever it starts."""
     heldout: Fraction = 0.1
     """The last share of the problems, never trained on."""
     template: Literal["chat", "plain"] = "plain"
@@ -207,6 +207,8 @@ class RewardConfig(Settings, frozen=True, kw_only=True):
     """A penalty for long responses; none leaves it out."""
     path: str | None = None
     """A Python file with a reward in place of the task's own. Trusted code: each worker runs it."""
+    digest: str = ""
+    """Hash of that file and of those beside it that it imports, which a run fills in whenever it starts."""
     function: str = "reward"
     """Its name there: (prompt, response, answer) → a number, or a table with `reward` and other numbers."""
     timeout_s: Seconds = 10.0

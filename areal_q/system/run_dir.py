@@ -23,9 +23,10 @@ import itertools
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import date
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ import msgspec
 
 from areal_q.config import Run, as_before, dump_toml, load, override, settings_hash
 from areal_q.config.tasks import chat_of
-from areal_q.errors import CheckpointError, ConfigError
+from areal_q.errors import CheckpointError, ConfigError, TaskError
+from areal_q.plugins import absolute, digest_of
 from areal_q.system.files import replacing
 
 METRICS_FILE, RUN_ID_FILE, STOPS_FILE = "metrics.jsonl", "run-id", "stops.json"
@@ -53,6 +55,10 @@ OF_A_START = {
     *("trajectories", "steps", "tokens", "redis"),
 }
 """Names of all that a start which fails before its first checkpoint may leave."""
+LEARNERS_CODE = ("learner.objective", "learner.advantage")
+"""Tables of settings whose own code a replay runs again."""
+OWN_CODE = (*LEARNERS_CODE, "task", "reward")
+"""All that may name code of the user's own."""
 MAY_CHANGE_ON_RESUME = (
     "steps",
     "eval.",
@@ -83,6 +89,8 @@ MAY_CHANGE_ON_RESUME = (
     "reward.retry_pause_s",
     "reward.processes",
     "reward.memory_mib",
+    "reward.digest",
+    "task.digest",
 )
 """Settings, or prefixes of settings, that may change because what was learnt so far stays valid."""
 
@@ -92,25 +100,41 @@ def path_of(run: Run) -> Path:
 
 
 def with_absolute_files(run: Run) -> Run:
-    """Returns `run` with absolute paths of its task, chat template, reward and model, so that it can be
+    """Returns `run` with absolute paths of its model, data, chat template and own code, so that it can be
     evaluated and resumed from any directory. A path that is no file here, such as the id of a data set, stays
     as it is."""
-    parts = {
-        name: msgspec.structs.replace(part, path=str(Path(path).resolve()))
-        for name in ("task", "reward", "model")
-        if (path := getattr(part := getattr(run, name), "path", None)) and Path(path).exists()
-    }
-    run = msgspec.structs.replace(run, **parts)
+    for name in ("model", *OWN_CODE):
+        if path := getattr(attrgetter(name)(run), "path", None):
+            run = _with(run, name, path=absolute(path))
     chat = chat_of(run.task)
-    if chat and chat.template_file and Path(chat.template_file).exists():
-        return _with_chat(run, template_file=str(Path(chat.template_file).resolve()))
+    if chat and chat.template_file:
+        return _with(run, "task.chat", template_file=absolute(chat.template_file))
     return run
 
 
-def _with_chat(run: Run, **changes: str) -> Run:
-    """Returns `run` with changes to task.chat, which it must have."""
-    chat = msgspec.structs.replace(run.task.chat, **changes)  # pyright: ignore[reportAttributeAccessIssue]
-    return msgspec.structs.replace(run, task=msgspec.structs.replace(run.task, chat=chat))
+def with_digests(run: Run, names: Sequence[str] = OWN_CODE) -> Run:
+    """Returns `run` with the digests of the user's own code at `names`, where that is. Raises TaskError for a
+    file that is missing or, of an objective or advantage, not the one that the run began with."""
+    for name in names:
+        part = attrgetter(name)(run)
+        if not getattr(part, "path", None) or not hasattr(part, "digest"):
+            continue
+        digest = digest_of(part.path)
+        if name in LEARNERS_CODE and part.digest not in ("", digest):
+            raise TaskError(
+                f"{part.path}: it, or what it imports from beside it, is not what the run began with; put "
+                f"that of then back, or replay with --set {name}.path=FILE"
+            )
+        run = _with(run, name, digest=digest)
+    return run
+
+
+def _with(settings: Any, name: str, **changes: Any) -> Any:
+    """Returns `settings` with changes to the table of that dotted name."""
+    first, _, rest = name.partition(".")
+    if first:
+        changes = {first: _with(getattr(settings, first), rest, **changes)}
+    return msgspec.structs.replace(settings, **changes)
 
 
 def _dated(run: Run, before: Run | None) -> Run:
@@ -119,7 +143,7 @@ def _dated(run: Run, before: Run | None) -> Run:
     if (chat := chat_of(run.task)) is None or chat.date:
         return run
     known = chat_of(before.task) if before else None
-    return _with_chat(run, date=(known and known.date) or str(date.today()))
+    return _with(run, "task.chat", date=(known and known.date) or str(date.today()))
 
 
 @contextmanager
@@ -128,8 +152,10 @@ def claimed(run: Run, resume: bool) -> Iterator[tuple[Path, Path | None]]:
     moved, or None). The directory is locked against other launchers until the block or this process ends.
 
     If an earlier start failed before it learnt anything, its directory is used again and not moved.
-    Raises ConfigError if a run is in progress there, or the directory cannot be written.
+    Raises ConfigError if a run is in progress there, or the directory cannot be written, and TaskError as
+    `with_digests` does.
     """
+    run = with_digests(with_absolute_files(run))
     directory, moved = path_of(run), None
     try:
         if directory.exists() and not resume:
@@ -142,7 +168,7 @@ def claimed(run: Run, resume: bool) -> Iterator[tuple[Path, Path | None]]:
         handle = _lock(directory)
         file = directory / "config.toml"
         before = load(file) if resume else None
-        file.write_text(dump_toml(_dated(with_absolute_files(run), before)), "utf-8")
+        file.write_text(dump_toml(_dated(run, before)), "utf-8")
     except OSError as error:
         raise ConfigError(f"{directory}: {error.strerror}") from error
     try:

@@ -22,7 +22,7 @@ from areal_q.errors import CheckpointError, ConfigError, LogError
 from areal_q.messages import Group
 from areal_q.models import Decoder, DecoderConfig
 from areal_q.quant.smoothing import SmoothingScales
-from areal_q.system.run_dir import differences, settings_of
+from areal_q.system.run_dir import LEARNERS_CODE, differences, settings_of, with_digests
 from areal_q.weights.version import WeightVersion
 from buffer.logs.step_log import StepRecord, iter_steps
 from buffer.logs.trajectory_log import iter_log, logged_steps
@@ -97,7 +97,9 @@ class Replay:
         self.stop = records[-1].step + 1
         in_force = {h: settings_of(directory, h) for h in {r.settings for r in records}}
         rounding = [s for s in self.settings if s.partition("=")[0].strip() in ROUNDING_ONLY]
-        self._before_first = {h: _changed(run, rounding) for h, run in in_force.items()}
+        # The code that was learnt with is needed only where there are steps before `first`.
+        code = LEARNERS_CODE if self.state.step < self.first else ()
+        self._before_first = {h: _changed(run, rounding, code) for h, run in in_force.items()}
         self._from_first = {h: _changed(run, self.settings) for h, run in in_force.items()}
         self.changes = {
             key for h, run in in_force.items() for key in _changes(run, self._from_first[h])
@@ -237,12 +239,17 @@ def take_over(new: torch.optim.Optimizer, old: torch.optim.Optimizer) -> None:
     new.load_state_dict({"state": moments, "param_groups": groups})
 
 
-def _changed(run: Run, settings: list[str]) -> Run:
-    return as_before(override(run, *settings), run) if settings else run
+def _changed(run: Run, settings: list[str], code: Sequence[str] = LEARNERS_CODE) -> Run:
+    """Raises ConfigError or TaskError, the latter for `code` of the user's that is not what the run began
+    with."""
+    return as_before(with_digests(override(run, *settings), code), run)
 
 
 def _changes(recorded: Run, run: Run) -> list[str]:
     changes = differences(recorded, run)
+    # Code with the digest that the log names is the same, wherever it lies now.
+    moved = [f"{n}.path" for n in LEARNERS_CODE if f"{n}.digest" not in changes]
+    changes = [key for key in changes if key not in moved]
     for key in changes:
         replayable = key.startswith("learner.") or key in REPLAYABLE
         if not replayable or key.startswith(FIXED):

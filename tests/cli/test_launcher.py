@@ -476,7 +476,7 @@ def test_a_run_s_own_files_are_found_from_any_directory(tmp_path, monkeypatch):
         pass
     monkeypatch.chdir("/")
     saved = load(directory / "config.toml")
-    assert saved.task == Python(path=str(tmp_path / "mine.py"))
+    assert isinstance(saved.task, Python) and saved.task.path == str(tmp_path / "mine.py")
     (directory / "checkpoints" / "step-50").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert run_dir.resumed(directory, ['task.path="mine.py"'])

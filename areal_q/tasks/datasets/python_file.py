@@ -52,7 +52,7 @@ def problems(cfg: Python) -> list[Problem]:
     prompt."""
     function = load_function(cfg.path, "problems")
     with user_code(cfg.path, "problems(): "):
-        rows = list(function())
+        rows = list(function(**cfg.settings))
     if not all(_is_pair(row) for row in rows):
         raise TaskError(
             f"{cfg.path}: problems() must give pairs: a prompt, which is a text or a list of messages, and an "
