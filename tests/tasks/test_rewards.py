@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import subprocess
 import sys
 import time
@@ -223,6 +224,60 @@ def test_infrastructure_cannot_be_declared_the_responses_fault():
 def test_a_file_of_dataclasses_can_pickle_them(tmp_path: Path):
     run = settings(tmp_path, source=WITH_CLASSES)
     assert [s.reward for s in scored(run, "here", "elsewhere")] == [2.0, 3.0]
+
+
+CHAT = Problem.of(({"role": "system", "content": "s"}, {"role": "user", "content": "q"}), "4")
+SIGNATURES = {
+    "prompt, response, answer": "('q', 'r', '4')",
+    "p, r, a": "('q', 'r', '4')",
+    "prompt, response, expected": "('q', 'r', '4')",
+    "*given": "('q', 'r', '4')",
+    "prompt, response, answer, /": "('q', 'r', '4')",
+    "answer, response": "('4', 'r')",
+    "response, *, answer='', scale=2": "('r', '4', 2)",
+    "response": "('r',)",
+    "messages, response": "([{'role': 'user', 'content': 'q'}], 'r')",
+    "response, **more": "('r', {'prompt': 'q', 'answer': '4', "
+    "'messages': [{'role': 'user', 'content': 'q'}]})",
+}
+"""Parameters of a reward, and what it gets for them"""
+
+
+@pytest.mark.parametrize("parameters", SIGNATURES)
+def test_a_reward_gets_what_its_parameters_name(tmp_path: Path, parameters: str):
+    names = re.sub(r"=[^,]*|\*|/", "", parameters).split(",")
+    values = ", ".join(name.strip() for name in names if name.strip())
+    body = "given == due" if parameters == "*given" else f"({values},) == due"
+    source = f"def reward({parameters}):\n    due = {SIGNATURES[parameters]}\n"
+    (tmp_path / "mine.py").write_text(f"{source}    return float({body})\n")
+    score = load_score(str(tmp_path / "mine.py"), "reward")
+    assert score(Problem("q", "4"), "r").reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("problem", "prompt", "completion"),
+    [
+        (Problem("q", "4"), "q", "r"),
+        (CHAT, [*CHAT.messages], [{"role": "assistant", "content": "r"}]),
+    ],
+    ids=["text", "conversation"],
+)
+def test_a_reward_written_for_trl_works_unchanged(
+    tmp_path: Path, problem: Problem, prompt: object, completion: object
+):
+    (tmp_path / "mine.py").write_text(
+        "def own(completions, prompts, answer, **kwargs):\n"
+        f"    good = (prompts, completions, answer, kwargs) == ([{prompt!r}], [{completion!r}], ['4'], {{}})\n"
+        "    return [2.0 * good for _ in completions]\n"
+    )
+    score = load_score(str(tmp_path / "mine.py") + ":own", "reward")
+    assert score(problem, "r").reward == 2.0
+
+
+def test_a_reward_that_asks_for_what_is_not_there_is_refused(tmp_path: Path):
+    run = settings(tmp_path, source="import json\ndef reward(response, label): return 1.0")
+    with pytest.raises(TaskError, match=r"mine\.py:2: a reward asks for label; there are prompt, "):
+        scored(run)
 
 
 @pytest.mark.parametrize("name", ["json", "random", "math_verify", "my.reward", "a-b", "areal_q"])

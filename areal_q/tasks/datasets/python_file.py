@@ -6,8 +6,10 @@
     def reward(prompt, response, answer):    # or the name in reward.function
         return 1.0 if response.strip() == answer else 0.0
 
-A reward is a number, and a response with 1 or more counts as correct. It may also be a table of numbers with
-`reward`, optionally `correct`, and parts to be logged. `async def reward` is run to its end. Imports no torch.
+A reward asks by name for what it wants of `prompt`, `response`, `answer` and `messages`, or is written for TRL:
+`(completions, **columns)` → a list. Its result is a number, and a response with 1 or more counts as correct. It
+may also be a table of numbers with `reward`, optionally `correct`, and parts to be logged. `async def reward` is
+run to its end. Imports no torch.
 """
 
 import asyncio
@@ -18,7 +20,7 @@ from typing import Any
 from areal_q.config.tasks import Python
 from areal_q.errors import TaskError
 from areal_q.messages.trajectories import LARGEST_REWARD
-from areal_q.plugins import load_function, user_code
+from areal_q.plugins import load_function, place_of, user_code
 from areal_q.tasks.base import Problem, Score
 from areal_q.tasks.datasets.conversations import problem_of
 
@@ -27,12 +29,69 @@ def load_score(path: str, name: str) -> Callable[[Problem, str], Score]:
     """Returns the reward function `name` of a file, with its results as scores. It raises what the user's code
     raises. All coroutines run in one event loop, to which a client that the file keeps is bound."""
     function, loop = load_function(path, name), asyncio.Runner()
+    with user_code(path):
+        arguments = _arguments(function)
+    whole = "completions" in _names(function)
 
     def score(problem: Problem, response: str) -> Score:
-        given = function(problem.prompt, response, problem.answer)
-        return as_score(loop.run(given) if inspect.iscoroutine(given) else given)
+        positional, named = arguments(problem, response)
+        given = function(*positional, **named)
+        given = loop.run(given) if inspect.iscoroutine(given) else given
+        return as_score(given[0] if whole else given)
 
     return score
+
+
+def _arguments(
+    function: Callable[..., Any],
+) -> Callable[[Problem, str], tuple[tuple[str, ...], dict[str, Any]]]:
+    """Returns what gives a reward function its arguments: by name where all its names say what they are; else
+    there are three, which are prompt, response and answer. Raises TaskError, with the line of the function, if
+    it asks for something else."""
+    names = _names(function)
+    offered = _offered(Problem("", ""), "", "completions" in names)
+    unknown = [n for n, must in names.items() if must and n not in offered]
+    kinds = {p.kind for p in inspect.signature(function).parameters.values()}
+    if not unknown and not kinds & {
+        inspect.Parameter.VAR_POSITIONAL,
+        inspect.Parameter.POSITIONAL_ONLY,
+    }:
+        everything = inspect.Parameter.VAR_KEYWORD in kinds
+        wanted = [n for n in offered if everything or n in names]
+
+        def by_name(problem: Problem, response: str) -> tuple[tuple[str, ...], dict[str, Any]]:
+            given = _offered(problem, response, "completions" in names)
+            return (), {name: given[name] for name in wanted}
+
+        return by_name
+    try:
+        inspect.signature(function).bind("prompt", "response", "answer")
+    except TypeError as error:
+        raise TaskError(
+            f"{place_of(function)}: a reward asks for {', '.join(unknown) or 'arguments by place'}; there are "
+            f"{', '.join(offered)}, or three of any name: prompt, response, answer"
+        ) from error
+    return lambda problem, response: ((problem.prompt, response, problem.answer), {})
+
+
+def _names(function: Callable[..., Any]) -> dict[str, bool]:
+    """Returns the parameters that can be given by name, and whether each must be."""
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default is p.empty for p in parameters if p.kind in by_name}
+
+
+def _offered(problem: Problem, response: str, whole: bool) -> dict[str, Any]:
+    """Returns what a reward may ask for, by name; if `whole`, as lists of one entry, in the words of TRL."""
+    messages = [*problem.messages] or [{"role": "user", "content": problem.prompt}]
+    if not whole:
+        values = {"prompt": problem.prompt, "response": response, "answer": problem.answer}
+        return {**values, "messages": messages}
+    prompt: Any = problem.prompt
+    reply: Any = response
+    if problem.messages:
+        prompt, reply = messages, [{"role": "assistant", "content": response}]
+    return {"prompts": [prompt], "completions": [reply], "answer": [problem.answer]}
 
 
 def as_score(given: Any) -> Score:

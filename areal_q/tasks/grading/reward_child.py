@@ -15,6 +15,7 @@ import msgspec
 
 from areal_q.errors import ConfigError, RewardUnavailable, TaskError
 from areal_q.messages.trajectories import FailureCause
+from areal_q.plugins import line_of
 from areal_q.system.command import accept_any_text
 from areal_q.tasks.base import Problem, Score
 from areal_q.tasks.datasets.python_file import load_score
@@ -35,9 +36,10 @@ def main(kind: str, name: str, function: str, memory_mib: str) -> None:
     _limit_memory(int(memory_mib) << 20)
     _send(replies, Graded())
     decoder = msgspec.msgpack.Decoder(Ask)
+    own = name if kind == "file" else ""
     while size := questions.read(4):
         ask = decoder.decode(questions.read(int.from_bytes(size, "little")))
-        _send(replies, _graded(score, ask))
+        _send(replies, _graded(score, ask, own))
 
 
 def _load(kind: str, name: str, function: str) -> Callable[[Problem, str], Score]:
@@ -52,11 +54,13 @@ def _load(kind: str, name: str, function: str) -> Callable[[Problem, str], Score
     return GRADERS[name].score
 
 
-def _graded(score: Callable[[Problem, str], Score], ask: Ask) -> Graded:
+def _graded(score: Callable[[Problem, str], Score], ask: Ask, own: str) -> Graded:
+    """Returns the score of a response, or why there is none: of code of the user's `own`, with their line."""
     try:
         return Graded(score(ask.problem, ask.response))
     except Exception as error:  # a user's code, and sympy, may raise anything
         said = f"raised {type(error).__name__}: {error}"[:500]
+        said += f", in {line_of(error, own)}" if own else ""
         return Graded(error=said, cause=_cause(error))
 
 

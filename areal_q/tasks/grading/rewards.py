@@ -13,8 +13,9 @@ from typing import Protocol
 
 from areal_q.config import External, Overlong, Python, RewardConfig, Run, Sampling, TaskConfig
 from areal_q.messages.trajectories import FailureCause
-from areal_q.plugins import digest_of, load_function, parted
+from areal_q.plugins import digest_of, parted
 from areal_q.tasks.base import Grader, Problem, Score
+from areal_q.tasks.datasets.python_file import load_score
 from areal_q.tasks.grading.boxed import last_boxed
 from areal_q.tasks.grading.graders import GRADERS, check_extra
 from areal_q.tasks.grading.reward_process import Isolated
@@ -186,7 +187,7 @@ def check_reward(run: Run) -> None:
     if file is None:
         check_extra(run.task.grader)
     elif isinstance(run.task, Python):  # the learner loads the problems from the same file
-        load_function(file, run.reward.function)
+        load_score(file, run.reward.function)
     else:
         digest_of(file)
 
