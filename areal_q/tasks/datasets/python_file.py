@@ -7,9 +7,9 @@
         return 1.0 if response.strip() == answer else 0.0
 
 A reward asks by name for what it wants of `prompt`, `response`, `answer` and `messages`, or is written for TRL:
-`(completions, **columns)` → a list. Its result is a number, and a response with 1 or more counts as correct. It
-may also be a table of numbers with `reward`, optionally `correct`, and parts to be logged. `async def reward` is
-run to its end. Imports no torch.
+`(completions, **columns)` → a list. Its result is a number, and a response with 1 or more counts as correct; it
+may also be a table of numbers with `reward`, optionally `correct`, and parts to be logged. A coroutine is run
+to its end. Imports no torch.
 """
 
 import asyncio
