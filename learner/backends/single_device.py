@@ -12,6 +12,7 @@ import torch
 from areal_q.algorithms.reducers import Mean, Metrics
 from areal_q.config import KvScales, LearnerConfig
 from areal_q.models import Decoder, DecoderConfig, PackedLayout
+from areal_q.models.fused.head import LARGE
 from areal_q.models.logprobs import head_logprobs
 from areal_q.models.low_bit.lora import adapters_off
 from areal_q.models.low_bit.quantized_forward import materialise
@@ -27,9 +28,10 @@ from learner.backends.routing_replay import routed, routing_for
 from learner.data.packing import PackedBatch, Sample, pack_samples
 from learner.optim.build import build_optimizer, learning_rate, optimizer_step
 
-_SMALL = 1 << 23
+_SMALL = LARGE
 """Most weights of a model whose micro-batches are computed side by side, each with a gradient of its own, of at
-most 32 MiB. A larger one's products are large enough for each to be divided between the threads."""
+most 32 MiB. A larger one's products are large enough for each to be divided between the threads, and its head's
+may set the precision of the whole process."""
 
 
 @dataclass

@@ -1,5 +1,8 @@
 """The head of a decoder in bfloat16 on a CPU, against the definition in float64."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch import Tensor
@@ -98,3 +101,23 @@ def test_head_in_bfloat16_leaves_float32_products_alone():
         raise RuntimeError
     SoftmaxHead.apply(hidden, weight, targets, 1.0, 256, False)
     assert torch.backends.mkldnn.matmul.fp32_precision == before  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("rows", "times"), [(1 << 10, 0), ((1 << 18) + 1, 1)])
+def test_only_a_large_head_sets_the_precision_of_the_process(
+    rows: int, times: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Micro-batches of small models are computed side by side, and no product of theirs may be rounded by
+    another's head."""
+    entered = []
+
+    @contextmanager
+    def noted() -> Iterator[None]:
+        entered.append(1)
+        yield
+
+    monkeypatch.setattr("areal_q.models.fused.head._packs", lambda: False)
+    monkeypatch.setattr("areal_q.models.fused.head.rounded_factors", noted)
+    hidden, weight = torch.ones(1, 32).bfloat16(), torch.zeros(rows, 32)
+    SoftmaxHead.apply(hidden, weight, torch.tensor([7]), 1.0, rows, False)
+    assert len(entered) == times

@@ -11,7 +11,7 @@ Notation: T tokens, D model width, V vocabulary; l = logits / temperature.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from threading import Lock
 from typing import Any
@@ -30,6 +30,9 @@ from areal_q.models.layers.linear import product
 
 _KEPT = 1 << 29
 """Most exponentials that are kept, which take 1 GiB"""
+LARGE = 1 << 23
+"""Weights up to which oneDNN rounds no factors of a head. The setting is the process's, and micro-batches of
+small models are computed side by side, where another thread's products would be rounded too."""
 _PRECISION = Lock()
 """Held while the precision of float32 products is another one."""
 
@@ -55,12 +58,13 @@ def _packs() -> bool:
     return has_bf16() and not torch.cpu._is_amx_tile_supported()
 
 
-def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Returns hidden [T, D] · weight [B, D]ᵀ, all float32; `hidden` has bfloat16 numbers."""
+def _logits(hidden: Tensor, weight: Tensor, large: bool) -> Tensor:
+    """Returns hidden [T, D] · weight [B, D]ᵀ, all float32; `hidden` has bfloat16 numbers, and `weight` is a
+    part of a head that is `large` or not."""
     if _packs():
         rounded = Bf16Weight(weight.to(torch.bfloat16), torch.ones(1, len(weight)))
         return Bf16Linear(rounded)(hidden)
-    with rounded_factors():
+    with rounded_factors() if large else nullcontext():
         return product(hidden, weight)
 
 
@@ -96,7 +100,7 @@ class SoftmaxHead(torch.autograd.Function):
         largest, top = wide.new_full((len(hidden),), -torch.inf), torch.zeros_like(targets)
         sums, ctx.kept = arrays(targets, chosen, largest, total, weighted, top), []
         for start in range(0, len(weight), columns):
-            logits = _logits(wide, weight[start : start + columns])
+            logits = _logits(wide, weight[start : start + columns], weight.numel() > LARGE)
             exps = torch.empty(logits.shape if keeps else (0, 1), dtype=torch.bfloat16)
             kernels.softmax_sums(*arrays(logits), start, scale, *sums, *arrays(exps))
             if keeps:
