@@ -29,7 +29,12 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    # Other tests have loaded files of these names from their own directories.
+    others = tmp_path.parents[1]
+    ours = [place for place in sys.path if not Path(place).is_relative_to(others)]
+    monkeypatch.setattr(sys, "path", ours)
+    for name in FILES:
+        monkeypatch.delitem(sys.modules, Path(name).parts[0].removesuffix(".py"), raising=False)
     before = {*sys.modules}
     yield tmp_path / "mine.py"
     for name in {*sys.modules} - before:
