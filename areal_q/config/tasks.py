@@ -111,12 +111,12 @@ class Countdown(TaggedSettings, frozen=True, kw_only=True, tag="countdown"):
 
 
 class _Text(TaggedSettings, frozen=True, kw_only=True):
-    """Problems from a JSONL file, asked in words."""
+    """Problems from a file of rows, asked in words."""
 
     path: str
-    """The JSONL file."""
-    heldout: Fraction = 0.1
-    """The last share of the rows, never trained on."""
+    """The file: JSON lines, a JSON array, CSV, TSV or Parquet, or a directory of save_to_disk."""
+    heldout: Fraction | str = 0.1
+    """The last share of the rows, or another file. None of these is trained on."""
     template: Literal["chat", "plain"] = "chat"
     """`chat`: the tokenizer's own chat template; `plain`: question and answer as bare text."""
     chat: Chat = Chat()
@@ -149,7 +149,7 @@ class Choice(_Text, frozen=True, kw_only=True, tag="choice"):
 
 
 class Jsonl(_Text, frozen=True, kw_only=True, tag="jsonl"):
-    """Any JSONL file of prompts and answers. A prompt may be a list of messages, each with `role` and
+    """Any file of prompts and answers. A prompt may be a list of messages, each with `role` and
     `content`, also in a field `messages`."""
 
     prompt: str = "prompt"
@@ -171,8 +171,9 @@ class Python(PythonCode, frozen=True, kw_only=True, tag="python"):
 
     digest: str = ""
     """Hash of the file and of those beside it that it imports, which a run fills in whenever it starts."""
-    heldout: Fraction = 0.1
-    """The last share of the problems, never trained on."""
+    heldout: Fraction | str = 0.1
+    """The last share of the problems, or another file or function that gives some. None of these is trained
+    on."""
     template: Literal["chat", "plain"] = "plain"
     """`chat`: the tokenizer's own chat template; `plain`: bare text."""
     chat: Chat = Chat()

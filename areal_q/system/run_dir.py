@@ -106,6 +106,8 @@ def with_absolute_files(run: Run) -> Run:
     for name in ("model", *OWN_CODE):
         if path := getattr(attrgetter(name)(run), "path", None):
             run = _with(run, name, path=absolute(path))
+    if isinstance(heldout := getattr(run.task, "heldout", None), str):
+        run = _with(run, "task", heldout=absolute(heldout))
     chat = chat_of(run.task)
     if chat and chat.template_file:
         return _with(run, "task.chat", template_file=absolute(chat.template_file))

@@ -67,7 +67,8 @@ def check_data(directory: Path, cfg: TaskConfig, task: Task) -> None:
     path = getattr(cfg, "path", None)
     if path is None:
         return  # problems are made from the settings
-    local = Path(path).is_file() and not isinstance(cfg, Python)
+    another = isinstance(getattr(cfg, "heldout", None), str)
+    local = Path(path).is_file() and not isinstance(cfg, Python) and not another
     found = _digest_of(Path(path), None if local else task)
     record = directory / DATA_DIGEST
     if record.exists() and record.read_text().strip() != found:

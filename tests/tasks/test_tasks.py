@@ -1,5 +1,6 @@
 """Problems and rewards of the built-in tasks."""
 
+import csv
 import json
 import subprocess
 import sys
@@ -285,26 +286,131 @@ def test_a_bad_line_is_named_with_its_file(tmp_path: Path, line: str, complaint:
         build_task(Gsm8k(path=str(path), heldout=0.5))
 
 
-def test_what_others_read_is_refused_with_the_way_to_json_lines(tmp_path: Path) -> None:
-    table = pa.table({"question": ["q"], "answer": ["#### 1"]})
+def saved(directory: Path, tables: Sequence[pa.Table]) -> None:
+    """Writes what save_to_disk of `datasets` writes for one split."""
+    directory.mkdir(parents=True)
+    names = [f"data-{n:05}-of-{len(tables):05}.arrow" for n in range(len(tables))]
+    state = {"_data_files": [{"filename": name} for name in names], "_split": "train"}
+    (directory / "state.json").write_text(json.dumps(state))
+    for name, table in zip(names, tables, strict=True):
+        with pa.ipc.new_stream(directory / name, table.schema) as stream:
+            stream.write_table(table)
+
+
+ROWS = [{"question": f'{n}\n"é", ?', "answer": f"#### {n}"} for n in range(10)]
+
+
+@pytest.fixture
+def formats(tmp_path: Path) -> Path:
+    """The same rows in every format, and some that cannot be read."""
+    table = pa.Table.from_pylist(ROWS)
     pq.write_table(table, tmp_path / "g.parquet")
-    (tmp_path / "g.json").write_text(json.dumps(table.to_pylist(), indent=1))
-    (tmp_path / "g.csv").write_text("question,answer\nq,#### 1\n")
-    for name, marker in (("split", "dataset_info.json"), ("splits", "dataset_dict.json")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / marker).touch()
-    (tmp_path / "bare").mkdir()
-    ways = {
-        "g.parquet": "a Parquet file; .*pandas.read_parquet",
-        "g.json": "one JSON array; .*jq -c",
-        "g.csv": "a table of text; .*pandas.read_csv",
-        "split": r"a data set of save_to_disk; .*load_from_disk\(\S+split'\)\.to_json",
-        "splits": r"a data set of save_to_disk; .*load_from_disk\(\S+splits'\)\['train'\]\.to_json",
-        "bare": "a directory; it takes JSON lines, one object a line$",
-    }
-    for name, way in ways.items():
-        with pytest.raises(TaskError, match=f"{name}: {way}"):
-            build_task(Gsm8k(path=str(tmp_path / name)))
+    pq.write_table(table, tmp_path / "named_otherwise")
+    (tmp_path / "g.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    (tmp_path / "g.json").write_text(json.dumps(ROWS, indent=1))
+    for name, mark in (("g.csv", ","), ("g.tsv", "\t")):
+        with (tmp_path / name).open("w", newline="", encoding="utf-8-sig") as file:
+            writer = csv.DictWriter(file, ["question", "answer"], delimiter=mark)
+            writer.writeheader()
+            writer.writerows(ROWS)
+    saved(tmp_path / "one", [table[:4], table[4:]])
+    saved(tmp_path / "splits" / "train", [table])
+    saved(tmp_path / "splits" / "test", [table[:1]])
+    (tmp_path / "splits" / "dataset_dict.json").write_text('{"splits": ["test", "train"]}')
+    (tmp_path / "only" / "x").parent.mkdir()
+    saved(tmp_path / "only" / "dev", [table])
+    (tmp_path / "only" / "dataset_dict.json").write_text('{"splits": ["dev"]}')
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("g.jsonl", "g.json", "g.csv", "g.tsv", "g.parquet", "named_otherwise"),
+        *("one", "splits", "only", "splits/train"),
+    ],
+)
+def test_rows_are_the_same_in_every_format(formats: Path, name: str) -> None:
+    task = build_task(Gsm8k(path=str(formats / name), template="plain"))
+    problems = [*task.train, *task.heldout]
+    assert [p.answer for p in problems] == [str(n) for n in range(10)]
+    assert all(row["question"] in p.prompt for row, p in zip(ROWS, problems, strict=True))
+
+
+@pytest.mark.timeout(60)
+def test_what_the_library_saves_is_read(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_list(ROWS[::-1]).select(range(9, -1, -1))
+    rows.save_to_disk(tmp_path / "one", num_shards=3)
+    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "two")
+    for name in ("one", "two"):
+        task = build_task(Gsm8k(path=str(tmp_path / name)))
+        assert [p.answer for p in task.train] == [str(n) for n in range(9)]
+
+
+BAD_DATA = {
+    "bare/": "bare: a directory that is none of save_to_disk; it takes JSON lines, JSON, CSV",
+    "two/dataset_dict.json": "two: which of a, b\\? Name one: .*two/a",
+    "torn/state.json": "torn: cannot be read: ",
+    "g.parquet": "g.parquet: ",
+    "g.csv": r"g\.csv:3: a row of other than 2 columns",
+    "list.json": r"list\.json\[1\]: question is missing",
+    "kinds.json": r"kinds\.json\[0\]: question = 3: must be text",
+}
+BAD_CONTENT = {
+    "two/dataset_dict.json": b'{"splits": ["a", "b"]}',
+    "torn/state.json": b'{"_data_files": [{}]}',
+    "g.parquet": b"PAR1 and no more",
+    "g.csv": b"question,answer\na,b\nc\n",
+    "list.json": b'[{"question": "a", "answer": "#### 1"}, {"answer": "#### 1"}]',
+    "kinds.json": b'[{"question": 3, "answer": "#### 1"}]',
+}
+
+
+@pytest.mark.parametrize("name", BAD_DATA)
+def test_data_that_cannot_be_read_are_named_with_their_place(tmp_path: Path, name: str) -> None:
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(BAD_CONTENT[name]) if name in BAD_CONTENT else file.mkdir()
+    path = file.parent if "/" in name and name in BAD_CONTENT else file
+    with pytest.raises(TaskError, match=BAD_DATA[name]):
+        build_task(Gsm8k(path=str(path)))
+
+
+def test_a_conversation_is_read_from_parquet_as_from_json_lines(tmp_path: Path) -> None:
+    """Parquet has all fields in all messages, empty where a message lacks them."""
+    system = {"role": "system", "content": "s", "name": None}
+    rows = [
+        {"messages": [system, {"role": "user", "content": text}], "answer": "4"}
+        for text in ("a", "b")
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "g.parquet")
+    task = build_task(Jsonl(path=str(tmp_path / "g.parquet"), template="chat", heldout=0.5))
+    assert task.train[0].messages == (
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "a"},
+    )
+
+
+def test_another_file_is_held_out_and_not_trained_on(formats: Path) -> None:
+    held = formats / "test.jsonl"
+    held.write_text("\n".join(json.dumps(row) for row in (ROWS[3], {**ROWS[4], "question": "new"})))
+    task = build_task(Gsm8k(path=str(formats / "g.csv"), heldout=str(held)))
+    assert [p.answer for p in task.heldout] == ["3", "4"]
+    assert [p.answer for p in task.train] == [str(n) for n in range(10) if n != 3]
+
+
+def test_another_function_of_a_python_task_gives_what_is_held_out(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def problems(n=2): return [(f'{i}=', str(i)) for i in range(n)]\n"
+        "def more(n=2): return [('7=', '7')]\n"
+    )
+    path = str(tmp_path / "mine.py")
+    task = build_task(Python(path=path, heldout=f"{path}:more", settings={"n": 3}))
+    assert ([p.answer for p in task.train], [p.answer for p in task.heldout]) == (
+        ["0", "1", "2"],
+        ["7"],
+    )
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])

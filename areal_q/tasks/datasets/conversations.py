@@ -30,6 +30,8 @@ def _asked(prompt: Sequence[Any], answer: str, template: str, where: str) -> Pro
 
 
 def _message(entry: Any, where: str) -> Message:
+    if isinstance(entry, dict):  # Parquet fills what some messages lack
+        entry = {key: value for key, value in entry.items() if value is not None}
     match entry:
         case {"role": str(role), "content": str(content)} if len(entry) == 2:
             return {"role": role, "content": content}

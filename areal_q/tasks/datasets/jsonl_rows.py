@@ -1,21 +1,17 @@
-"""Rows of JSONL files, of GSM8K on the Hugging Face Hub, and their split. Imports no torch."""
+"""Rows of files, of GSM8K on the Hugging Face Hub, and their split. Imports no torch."""
 
-import codecs
 import importlib
 import re
-import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from areal_q.decode_errors import in_words, untyped
 from areal_q.errors import ConfigError, TaskError
+from areal_q.tasks.datasets.row_files import read_rows_as
 
 T = TypeVar("T")
-_ONE_A_LINE = "; it takes JSON lines, one object a line"
-_MAKE = f"{_ONE_A_LINE}:"
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -35,59 +31,21 @@ class _Line(msgspec.Struct, frozen=True):
 def read_rows(path: str) -> list[Row]:
     """Returns the rows of a JSONL file, or of the train split of a Hub data set such as `openai/gsm8k`. Raises
     TaskError, or ConfigError if the Hub needs an extra that is not installed."""
-    is_id = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) and not path.endswith((".jsonl", ".json"))
+    is_id = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) and not path.endswith(
+        (".jsonl", ".json", ".csv", ".tsv", ".parquet")
+    )
     return _read_hub(path) if is_id and not Path(path).exists() else read_jsonl(path)
 
 
 def read_jsonl(path: str) -> list[Row]:
-    """Returns the rows of a JSONL file, without blank lines. Raises TaskError naming file and line."""
-    return [Row(where, line.question, line.answer) for where, line in _lines(path, _Line)]
+    """Returns the rows of a file in a format that row_files.py reads. Raises TaskError naming file and line."""
+    return [Row(where, line.question, line.answer) for where, line in read_rows_as(path, _Line)]
 
 
 def read_objects(path: str) -> list[tuple[str, dict[str, Any]]]:
     """Returns pairs of a place, such as `train.jsonl:12`, and the object there. Raises TaskError naming file
     and line."""
-    return _lines(path, dict[str, Any])
-
-
-def _lines(path: str, kind: type[T]) -> list[tuple[str, T]]:
-    try:
-        data = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8)
-    except OSError as error:
-        raise TaskError(f"{path}: {_way_out(path, b'') or error.strerror}") from error
-    if refused := _way_out(path, data):
-        raise TaskError(f"{path}: {refused}")
-    decoder = msgspec.json.Decoder(kind)
-    rows = []
-    for number, text in enumerate(data.splitlines(), 1):
-        if text.strip():
-            where = f"{path}:{number}"
-            try:
-                rows.append((where, decoder.decode(text)))
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                why = in_words(error, kind, untyped(text))
-                fits = isinstance(error, msgspec.ValidationError) and not why.startswith("must be")
-                raise TaskError(f"{where}: {why}{'' if fits else _ONE_A_LINE}") from error
-    return rows
-
-
-def _way_out(path: str, data: bytes) -> str:
-    """Returns what a file or a directory is that others read, and how to make JSON lines of it; else ""."""
-    frame = ".to_json('train.jsonl', orient='records', lines=True)"
-    if Path(path).is_dir():
-        split = "['train']" if (Path(path) / "dataset_dict.json").exists() else ""
-        if split or (Path(path) / "dataset_info.json").exists():
-            load = f"datasets.load_from_disk({path!r}){split}"
-            return f"a data set of save_to_disk{_MAKE} {load}.to_json('train.jsonl')"
-        return f"a directory{_ONE_A_LINE}"
-    if data.startswith(b"PAR1"):
-        return f"a Parquet file{_MAKE} pandas.read_parquet({path!r}){frame}"
-    if path.endswith((".csv", ".tsv")):
-        tabs = ", sep='\\t'" if path.endswith(".tsv") else ""
-        return f"a table of text{_MAKE} pandas.read_csv({path!r}{tabs}){frame}"
-    if data.lstrip().startswith(b"[") and isinstance(untyped(data), list):
-        return f"one JSON array{_MAKE} jq -c '.[]' {shlex.quote(path)} > train.jsonl"
-    return ""
+    return read_rows_as(path, dict[str, Any])
 
 
 def split_heldout(rows: Sequence[T], share: float, path: str) -> tuple[Sequence[T], Sequence[T]]:
