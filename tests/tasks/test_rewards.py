@@ -236,9 +236,7 @@ SIGNATURES = {
     "answer, response": "('4', 'r')",
     "response, *, answer='', scale=2": "('r', '4', 2)",
     "response": "('r',)",
-    "messages, response": "([{'role': 'user', 'content': 'q'}], 'r')",
-    "response, **more": "('r', {'prompt': 'q', 'answer': '4', "
-    "'messages': [{'role': 'user', 'content': 'q'}]})",
+    "response, **more": "('r', {'prompt': 'q', 'answer': '4'})",
 }
 """Parameters of a reward, and what it gets for them"""
 
@@ -255,23 +253,27 @@ def test_a_reward_gets_what_its_parameters_name(tmp_path: Path, parameters: str)
 
 
 @pytest.mark.parametrize(
-    ("problem", "prompt", "completion"),
+    "reward",
     [
-        (Problem("q", "4"), "q", "r"),
-        (CHAT, [*CHAT.messages], [{"role": "assistant", "content": "r"}]),
+        "(response, **more): return len(repr(more))",
+        "(completions, **more): return [len(repr((completions, more)))]",
     ],
-    ids=["text", "conversation"],
 )
-def test_a_reward_written_for_trl_works_unchanged(
-    tmp_path: Path, problem: Problem, prompt: object, completion: object
-):
+def test_a_reward_gets_of_a_conversation_what_a_ticket_has(tmp_path: Path, reward: str):
+    """A worker knows the text of the prompt and the answer; an evaluation must score as it does."""
+    (tmp_path / "mine.py").write_text(f"def reward{reward}")
+    score = load_score(str(tmp_path / "mine.py"), "reward")
+    assert score(CHAT, "r") == score(Problem(CHAT.prompt, CHAT.answer), "r")
+
+
+def test_a_reward_written_for_trl_works_unchanged(tmp_path: Path):
     (tmp_path / "mine.py").write_text(
         "def own(completions, prompts, answer, **kwargs):\n"
-        f"    good = (prompts, completions, answer, kwargs) == ([{prompt!r}], [{completion!r}], ['4'], {{}})\n"
+        "    good = (prompts, completions, answer, kwargs) == (['q'], ['r'], ['4'], {})\n"
         "    return [2.0 * good for _ in completions]\n"
     )
     score = load_score(str(tmp_path / "mine.py") + ":own", "reward")
-    assert score(problem, "r").reward == 2.0
+    assert score(Problem("q", "4"), "r").reward == 2.0
 
 
 def test_a_reward_that_asks_for_what_is_not_there_is_refused(tmp_path: Path):

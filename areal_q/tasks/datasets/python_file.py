@@ -6,8 +6,8 @@
     def reward(prompt, response, answer):    # or the name in reward.function
         return 1.0 if response.strip() == answer else 0.0
 
-A reward asks by name for what it wants of `prompt`, `response`, `answer` and `messages`, or is written for TRL:
-`(completions, **columns)` → a list. Its result is a number, and a response with 1 or more counts as correct; it
+A reward asks by name for what it wants of `prompt`, `response` and `answer`, or is written for TRL:
+`(completions, **columns)` → a list. Its result is a number, and a response with 1 or more counts as correct. It
 may also be a table of numbers with `reward`, optionally `correct`, and parts to be logged. A coroutine is run
 to its end. Imports no torch.
 """
@@ -82,16 +82,12 @@ def _names(function: Callable[..., Any]) -> dict[str, bool]:
 
 
 def _offered(problem: Problem, response: str, whole: bool) -> dict[str, Any]:
-    """Returns what a reward may ask for, by name; if `whole`, as lists of one entry, in the words of TRL."""
-    messages = [*problem.messages] or [{"role": "user", "content": problem.prompt}]
-    if not whole:
-        values = {"prompt": problem.prompt, "response": response, "answer": problem.answer}
-        return {**values, "messages": messages}
-    prompt: Any = problem.prompt
-    reply: Any = response
-    if problem.messages:
-        prompt, reply = messages, [{"role": "assistant", "content": response}]
-    return {"prompts": [prompt], "completions": [reply], "answer": [problem.answer]}
+    """Returns what a reward may ask for, by name; if `whole`, as lists of one entry, in the words of TRL. All
+    are texts, also of a conversation, of which a ticket has no more."""
+    if whole:
+        answers = [problem.answer]
+        return {"prompts": [problem.prompt], "completions": [response], "answer": answers}
+    return {"prompt": problem.prompt, "response": response, "answer": problem.answer}
 
 
 def as_score(given: Any) -> Score:
