@@ -1,1 +1,1 @@
-"""The Redis replay buffer and the trajectory log."""
+"""Between learner and workers: the replay buffer in Redis, weights on the wire, the logs, and their report."""

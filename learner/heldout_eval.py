@@ -9,7 +9,7 @@ from areal_q.errors import BufferFull
 from areal_q.messages import Group
 from areal_q.observability.metrics_log import MetricsLog
 from areal_q.tasks import Tokenizer, without_end
-from buffer.interface import LearnerSide
+from buffer.redis_store import LearnerBuffer
 from learner.data.admission import Admission
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class HeldOutEvaluation:
     """
 
     def __init__(
-        self, admission: Admission, buffer: LearnerSide, tokenizer: Tokenizer, metrics: MetricsLog
+        self, admission: Admission, buffer: LearnerBuffer, tokenizer: Tokenizer, metrics: MetricsLog
     ) -> None:
         self._admission, self._buffer = admission, buffer
         self._tokenizer, self._metrics = tokenizer, metrics

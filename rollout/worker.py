@@ -213,7 +213,7 @@ class Worker:
                 raise RecordError(
                     f"gives up: {self._refused} tickets in a row became no group, the last one: {reason}"
                 ) from None
-            await self._buffer.set_aside(work.claim, str(reason))
+            await self._buffer.quarantine(work.claim, str(reason))
         self._in_flight.pop(task, None)
         self._place_free.set()
 

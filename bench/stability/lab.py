@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 
@@ -37,6 +38,7 @@ from areal_q.tasks import (
 )
 from areal_q.weights.version import WeightVersion
 from bench.stability.memory_buffer import MemoryBuffer, MemoryLearner
+from buffer.redis_store import LearnerBuffer
 from buffer.sampling.replay_pool import SampledGroups
 from learner.backends.single_device import TorchPolicy
 from learner.build_policy import begin_smoothing, build_model
@@ -164,7 +166,8 @@ async def train(run: Run, flaky: Reward | None = None) -> AsyncIterator[Values]:
         scales = SmoothingScales(run.rollout.smooths, policy.model.config.head_dim)
         begin_smoothing(policy, scales, run, task, tokenizer)
     tickets = Tickets(run.name)
-    admission = Admission(AdmissionSettings.of(run), task, tokenizer, tickets, 0, set())
+    buffer = cast(LearnerBuffer, tickets)
+    admission = Admission(AdmissionSettings.of(run), task, tokenizer, buffer, 0, set())
     history, check = VersionHistory(run.learner.versions_kept), RewardCheck(run, tokenizer)
     # The numbers with which the policy itself computes
     own = "bf16" if run.learner.precision == "full" else run.rollout.format

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
+from typing import cast
 
 from msgspec.structs import replace
 
@@ -23,10 +24,10 @@ from areal_q.messages import (
     decode_ticket,
     encode,
 )
-from buffer.interface import START, Claim, Claims, Entry, LearnerSide, Memory, RunInfo, WorkerSide
+from buffer.interface import START, Claim, Claims, Entry, Memory, RunInfo
+from buffer.redis_store import LearnerBuffer, WorkerBuffer
 from buffer.redis_store.keys import WORKER_TTL_S, Keys
 
-__all__ = ["LearnerSide", "MemoryBuffer", "MemoryLearner", "MemoryWorker", "WorkerSide"]
 _POLL_S = 0.005
 
 
@@ -67,11 +68,13 @@ class MemoryBuffer:
         self.tickets = {keys.eval_tickets: OrderedDict(), keys.tickets: OrderedDict()}
         self.groups = {keys.eval_groups: OrderedDict(), keys.groups: OrderedDict()}
 
-    def learner(self) -> "MemoryLearner":
-        return MemoryLearner(self)
+    def learner(self) -> LearnerBuffer:
+        """Returns what stands in for the learner's side."""
+        return cast(LearnerBuffer, MemoryLearner(self))
 
-    def worker(self, name: str, claim_timeout_s: float = 30.0) -> "MemoryWorker":
-        return MemoryWorker(self, name, claim_timeout_s)
+    def worker(self, name: str, claim_timeout_s: float = 30.0) -> WorkerBuffer:
+        """Returns what stands in for a worker's side."""
+        return cast(WorkerBuffer, MemoryWorker(self, name, claim_timeout_s))
 
     def next_id(self) -> str:
         """Returns the next entry id; ids sort like those of a Redis stream."""
@@ -180,7 +183,7 @@ class MemoryLearner:
     def rewind(self) -> bool:
         return False
 
-    def set_aside(self) -> int:
+    def quarantined_total(self) -> int:
         return len(self._store.quarantine)
 
     def workers(self) -> list[WorkerStatus]:
@@ -282,7 +285,7 @@ class MemoryWorker:
                 entry.partial = claim.partial
         self._held -= {(claim.stream, claim.entry) for claim in claims}
 
-    async def set_aside(self, claim: Claim, reason: str) -> None:
+    async def quarantine(self, claim: Claim, reason: str) -> None:
         with self._store.lock:
             if self._owns(claim):
                 entry = self._store.tickets[claim.stream].pop(claim.entry)

@@ -71,6 +71,8 @@ class LearnerBuffer:
 
     @property
     def position(self) -> str:
+        """Id of the last entry that was read from the groups stream. A resumed learner sets it to the position
+        in its checkpoint."""
         return self._groups.position
 
     @position.setter
@@ -79,6 +81,7 @@ class LearnerBuffer:
 
     @property
     def quarantined(self) -> int:
+        """Number of records that this learner moved to the quarantine"""
         return self._groups.quarantined + self._eval_groups.quarantined
 
     def acquire(self, owner: Owner, stop: threading.Event | None = None) -> None:
@@ -94,6 +97,8 @@ class LearnerBuffer:
         self.run_id = owner.run_id
 
     def publish_run(self, config_toml: str, endpoints: dict[str, str], settings: str = "") -> None:
+        """Publishes the run's settings and the endpoints of the weight server to the workers. `settings` is a
+        hash of all that workers are set up from."""
         fields = {
             "config": config_toml,
             "endpoints": msgspec.json.encode(endpoints),
@@ -115,6 +120,8 @@ class LearnerBuffer:
         return (found or b"").decode(errors="replace")
 
     def admit(self, tickets: list[Ticket], cursor: int) -> None:
+        """Adds tickets and sets the cursor, the number of the next ticket, both or neither. Raises BufferFull
+        if there is no room for them."""
         self._admit_to([self.keys.tickets, self.keys.admission, self.keys.cursor], tickets, cursor)
 
     def admit_eval(self, tickets: list[Ticket]) -> None:
@@ -130,6 +137,9 @@ class LearnerBuffer:
             raise BufferFull(f"redis refuses writes: {error}") from error
 
     def readmit(self, version: int) -> int:
+        """Replaces all open training tickets of steps after `version` by equal ones of step `version`, and
+        returns their number. A worker that has claimed one of them loses it, so that it becomes at most one
+        group."""
         ahead = [
             (entry, encode(replace(ticket, step=version)))
             for entry, ticket in self._open(self.keys.tickets)
@@ -138,10 +148,12 @@ class LearnerBuffer:
         return self._exchange(self.keys.tickets, ahead)
 
     def drop_eval(self) -> int:
+        """Withdraws the open evaluation tickets and returns their number."""
         entries = [(entry, b"") for entry, _ in self._open(self.keys.eval_tickets)]
         return self._exchange(self.keys.eval_tickets, entries)
 
     def open_eval(self) -> Counter[int]:
+        """Returns how many evaluation tickets of each version can still become a group."""
         return Counter(ticket.step for _, ticket in self._open(self.keys.eval_tickets))
 
     def _exchange(self, stream: str, entries: list[tuple[bytes, bytes]]) -> int:
@@ -152,30 +164,38 @@ class LearnerBuffer:
         return int(self._change("READMIT", keys, args))
 
     def cursor(self) -> int | None:
+        """Returns the cursor that the last admission set; None if nothing of this run was ever admitted."""
         value: Any = self._call(lambda: self._redis.get(self.keys.cursor))
         return None if value is None else int(value)
 
     def open_tickets(self) -> set[int]:
-        """Returns the numbers as LearnerSide says. A ticket that cannot be decoded is left out; the worker that
-        claims it moves it to the quarantine."""
+        """Returns the numbers of the training tickets that have no committed group yet. A ticket that cannot be
+        decoded is left out; the worker that claims it moves it to the quarantine."""
         return {ticket.number for _, ticket in self._open(self.keys.tickets)}
 
     def _open(self, stream: str) -> Iterator[tuple[bytes, Ticket]]:
         return records(self._connection, stream, START, decode_ticket)
 
     def unread(self) -> list[int]:
+        """Returns the ticket numbers of the committed groups after `position`."""
         return self._groups.unread()
 
     def read(self, count: int, timeout_s: float) -> list[Entry]:
+        """Returns the next groups after `position`, in order, and moves `position` behind them: `count` of
+        them, or fewer if no more come within `timeout_s`."""
         return self._groups.read(count, timeout_s)
 
     def take(self, count: int, timeout_s: float) -> list[Group]:
+        """Returns the same groups as `read`, without their entries."""
         return [entry.group for entry in self.read(count, timeout_s)]
 
     def take_eval(self) -> list[Group]:
+        """Returns the evaluation groups that were committed since the last call, without waiting."""
         return self._eval_groups.drain()
 
     def trim(self, position: str) -> None:
+        """Deletes the groups up to and including `position`, which must be in a checkpoint and in the
+        trajectory log by then."""
         ms, _, sequence = position.partition("-")
         following = f"{ms}-{int(sequence) + 1}"
         self._change("TRIM", [self.keys.groups], [following])
@@ -202,6 +222,7 @@ class LearnerBuffer:
         return Claims(count, by_worker)
 
     def starves(self, sentence: str) -> None:
+        """Publishes a sentence on why the learner gets no groups, for `areal-q status`. "" withdraws it."""
         self._change("PUBLISH", [self.keys.owner], ["starves", sentence])
 
     def unread_digests(self) -> dict[int, str]:
@@ -209,17 +230,24 @@ class LearnerBuffer:
         return self._groups.digests()
 
     def now_s(self) -> float:
+        """Returns the Unix time by the clock that gives entries their ids, for comparison with
+        `committed_s`."""
         seconds, micros = self._call(self._redis.time)  # pyright: ignore
         return seconds + micros / 1e6
 
     def rewind(self) -> bool:
+        """Sets `position` to START and returns True if the newest group is older than `position`. The buffer
+        has then come back without its last entries and with a clock that is behind, so that new entries get ids
+        before those that were read."""
         self._eval_groups.rewind()
         return self._groups.rewind()
 
-    def set_aside(self) -> int:
+    def quarantined_total(self) -> int:
+        """Returns how many records have been moved to the quarantine since the run began, by anybody."""
         return int(self._call(lambda: self._redis.get(self.keys.set_aside)) or 0)  # pyright: ignore
 
     def workers(self) -> list[WorkerStatus]:
+        """Returns the workers that sent a heartbeat lately, in the order of their names."""
         names: Any = self._call(lambda: self._redis.smembers(self.keys.workers))
         if not names:
             return []

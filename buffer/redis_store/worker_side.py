@@ -70,11 +70,14 @@ class WorkerBuffer:
         self._held: set[tuple[str, str]] = set()
 
     async def run_info(self) -> RunInfo:
+        """Returns what the learner published, and waits until it has."""
         return await self.run.info()
 
     async def claim(
         self, count: int, block_s: float, *, training_first: bool = False
     ) -> list[Claim]:
+        """Claims up to `count` tickets: evaluation tickets first, unless `training_first`, and abandoned ones
+        before new ones. Waits up to `block_s` seconds for the first."""
         await self._consumer.sweep(self.claim_timeout_s)
         deadline = time.monotonic() + block_s
         while True:
@@ -87,6 +90,8 @@ class WorkerBuffer:
                 return claims
 
     async def commit(self, claim: Claim, group: Group) -> bool:
+        """Replaces the ticket by the group. Does nothing and returns False if the claim was lost. Raises
+        RecordError for a group that is not valid, or is larger than a learner would read."""
         if group.validate().ticket.number != claim.ticket.number:
             raise RecordError(
                 f"group of ticket {group.ticket.number} for a claim on {claim.ticket.number}"
@@ -131,6 +136,8 @@ class WorkerBuffer:
             return None
 
     async def renew(self, claims: list[Claim]) -> list[Claim]:
+        """Renews claims, so that no other worker takes them over. Returns those that another worker already
+        has."""
         lost = []
         for stream, mine in _by_stream(claims).items():
             gone = await self._consumer.script("RENEW", [stream], *mine)
@@ -139,6 +146,7 @@ class WorkerBuffer:
         return lost
 
     async def release(self, claims: list[Claim]) -> None:
+        """Gives tickets back with the responses drawn so far. Others can claim them at once."""
         for stream, mine in _by_stream(claims).items():
             pairs = [
                 part
@@ -158,7 +166,9 @@ class WorkerBuffer:
         except BufferUnavailable as error:
             logger.warning("%d tickets were not handed back: %s", len(claims), error)
 
-    async def set_aside(self, claim: Claim, reason: str) -> None:
+    async def quarantine(self, claim: Claim, reason: str) -> None:
+        """Moves a ticket that cannot become a group to the quarantine, so that no worker gets it again. Does
+        nothing if the claim was lost."""
         if not await self.renew([claim]):
             await self._to_quarantine(claim.stream, claim.entry, reason)
         self._held.discard((claim.stream, claim.entry))

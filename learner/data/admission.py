@@ -22,7 +22,7 @@ from areal_q.config import Run, Sampling
 from areal_q.errors import BufferFull, RecordError
 from areal_q.messages import Array, Group, Ticket
 from areal_q.tasks import Problem, Task, Tokenizer, problem_at
-from buffer.interface import LearnerSide
+from buffer.redis_store import LearnerBuffer
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Admission:
         settings: AdmissionSettings,
         task: Task,
         tokenizer: Tokenizer,
-        buffer: LearnerSide,
+        buffer: LearnerBuffer,
         cursor: int,
         outstanding: set[int],
         lost: set[int] | None = None,

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from areal_q.config import LearnerConfig
 from areal_q.messages import Group
-from buffer.interface import Entry, LearnerSide
+from buffer.interface import Entry
+from buffer.redis_store import LearnerBuffer
 from buffer.sampling.replay_pool import ReplayPool, SampledGroups
 from buffer.sampling.samplers import PooledGroup
 from learner.data.admission import Admission
@@ -56,7 +57,7 @@ class GroupReader:
 
     def __init__(
         self,
-        buffer: LearnerSide,
+        buffer: LearnerBuffer,
         admission: Admission,
         history: VersionHistory,
         cfg: LearnerConfig,

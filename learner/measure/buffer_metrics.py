@@ -41,7 +41,7 @@ class BufferMetrics:
         return {
             **self._rates.metrics(workers),
             **self._episodes.metrics(workers),
-            "buffer/quarantined": self._buffer.set_aside(),
+            "buffer/quarantined": self._buffer.quarantined_total(),
             "buffer/refused_heartbeats": self._buffer.refused_heartbeats,
             "buffer/full": float(memory.full),
             "buffer/waiting_commits": sum(w.waiting for w in workers),

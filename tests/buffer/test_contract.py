@@ -20,7 +20,7 @@ from areal_q.messages import (
     encode,
 )
 from bench.stability.memory_buffer import MemoryBuffer, QueuedTicket
-from buffer.interface import START, Claim, LearnerSide, WorkerSide
+from buffer.interface import START, Claim
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
 from buffer.redis_store.keys import Keys
 
@@ -30,9 +30,9 @@ class Buffers:
 
     def __init__(self, url: str | None) -> None:
         self._url, self._memory = url, MemoryBuffer("run")
-        self.learners: list[LearnerSide] = []
+        self.learners: list[LearnerBuffer] = []
 
-    def learner(self) -> LearnerSide:
+    def learner(self) -> LearnerBuffer:
         made = LearnerBuffer(self._url, "run") if self._url else self._memory.learner()
         self.learners.append(made)
         return made
@@ -49,8 +49,8 @@ class Buffers:
     @asynccontextmanager
     async def worker(
         self, name: str = "w", claim_timeout_s: float = 30.0
-    ) -> AsyncIterator[WorkerSide]:
-        side: WorkerSide = (
+    ) -> AsyncIterator[WorkerBuffer]:
+        side: WorkerBuffer = (
             WorkerBuffer(self._url, "run", name, claim_timeout_s)
             if self._url
             else self._memory.worker(name, claim_timeout_s)
@@ -72,7 +72,7 @@ def numbers(items) -> list[int]:
     return [i.ticket.number for i in items]
 
 
-async def commit_all(worker: WorkerSide, make_group: Callable, count: int = 100) -> list[Claim]:
+async def commit_all(worker: WorkerBuffer, make_group: Callable, count: int = 100) -> list[Claim]:
     claims = await worker.claim(count, block_s=0.0)
     for claim in claims:
         assert await worker.commit(claim, make_group(claim.ticket))
@@ -200,7 +200,7 @@ async def test_a_living_workers_own_late_claims_are_no_deliveries(buffers, make_
             assert await late.renew([first, second]) == []
         for claim in (first, second):
             assert await late.commit(claim, make_group(claim.ticket))
-    assert (learner.unread(), learner.set_aside()) == ([0, 1], 0)
+    assert (learner.unread(), learner.quarantined_total()) == ([0, 1], 0)
 
 
 def half(ticket):
@@ -369,11 +369,11 @@ async def test_a_group_that_is_too_large_is_refused_at_its_commit(
         monkeypatch.setattr("areal_q.messages.codec.MAX_RECORD_BYTES", len(encode(group)) - 1)
         with pytest.raises(RecordError, match="over the limit") as refused:
             await worker.commit(claim, group)
-        await worker.set_aside(claim, str(refused.value))
+        await worker.quarantine(claim, str(refused.value))
         assert await worker.claim(1, 0.0) == [] and worker.quarantined == 1
     assert learner.unread() == []
     assert learner.open_tickets() == set()
-    assert learner.set_aside() == 1
+    assert learner.quarantined_total() == 1
 
 
 async def test_a_group_of_long_responses_arrives_as_it_was(buffers, make_ticket, make_group):
@@ -456,7 +456,7 @@ async def test_arrays_come_back_bit_for_bit(buffers, make_ticket, make_group):
 
 def test_a_poison_ticket_is_quarantined_and_the_next_served(buffers, make_ticket):
     learner = buffers.learner()
-    assert learner.quarantined == learner.set_aside() == 0
+    assert learner.quarantined == learner.quarantined_total() == 0
     buffers.poison(b"\xc1")
     learner.admit([make_ticket(1)], cursor=2)
 
@@ -465,7 +465,7 @@ def test_a_poison_ticket_is_quarantined_and_the_next_served(buffers, make_ticket
             return numbers(await worker.claim(5, 0.0)), worker.quarantined
 
     assert asyncio.run(work()) == ([1], 1)
-    assert learner.set_aside() == 1
+    assert learner.quarantined_total() == 1
     assert learner.open_tickets() == {1}
 
 
@@ -483,7 +483,7 @@ def test_a_ticket_that_kills_every_worker_goes_to_the_quarantine(buffers, make_t
         return seen
 
     assert asyncio.run(lives(5)) == [[0], [0], [0], [], []]
-    assert learner.set_aside() == 1
+    assert learner.quarantined_total() == 1
     learner.admit([make_ticket(1)], cursor=2)
     assert asyncio.run(lives(1)) == [[1]]
     assert learner.open_tickets() == {1}
@@ -498,4 +498,4 @@ async def test_handing_a_ticket_back_is_no_failure_on_it(buffers, make_ticket):
             claims = await worker.claim(1, 0.0)
             assert numbers(claims) == [0]
             await worker.release(claims)
-    assert learner.set_aside() == 0
+    assert learner.quarantined_total() == 0

@@ -236,7 +236,7 @@ async def test_a_ticket_that_no_worker_can_take_is_set_aside(
     worker = WorkerBuffer(redis_url, "run", "w")
     assert [claim.ticket.number for claim in await worker.claim(9, 0.0)] == [1]
     await worker.close()
-    assert learner.set_aside() == 1
+    assert learner.quarantined_total() == 1
 
 
 async def test_a_redis_that_evicts_is_refused(

@@ -140,7 +140,7 @@ async def test_a_whole_run_works_with_the_rights_of_each_side(
     await worker.close()
     assert len(learner.take_eval()) == 1
     assert len(learner.take(9, 0.0)) == 3
-    assert (learner.quarantined, learner.set_aside()) == (1, 2)
+    assert (learner.quarantined, learner.quarantined_total()) == (1, 2)
     assert [w.worker for w in learner.workers()] == ["w"]
     assert learner.memory().used > 0
     with connect(as_user("monitor")) as client:

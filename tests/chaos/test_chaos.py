@@ -267,7 +267,7 @@ def test_what_the_foreign_hand_commits_cannot_be_learnt_from(
         for group in (sound, faults.SPOILT[kind](sound)):
             client.xadd(KEYS.groups, {"record": encode(group)})
         assert [group.ticket.number for group in learner.take(2, 0.0)] == [1]
-        assert learner.set_aside() == 1
+        assert learner.quarantined_total() == 1
     learner.close()
 
 

@@ -12,7 +12,7 @@ from helpers.policies import build_group_reader, new_admission
 from areal_q.config import Run
 from areal_q.errors import TaskError
 from areal_q.messages import Group, Ticket, VersionSpan
-from bench.stability.memory_buffer import MemoryBuffer, MemoryLearner
+from bench.stability.memory_buffer import MemoryBuffer
 from learner.data import group_reader as group_reader_module
 from learner.data.group_reader import WhileWaiting
 from learner.data.staleness import VersionHistory
@@ -36,7 +36,7 @@ class Learner:
 
     def __init__(self, run: Run, make_group: MakeGroup) -> None:
         self.store, self.make_group = MemoryBuffer(run.name), make_group
-        self.buffer: MemoryLearner = self.store.learner()
+        self.buffer = self.store.learner()
         self.admission = new_admission(run, self.buffer)
         self.history = VersionHistory(keep=run.learner.versions_kept, forks=[5])
         for version in range(6, 10):

@@ -12,7 +12,6 @@ from areal_q.models import Decoder
 from areal_q.quant import quantize_state
 from areal_q.tasks import build_task, build_tokenizer
 from areal_q.weights.version import WeightVersion, pack_version
-from buffer.interface import LearnerSide
 from buffer.redis_store import LearnerBuffer
 from buffer.sampling.replay_pool import ReplayPool
 from learner import checkpoint
@@ -62,7 +61,7 @@ def save_at(step: int, directory: Path, policy: TorchPolicy, keep: int = 1) -> N
 
 
 def new_admission(
-    run: Run, buffer: LearnerSide, cursor: int = 0, outstanding: set[int] | None = None
+    run: Run, buffer: LearnerBuffer, cursor: int = 0, outstanding: set[int] | None = None
 ) -> Admission:
     """Returns the admission of `run`, which goes on at ticket `cursor` with tickets that are outstanding."""
     task, tokenizer = build_task(run.task), build_tokenizer(run.model, run.task)
@@ -77,7 +76,7 @@ def build_pool(run: Run, position: str = "0-0", uses: dict[int, int] | None = No
 
 def build_group_reader(
     run: Run,
-    buffer: LearnerSide,
+    buffer: LearnerBuffer,
     admission: Admission,
     history: VersionHistory,
     uses: dict[int, int] | None = None,

@@ -42,7 +42,7 @@ async def answer(store: MemoryBuffer, make_group, poison: set[int]) -> None:
     worker = store.worker("w")
     for claim in await worker.claim(100, block_s=0.0):
         if claim.ticket.number in poison:
-            await worker.set_aside(claim, "its prompt is too long")
+            await worker.quarantine(claim, "its prompt is too long")
         else:
             await worker.commit(claim, make_group(claim.ticket))
 

@@ -170,8 +170,8 @@ async def example(cluster: Cluster, begin: Any, acts: list[Act]) -> Group:
     groups: list[Group] = []
     while not groups:
         groups = await asyncio.to_thread(cluster.buffer.take, 1, 0.2)
-        assert not cluster.worker.done() and cluster.buffer.set_aside() == 0
-    assert cluster.buffer.set_aside() == 0
+        assert not cluster.worker.done() and cluster.buffer.quarantined_total() == 0
+    assert cluster.buffer.quarantined_total() == 0
     return groups[0]
 
 

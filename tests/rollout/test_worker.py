@@ -777,7 +777,7 @@ async def test_a_ticket_that_cannot_become_a_group_costs_itself_alone(
         side.admission.admit(0)
         (group,) = await side.take(1)
         assert group.ticket.number > 0
-        await until(lambda: side.buffer.set_aside() == 1)
+        await until(lambda: side.buffer.quarantined_total() == 1)
         assert 0 not in side.buffer.open_tickets()
 
 
@@ -800,7 +800,7 @@ async def test_a_group_refused_at_its_commit_costs_itself_alone(
         side.admission.admit(0)
         (group,) = await side.take(1)
         assert group.ticket.number > 0
-        await until(lambda: side.buffer.set_aside() == 1)
+        await until(lambda: side.buffer.quarantined_total() == 1)
 
 
 async def test_a_worker_of_weights_that_diverged_says_so_in_a_line(
