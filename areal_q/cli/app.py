@@ -6,6 +6,7 @@ that the user can correct (one line on stderr); 130 killed by a second Ctrl-C.
 
 import os
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,8 +15,8 @@ from typer.core import TyperGroup
 
 from areal_q import __version__
 from areal_q.config import Run, dump_toml, load
-from areal_q.errors import AReaLQError, ConfigError, UserError
-from areal_q.system.command import PLAIN, WIDTH, accept_any_text, exit_with
+from areal_q.errors import AReaLQError, ConfigError, RecordError, UserError
+from areal_q.system.command import EXITS_OF_MOST, PLAIN, WIDTH, accept_any_text, exit_with
 from areal_q.system.processes import module_command
 
 EXITS = (
@@ -32,8 +33,61 @@ GROUPS = {
 }
 
 
+ELSEWHERE = {
+    "report": ("buffer.report.cli", "Draw a run, or several in comparison, as one HTML file."),
+    "weights": (
+        "buffer.weight_sync.commands.inspect_weights",
+        "List, verify and follow the published weights of a run.",
+    ),
+    "keys": (
+        "buffer.weight_sync.commands.make_keys",
+        "Make CURVE keys that encrypt the weights and say who may fetch them.",
+    ),
+    "replay": (
+        "learner.replay.cli",
+        "Re-run logged learner steps offline, as they were or otherwise.",
+    ),
+    "fetch": (
+        "learner.replay.fetch",
+        "Write what a replay of some steps needs as a tar stream, to take it elsewhere.",
+    ),
+    "export": (
+        "learner.replay.export",
+        "Write a checkpoint's model in Hugging Face layout, at any time.",
+    ),
+    "doctor": (
+        "learner.doctor.cli",
+        "Say where rollouts and learner disagree, and what to change.",
+    ),
+    "check": (
+        "rollout.commands.check",
+        "Say what this machine lacks for a run, and what to do about it.",
+    ),
+    "status": (
+        "rollout.commands.status",
+        "Learner, workers, buffer and weights of a running cluster.",
+    ),
+    "formats": (
+        "rollout.evaluation.formats",
+        "Say what each number format costs a model: error, noise, bytes, pace.",
+    ),
+    "eval": ("rollout.evaluation.evaluate", "Score a run or a model on held-out problems."),
+}
+"""The module of each command that is another package's, and what it does. Its `main` is the command, its EXITS
+the end of the help. It is imported when it is called for, as many of them import torch."""
+
+
 class Commands(TyperGroup):
-    """Lists the commands grouped by purpose."""
+    """Lists the commands grouped by purpose, with those of ELSEWHERE."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in ELSEWHERE:
+            return super().get_command(ctx, cmd_name)
+        module = import_module(ELSEWHERE[cmd_name][0])
+        alone = typer.Typer(**PLAIN)
+        exits = getattr(module, "EXITS", EXITS_OF_MOST)
+        alone.command(cmd_name, epilog=exits, context_settings=WIDTH)(module.main)
+        return typer.main.get_command(alone)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         for title, names in GROUPS.items():
@@ -41,6 +95,8 @@ class Commands(TyperGroup):
                 formatter.write_dl([(name, self._says(ctx, name)) for name in names])
 
     def _says(self, ctx: Any, name: str) -> str:
+        if name in ELSEWHERE:
+            return ELSEWHERE[name][1]
         command = self.get_command(ctx, name)
         return command.get_short_help_str(limit=200) if command else ""
 
@@ -169,16 +225,9 @@ def watch(
     from areal_q.cli.live_view import watch as follow
 
     if serve:
-        _become(
-            "buffer.report", [str(directory), "--serve", "--port", str(port), *["--open"] * open]
-        )
+        import_module(ELSEWHERE["report"][0]).main([directory], serve=True, port=port, open=open)
+        return
     follow(load(directory / "config.toml"), directory)
-
-
-@app.command(context_settings=PASS_THROUGH)
-def report(ctx: typer.Context) -> None:
-    """Draw a run, or several in comparison, as one HTML file."""
-    _become("buffer.report", ctx.args)
 
 
 @app.command()
@@ -237,69 +286,9 @@ def relay(ctx: typer.Context) -> None:
 
 
 @app.command(context_settings=PASS_THROUGH)
-def weights(ctx: typer.Context) -> None:
-    """List, verify and follow the published weights of a run."""
-    _become("buffer.weight_sync.commands.inspect_weights", ctx.args)
-
-
-@app.command(context_settings=PASS_THROUGH)
-def keys(ctx: typer.Context) -> None:
-    """Make CURVE keys that encrypt the weights and say who may fetch them."""
-    _become("buffer.weight_sync.commands.make_keys", ctx.args)
-
-
-@app.command(context_settings=PASS_THROUGH)
-def replay(ctx: typer.Context) -> None:
-    """Re-run logged learner steps offline, as they were or otherwise."""
-    _become("learner.replay.cli", ctx.args)
-
-
-@app.command(context_settings=PASS_THROUGH)
-def fetch(ctx: typer.Context) -> None:
-    """Write what a replay of some steps needs as a tar stream, to take it elsewhere."""
-    _become("learner.replay.fetch", ctx.args)
-
-
-@app.command(context_settings=PASS_THROUGH)
-def export(ctx: typer.Context) -> None:
-    """Write a checkpoint's model in Hugging Face layout, at any time."""
-    _become("learner.replay.export", ctx.args)
-
-
-@app.command(context_settings=PASS_THROUGH)
-def doctor(ctx: typer.Context) -> None:
-    """Say where rollouts and learner disagree, and what to change."""
-    _become("learner.doctor.cli", ctx.args)
-
-
-@app.command(context_settings=PASS_THROUGH)
-def check(ctx: typer.Context) -> None:
-    """Say what this machine lacks for a run, and what to do about it."""
-    _become("rollout.commands.check", ctx.args)
-
-
-@app.command(context_settings=PASS_THROUGH)
-def status(ctx: typer.Context) -> None:
-    """Learner, workers, buffer and weights of a running cluster."""
-    _become("rollout.commands.status", ctx.args)
-
-
-@app.command(context_settings=PASS_THROUGH)
 def buffer(ctx: typer.Context) -> None:
     """Look into a run's Redis, live or not: status, peek, export, import, requeue, purge."""
     _become("buffer", ctx.args)
-
-
-@app.command(context_settings=PASS_THROUGH)
-def formats(ctx: typer.Context) -> None:
-    """Say what each number format costs a model: error, noise, bytes, pace."""
-    _become("rollout.evaluation.formats", ctx.args)
-
-
-@app.command("eval", context_settings=PASS_THROUGH)
-def evaluate(ctx: typer.Context) -> None:
-    """Score a run or a model on held-out problems."""
-    _become("rollout.evaluation.evaluate", ctx.args)
 
 
 def _become(module: str, args: list[str]) -> None:
@@ -312,4 +301,4 @@ def main() -> None:
     try:
         app(prog_name="areal-q")
     except AReaLQError as error:
-        exit_with(error, 2 if isinstance(error, UserError) else 1)
+        exit_with(error, 2 if isinstance(error, (UserError, RecordError)) else 1)

@@ -26,7 +26,7 @@ TERMINAL_COMMANDS = re.compile(
 )
 """Characters that command a terminal, or turn the direction of the text that follows; not line end and tab"""
 WIDTH = {"max_content_width": 100}
-_EXITS = "Exit codes: 0 done; 2 something to mend, which one line names."
+EXITS_OF_MOST = "Exit codes: 0 done; 2 something to mend, which one line names."
 
 WatchdogSeconds = Annotated[
     float,
@@ -41,7 +41,7 @@ WatchdogSeconds = Annotated[
 
 
 def run_command(
-    name: str, main: Callable[..., Any], exits: str = _EXITS, who: str = "areal-q: error"
+    name: str, main: Callable[..., Any], exits: str = EXITS_OF_MOST, who: str = "areal-q: error"
 ) -> None:
     """Runs `main` on the arguments of this process as `areal-q NAME`; the help ends with `exits`.
 

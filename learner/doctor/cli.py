@@ -14,12 +14,11 @@ import typer
 from areal_q.errors import ConfigError
 from areal_q.observability.metrics_log import has_ended
 from areal_q.system import command
-from areal_q.system.command import run_command
 
 FOLLOW_POLL_S = 1.0
 """Seconds between two checks whether the log has grown."""
 
-DOCTOR_EXIT_CODES = (
+EXITS = (
     "Exit codes: 0 nothing worse than a note; 1 a warning or an error was found; 2 no run or log."
 )
 
@@ -96,7 +95,3 @@ def _grows(directory: Path, stop: int) -> bool:
         if ended:
             return False
         time.sleep(FOLLOW_POLL_S)
-
-
-if __name__ == "__main__":
-    run_command("doctor", main, DOCTOR_EXIT_CODES)

@@ -14,7 +14,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from areal_q.errors import ConfigError
 from areal_q.system import command
-from areal_q.system.command import run_command
 
 First = Annotated[
     int | None, typer.Option("--from", min=0, help="first step; default: of the first checkpoint")
@@ -26,7 +25,7 @@ _Settings = Annotated[
     list[str] | None, typer.Option("--set", help="a.b=c, such as learner.objective.type=tbpo")
 ]
 
-REPLAY_EXIT_CODES = (
+EXITS = (
     "Exit codes: 0 as recorded, or another history was asked for; 1 something differs; 2 "
     "nothing to replay, or a setting that cannot change, which one line names."
 )
@@ -188,7 +187,3 @@ def _show_both(replay, done, differing, console: Console) -> None:
     for step, differences in sorted(differing.items())[:1]:
         console.print(f"step {step} is the first that differs: {differences[0]}")
     typer.echo(f"both histories: {', '.join(map(str, written))}")
-
-
-if __name__ == "__main__":
-    run_command("replay", main, REPLAY_EXIT_CODES)

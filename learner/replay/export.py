@@ -10,7 +10,6 @@ import typer
 
 from areal_q.config import ModelConfig, PretrainedModel
 from areal_q.errors import CheckpointError, ConfigError
-from areal_q.system.command import run_command
 
 ExportDtype = Literal["float32", "bfloat16", "float16"]
 
@@ -92,7 +91,3 @@ def declared(model: ModelConfig) -> ExportDtype:
     path = source_of(model)
     found = declared_dtype(path) if path else None
     return next((dtype for dtype in get_args(ExportDtype) if dtype == found), "float32")
-
-
-if __name__ == "__main__":
-    run_command("export", main)

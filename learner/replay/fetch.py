@@ -19,13 +19,12 @@ from typing import Annotated, BinaryIO
 import typer
 
 from areal_q.errors import CheckpointError, ConfigError, LogError
-from areal_q.system.command import run_command
 from areal_q.system.files import by_number
 from areal_q.system.run_dir import METRICS_FILE, SETTINGS_DIR, STOPS_FILE
 
 SMALL = ("config.toml", "run-id", STOPS_FILE, "problems-digest", METRICS_FILE)
 LOGS = ("trajectories", "steps", "tokens")
-FETCH_EXIT_CODES = "Exit codes: 0 written; 2 no such run, checkpoint or step, which one line names."
+EXITS = "Exit codes: 0 written; 2 no such run, checkpoint or step, which one line names."
 
 
 def main(
@@ -109,7 +108,3 @@ def _parts(directory: Path, first: int, stop: int | None) -> Iterator[Path]:
             oldest, newest = steps_of(path)
             if newest >= first and (stop is None or oldest < stop):
                 yield path
-
-
-if __name__ == "__main__":
-    run_command("fetch", main, FETCH_EXIT_CODES)

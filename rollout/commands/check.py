@@ -16,12 +16,12 @@ from areal_q.checks.machine import CheckResult, check_device, environment
 from areal_q.checks.settings import preflight
 from areal_q.config import RolloutConfig, Run, SglangEngine, VllmEngine, load
 from areal_q.errors import UserError
-from areal_q.system.command import console, run_command
+from areal_q.system.command import console
 from areal_q.system.credentials import no_password
 
 _MARKS = {"ok": "[green]✓[/]", "note": "[dim]·[/]", "warning": "[yellow]![/]", "error": "[red]✗[/]"}
 
-_EXITS = "Exit codes: 0 nothing is in the way; 1 something is; 2 settings that cannot be read."
+EXITS = "Exit codes: 0 nothing is in the way; 1 something is; 2 settings that cannot be read."
 
 
 def main(
@@ -153,7 +153,3 @@ def show(found: list[CheckResult]) -> None:
     console().print(table)
     errors = sum(one.level == "error" for one in found)
     typer.echo(f"in the way: {errors}" if errors else "nothing is in the way")
-
-
-if __name__ == "__main__":
-    run_command("check", main, _EXITS)

@@ -4,7 +4,6 @@
 Exit codes: 0 if all is well; 1 if something is wrong, with a line for each fault; 2 for a call that is invalid.
 """
 
-import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -12,10 +11,9 @@ from typing import Annotated
 import msgspec
 import typer
 
-from areal_q.errors import AReaLQError, UserError
+from areal_q.errors import ConfigError
 from areal_q.observability.run_end import how_it_ended
 from areal_q.system import command
-from areal_q.system.command import run_command
 from areal_q.system.credentials import no_password
 
 SILENT_S = 120.0
@@ -33,13 +31,15 @@ class Ended(msgspec.Struct, frozen=True):
 def _end_if_ended(directory: Path, json: bool) -> None:
     """Prints how the run in `directory` ended and raises typer.Exit, with 0 if it ended as it should. Returns
     if the run has not ended."""
+    if not directory.is_dir():
+        raise ConfigError(f"{directory}: no such run")
     if told := how_it_ended(directory):
         said = msgspec.json.encode(Ended(directory.name, *told)).decode()
         typer.echo(said if json else f"{directory}: {told[0]}")
         raise typer.Exit(0 if told[1] else 1)
 
 
-_EXITS = (
+EXITS = (
     "Exit codes: 0 all is well, or the run has ended as it should; 1 something is wrong, each "
     "named in a line; 2 nothing to ask."
 )
@@ -89,16 +89,3 @@ def main(
             if not watch:
                 raise typer.Exit(int(bool(found.wrong)))
             time.sleep(watch)
-
-
-if __name__ == "__main__":
-    try:
-        run_command("status", main, _EXITS)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except UserError as error:
-        print(f"status: {error}", file=sys.stderr)
-        sys.exit(2)
-    except AReaLQError as error:
-        print(f"status: {error}", file=sys.stderr)
-        sys.exit(1)

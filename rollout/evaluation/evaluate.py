@@ -25,7 +25,6 @@ from areal_q.errors import ConfigError, RecordError
 from areal_q.evaluation.benchmarks import BENCHMARKS, PRESETS, Preset
 from areal_q.evaluation.estimates import Answered, Evaluation, estimates
 from areal_q.system import command
-from areal_q.system.command import run_command
 from areal_q.system.files import replacing
 from areal_q.tasks import (
     Problem,
@@ -296,7 +295,3 @@ def _progress(total: int) -> Iterator[Callable[[], None]]:
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("problems", total=total)
         yield lambda: bar.advance(task)
-
-
-if __name__ == "__main__":
-    run_command("eval", main)

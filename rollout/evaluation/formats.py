@@ -21,7 +21,6 @@ from areal_q.models import load_decoder
 from areal_q.models.hf.vllm_shapes import vllm_refuses
 from areal_q.quant import FORMATS
 from areal_q.quant.state_dict import rest_in_bf16
-from areal_q.system.command import run_command
 from areal_q.system.files import replacing
 from areal_q.tasks import Tokenizer, build_task, build_tokenizer, load_tokenizer
 from rollout.evaluation.evaluate import settings_of
@@ -233,7 +232,3 @@ def _show_layers(
             f"  {one.largest:>10.4g} {one.usual:>10.4g}  token {one.position} {token}  {one.linear}"
         )
     return found, far
-
-
-if __name__ == "__main__":
-    run_command("formats", main)

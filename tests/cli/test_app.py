@@ -9,7 +9,7 @@ import pytest
 from helpers.paths import EXECUTABLE
 
 import areal_q
-from areal_q.cli.app import GROUPS, app
+from areal_q.cli.app import ELSEWHERE, GROUPS, app
 from areal_q.cli.launcher import plan
 from areal_q.config import Run, load, shipped
 from areal_q.errors import ConfigError
@@ -179,7 +179,7 @@ def test_version_is_the_package_version(areal_q_command, spelling):
 def test_help_lists_every_command_once(areal_q_command):
     listed = [name for names in GROUPS.values() for name in names]
     known = [c.name or c.callback.__name__ for c in app.registered_commands if c.callback]
-    assert sorted(listed) == sorted(known)
+    assert sorted(listed) == sorted([*known, *ELSEWHERE])
     result = areal_q_command("--help")
     assert result.returncode == 0
     for name in known:
@@ -216,7 +216,7 @@ LIGHT = {
     "buffer.weight_sync.commands.make_keys": {"torch", "numba", "numpy", "pyarrow", "redis"},
     "rollout.commands.status": {"torch", "numba", "numpy", "pyarrow", "redis"},
     "buffer.__main__": {"torch", "numba"},
-    "buffer.report.__main__": {"torch", "numba"},
+    "buffer.report.cli": {"torch", "numba"},
     "buffer.weight_sync.commands.inspect_weights": {"torch", "numba"},
     "learner.doctor.cli": {"torch", "numba"},
     "learner.replay.cli": {"torch", "numba"},
@@ -233,6 +233,11 @@ def test_a_command_imports_no_more_than_it_needs(module):
     code = f"import sys, {module}; print(*{LIGHT[module]!r} & sys.modules.keys())"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (result.stdout.strip(), result.stderr) == ("", "")
+
+
+def test_the_status_of_no_run_is_one_line(areal_q_command):
+    result = areal_q_command("status", "nowhere")
+    assert (result.returncode, result.stderr) == (2, "areal-q: error: nowhere: no such run\n")
 
 
 def test_an_unknown_option_is_refused_with_exit_code_2(areal_q_command):

@@ -447,7 +447,7 @@ def test_leaving_the_debugger_ends_it_cleanly(finished, script):
 
 
 def test_ctrl_c_ends_it_cleanly(finished):
-    command = [sys.executable, "-m", "learner.replay.cli", str(finished), "--step", "6", "--debug"]
+    command = [sys.executable, "-m", "areal_q", "replay", str(finished), "--step", "6", "--debug"]
     with subprocess.Popen(
         command,
         stdin=subprocess.PIPE,

@@ -24,9 +24,9 @@ from areal_q.errors import ConfigError, LogError, RecordError
 from areal_q.observability.metrics_log import read_metrics
 from buffer.logs.token_log import TokenLog, iter_tokens
 from buffer.logs.trajectory_log import TrajectoryLog, iter_log
-from buffer.report import __main__ as command
+from buffer.report import cli as command
 from buffer.report import page
-from buffer.report.__main__ import elsewhere
+from buffer.report.cli import elsewhere
 from buffer.report.figures import DELTA, plots_for, rows_of, write_figures_csv
 from buffer.report.index import Index, to_chunk
 from buffer.report.listed import matching

@@ -104,7 +104,7 @@ def test_a_worker_with_other_bytes_than_published_is_found(run: Path, sync: Weig
 
 def test_new_versions_are_followed_live(run: Path, sync: WeightSync) -> None:
     sync.publish(0)
-    program = [sys.executable, "-m", "buffer.weight_sync.commands.inspect_weights"]
+    program = [sys.executable, "-m", "areal_q", "weights"]
     process = subprocess.Popen(
         [*program, str(run), "--follow", "--json"], stdout=subprocess.PIPE, text=True
     )

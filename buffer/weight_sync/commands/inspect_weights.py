@@ -7,7 +7,6 @@ Exit codes: 0; 1 where --verify finds a worker that runs other bytes than were p
 2 for a setting that cannot be used.
 """
 
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +16,7 @@ import msgspec
 import typer
 
 from areal_q.config import load
-from areal_q.errors import AReaLQError, ConfigError, RecordError, UserError
+from areal_q.errors import ConfigError
 from areal_q.messages import (
     Delta,
     HeldVersion,
@@ -26,7 +25,6 @@ from areal_q.messages import (
 )
 from areal_q.observability.metrics_log import read_metrics
 from areal_q.observability.run_end import how_it_ended
-from areal_q.system.command import run_command
 from areal_q.system.run_dir import METRICS_FILE, RUN_ID_FILE
 from areal_q.system.socket_dir import sockets_of
 from buffer.weight_sync.client import WeightClient
@@ -150,7 +148,7 @@ def _check_run(directory: Path, newest: Manifest | None) -> None:
         )
 
 
-_EXITS = (
+EXITS = (
     "Exit codes: 0 told; 1 nobody answers, or --verify found a worker that runs other bytes "
     "than were published; 2 something to mend."
 )
@@ -212,14 +210,3 @@ def main(
             show([_listed(v) for v in held])
     finally:
         asked.close()
-
-
-if __name__ == "__main__":
-    try:
-        run_command("weights", main, _EXITS)
-    except UserError as error:
-        print(f"weights: {error}", file=sys.stderr)
-        sys.exit(2)
-    except (AReaLQError, RecordError) as error:
-        print(f"weights: {error}", file=sys.stderr)
-        sys.exit(1)

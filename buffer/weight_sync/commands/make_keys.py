@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-from areal_q.system.command import run_command
 from buffer.weight_sync.curve import make_keys
 
 
@@ -17,7 +16,3 @@ def main(
     for path in make_keys(directory, client):
         typer.echo(f"secret, keep it where it is used: {path}")
     typer.echo(f"broadcast.keys={directory}")
-
-
-if __name__ == "__main__":
-    run_command("keys", main)

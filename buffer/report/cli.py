@@ -17,7 +17,6 @@ import typer
 
 from areal_q.errors import ConfigError, LogError
 from areal_q.observability.run_summary import plural
-from areal_q.system.command import run_command
 from areal_q.system.files import replacing
 
 Out = Annotated[
@@ -49,6 +48,7 @@ def main(
     A file holds the curves, the list of all trajectories, and token by token those of as many steps as fit into
     --max-mb, the telling ones first. Served, every trajectory of the log is there.
     """
+    logging.basicConfig(level=logging.WARNING, format="areal-q report: %(message)s")
     # Imported here, so that a wrong option is refused at once.
     from buffer.report.runs import read_runs
 
@@ -125,8 +125,3 @@ def _serve(directories: list[Path], port: int, open: bool) -> None:
         pass
     finally:
         server.server_close()
-
-
-if __name__ == "__main__":
-    logging.basicConfig(level=logging.WARNING, format="areal-q report: %(message)s")
-    run_command("report", main)
