@@ -137,7 +137,12 @@ def prepare_minibatches(
     it. With `defer`, scores are left out where the first update's own forward pass gives them. Raises
     ConfigError for a sample that has more tokens than a micro-batch may have.
     """
-    _check_lengths(samples, backend.cfg)
+    longest = max(samples, key=lambda sample: sample.num_tokens)
+    if longest.num_tokens > backend.cfg.microbatch_tokens:
+        raise ConfigError(
+            f"learner.microbatch_tokens = {backend.cfg.microbatch_tokens}: ticket {longest.ticket}, response "
+            f"{longest.trajectory.index} has {longest.num_tokens} tokens, its prompt's included"
+        )
     packed = [_microbatches(backend, cut) for cut in cut_minibatches(samples, backend.cfg)]
     loglinear = backend.cfg.proximal == "loglinear"
     # Only the first minibatch is learnt from before the weights change, so that only its graph stays valid.
@@ -170,15 +175,6 @@ def cut_minibatches(samples: Sequence[Sample], cfg: LearnerConfig) -> list[list[
     units = [list(members) for _, members in groups] if whole else [[s] for s in samples]
     size = -(-len(units) // cfg.minibatches)
     return [list(chain(*units[i : i + size])) for i in range(0, len(units), size)]
-
-
-def _check_lengths(samples: Sequence[Sample], cfg: LearnerConfig) -> None:
-    longest = max(samples, key=lambda sample: sample.num_tokens)
-    if longest.num_tokens > cfg.microbatch_tokens:
-        raise ConfigError(
-            f"learner.microbatch_tokens = {cfg.microbatch_tokens}: ticket {longest.ticket}, response "
-            f"{longest.trajectory.index} has {longest.num_tokens} tokens, its prompt's included"
-        )
 
 
 def _microbatches(
@@ -219,21 +215,22 @@ def _with_scores(
     defer: bool,
 ) -> Minibatch:
     """Returns the micro-batches with the inputs of their losses, computed while π_θ is still π_prox. With
-    `defer`, those that learn have stand-ins for the scores, until their update computes them."""
+    `defer`, those that learn have the recorded log-probs in place of scores, until their update computes them:
+    finite where the record is, so that tokens can be counted before."""
     batches = [batch for _, batch in packed]
     now = [batch for batch in batches if not (defer and batch.learns)]
     found = iter(backend.scores(now, graph) if now else [])
-    scores = [_stand_in(batch) if defer and batch.learns else next(found) for batch in batches]
+    scores = [
+        {"logprobs": batch.behavior_logprobs, "entropy": batch.behavior_logprobs}
+        if defer and batch.learns
+        else next(found)
+        for batch in batches
+    ]
     reference = backend.reference_logprobs(batches)
     return [
         (batch, loss_inputs(batch, own, ref))
         for batch, own, ref in zip(batches, scores, reference, strict=True)
     ]
-
-
-def _stand_in(batch: PackedBatch) -> Scores:
-    """Returns scores that are finite where the record is, so that tokens can be counted before the update."""
-    return {"logprobs": batch.behavior_logprobs, "entropy": batch.behavior_logprobs}
 
 
 def _scored(before: LossInputs, scores: Scores) -> LossInputs:

@@ -51,23 +51,20 @@ def warm_start(
     the weights came from there, else None. Raises Stopped if `stop` is set meanwhile."""
     if run.warmstart.steps == 0:
         return None
-    path = _cache_dir() / "warmstart" / _key(run, task) / "model.safetensors"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    path = cache / "areal-q" / "warmstart" / _key(run, task) / "model.safetensors"
     if _cached(path, model):
         logger.info("warm start taken from %s", path.parent)
         return path.parent
     _train(model, run, task, tokenizer, progress, stop)
     try:
-        _keep(model, path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f".{os.getpid()}.tmp")  # several runs may fill one cache at a time
+        save_tensors({k: v.cpu().contiguous() for k, v in model.state_dict().items()}, part)
+        move_into_place(part, path)
     except (OSError, SafetensorError) as error:  # without a home or room, the next run trains again
         logger.warning("the warm start cannot be cached for the next run: %s: %s", path, error)
     return None
-
-
-def _keep(model: Decoder, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{os.getpid()}.tmp")  # several runs may fill one cache at a time
-    save_tensors({k: v.cpu().contiguous() for k, v in model.state_dict().items()}, part)
-    move_into_place(part, path)
 
 
 def _cached(path: Path, model: Decoder) -> bool:
@@ -97,7 +94,11 @@ def _train(
     for step in range(cfg.steps):
         if stop.is_set():
             raise Stopped("during the warm start")
-        rows = [_row(task, next(numbers), run.seed, tokenizer) for _ in range(cfg.batch)]
+        rows = []
+        for _ in range(cfg.batch):
+            problem = problem_at(task, next(numbers), run.seed)
+            answer = [*tokenizer.encode(problem.answer), tokenizer.eos_id]
+            rows.append((tokenizer.encode_prompt(problem.asked), answer))
         loss, right = supervised_loss(model, rows)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -112,12 +113,6 @@ def _train(
         if accuracy >= cfg.until_accuracy:
             break
     progress(cfg.steps, nats)
-
-
-def _row(task: Task, number: int, seed: int, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    problem = problem_at(task, number, seed)
-    answer = [*tokenizer.encode(problem.answer), tokenizer.eos_id]
-    return tokenizer.encode_prompt(problem.asked), answer
 
 
 def supervised_loss(
@@ -148,8 +143,3 @@ def _key(run: Run, task: Task) -> str:
     parts = [REVISION, run.model, run.task, run.warmstart, run.seed, len(task.train)]
     parts += [problem_at(task, number, run.seed) for number in some]
     return hashlib.blake2b(msgspec.msgpack.encode(parts), digest_size=12).hexdigest()
-
-
-def _cache_dir() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "areal-q"

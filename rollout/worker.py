@@ -186,16 +186,14 @@ class Worker:
                     async with asyncio.timeout(CAPACITY_POLL_S):
                         await self._place_free.wait()
                 continue
-            for claim in await self._claim_up_to(free // self._capacity.group_size):
+            evaluates = any(w.claim.ticket.purpose == "eval" for w in self._in_flight.values())
+            count = free // self._capacity.group_size
+            if not evaluates:
+                count = min(count, max(1, int(EVALUATION_SHARE * self._capacity.responses)))
+            claims = await self._buffer.claim(count, block_s=1.0, training_first=evaluates)
+            for claim in claims:
                 work = GroupInFlight(claim, [Response() for _ in range(claim.ticket.group_size)])
                 self._in_flight[loops.create_task(self._handle(work))] = work
-
-    async def _claim_up_to(self, count: int) -> list[Claim]:
-        """Claims up to `count` tickets: training tickets first while evaluation tickets are in flight."""
-        if any(work.claim.ticket.purpose == "eval" for work in self._in_flight.values()):
-            return await self._buffer.claim(count, block_s=1.0, training_first=True)
-        most = max(1, int(EVALUATION_SHARE * self._capacity.responses))
-        return await self._buffer.claim(min(count, most), block_s=1.0)
 
     async def _handle(self, work: GroupInFlight) -> None:
         """Turns a claimed ticket into a committed group. When cancelled, it leaves the ticket for `run` to give
@@ -310,9 +308,6 @@ class Worker:
         ahead = [step for step in steps if step > self._engine.version]
         if ahead:
             return f"version {min(ahead)}, with version {self._engine.version}"
-        return self._agents_wanted()
-
-    def _agents_wanted(self) -> str:
         if self._episodes is None:
             return ""
         return f"agents, with {self._episodes.open} of {self._episodes.unfinished} episodes open"

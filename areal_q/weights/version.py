@@ -131,7 +131,7 @@ def pack_version(
         payload[padding:offset].zero_()
         padding = offset + nbytes
         raw = payload[offset:padding]
-        raw.copy_(_bytes(tensor))
+        raw.copy_(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8))
         specs.append(
             TensorSpec(
                 name=name,
@@ -279,10 +279,6 @@ def digest_of(specs: list[TensorSpec]) -> str:
     for s in specs:
         h.update(f"{s.name}\0{s.dtype}\0{','.join(map(str, s.shape))}\0{s.digest}\n".encode())
     return h.hexdigest()
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
 
 
 def _views(manifest: Manifest, payload: torch.Tensor) -> dict[str, torch.Tensor]:

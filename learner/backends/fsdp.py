@@ -182,14 +182,6 @@ def scatter(source: Tensor | None, target: Tensor) -> None:
     target.to_local().copy_(spread.to_local())
 
 
-def _gather(source: Tensor, target: Tensor | None) -> None:
-    """Copies the shards of `source` into rank 0's whole `target`. Collective."""
-    assert isinstance(source, DTensor)
-    full = source.full_tensor()
-    if target is not None:
-        target.copy_(full)
-
-
 @torch.no_grad()
 def _scatter_state(whole: nn.Module | None, module: nn.Module) -> None:
     """Copies rank 0's parameters into the shards, and its buffers, such as a frozen base's codes,
@@ -211,7 +203,10 @@ def _gather_parameters(module: nn.Module, whole: nn.Module | None) -> None:
     targets = dict(whole.named_parameters()) if whole else {}
     for name, p in module.named_parameters():
         if p.requires_grad:
-            _gather(p, targets.get(name))
+            assert isinstance(p, DTensor)
+            full = p.full_tensor()
+            if name in targets:
+                targets[name].copy_(full)
 
 
 def _slots(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:

@@ -75,7 +75,9 @@ class TorchPolicy:
         self.model.recompute_layers(cfg.recompute)
         if self.ranks.size == 1:  # FSDP2 itself casts a sharded model to `cfg.products`
             self.model.dtype = getattr(torch, cfg.products)
-        self.threads = MicrobatchThreads(self._threads())
+        weights = sum(p.numel() for p in self.model.parameters())
+        alone = cfg.device == "cpu" and self.ranks.size == 1
+        self.threads = MicrobatchThreads(cfg.threads if alone and weights <= _SMALL else 1)
         if cfg.critic and self.critic is None:
             self.critic = Critic(self.model, cfg.critic)
         if cfg.reference_kl and self.reference is None and not cfg.lora:
@@ -90,12 +92,6 @@ class TorchPolicy:
     def build_optimizers(self) -> None:
         """Builds the optimizers now, so that the first step does not wait for them."""
         _ = self.optimizer, self.critic and self.critic.optimizer
-
-    def _threads(self) -> int:
-        """Returns the number of micro-batches to compute at once: one, unless the model is small."""
-        weights = sum(p.numel() for p in self.model.parameters())
-        alone = self.cfg.device == "cpu" and self.ranks.size == 1
-        return self.cfg.threads if alone and weights <= _SMALL else 1
 
     def calibrate_kv_scales(self, samples: Sequence[Sample]) -> None:
         """Measures the KV cache's scales for the present weights on `samples`, if `calibrate` is set."""

@@ -120,7 +120,12 @@ def write(
     final = directory / f"step-{state.step:06d}"
     with _writing(final):
         _write(directory, final, state, tensors, shares, on_read)
-        _remove_old(directory, keep, keep_every)
+        for old in steps(directory)[:-keep]:
+            number = old.name.removeprefix("step-")
+            stays = keep_every > 0 and number.isdigit() and int(number) % keep_every == 0
+            if old.name != START and not stays:
+                old.rename(directory / f"{SCRATCH}{old.name}")
+        clear_leftovers(directory)
     return final
 
 
@@ -155,15 +160,6 @@ def _write(
     state = msgspec.structs.replace(state, digest=digest)
     (part / STATE).write_bytes(msgspec.json.encode(state))
     move_into_place(part, final)
-
-
-def _remove_old(directory: Path, keep: int, keep_every: int) -> None:
-    for old in steps(directory)[:-keep]:
-        number = old.name.removeprefix("step-")
-        stays = keep_every > 0 and number.isdigit() and int(number) % keep_every == 0
-        if old.name != START and not stays:
-            old.rename(directory / f"{SCRATCH}{old.name}")
-    clear_leftovers(directory)
 
 
 def clear_shares(directory: Path) -> None:

@@ -61,7 +61,9 @@ def examine(directory: Path, first: int | None, stop: int | None, console: Conso
     if first >= stop:
         raise LogError(f"{directory / 'steps'}: no record of step {first}")
     logged = iter_log(directory / "trajectories", first, stop, validate=False)
-    model = _model(directory)
+    checkpoints = checkpoint.steps(directory / "checkpoints")
+    layout = checkpoint.read_state(checkpoints[-1]).model if checkpoints else {}
+    model = DecoderConfig.from_hf(layout) if layout else None
     facts = look_at(logged, tuple(read_stops(directory)))
     probe = Probe(VersionSettings.of(run), run.learner.max_lag, first)
     exact, note = None, ""
@@ -97,12 +99,6 @@ def _replay(directory: Path, first: int, stop: int, probe: Probe, console: Conso
         for one in bar.track(replay.steps(probe), len(replay.records), description="replaying"):
             same = same and not compare(one, replay.exact)
     return same
-
-
-def _model(directory: Path) -> DecoderConfig | None:
-    found = checkpoint.steps(directory / "checkpoints")
-    model = checkpoint.read_state(found[-1]).model if found else {}
-    return DecoderConfig.from_hf(model) if model else None
 
 
 def empty() -> TokenTable:

@@ -106,7 +106,8 @@ class Probe:
 
     def table(self) -> TokenTable:
         """Returns all measured tokens that count and have finite log-probs."""
-        return _joined(self.parts)
+        names = TokenTable.__dataclass_fields__
+        return TokenTable(**{n: np.concatenate([getattr(p, n) for p in self.parts]) for n in names})
 
     def noise_rms(self) -> float:
         """Returns the root mean square of `rounding`, in nats; 0 if nothing was measured."""
@@ -201,11 +202,6 @@ class Probe:
             whole[places] = values
             out.append(whole)
         return out
-
-
-def _joined(parts: Sequence[TokenTable]) -> TokenTable:
-    names = TokenTable.__dataclass_fields__
-    return TokenTable(**{n: np.concatenate([getattr(p, n) for p in parts]) for n in names})
 
 
 def _tokens(samples: Sequence[Sample], name: str) -> np.ndarray:

@@ -110,7 +110,8 @@ class FidelityMeter:
             policy = self._policy_of(digest)
             logprobs, _ = self._score(policy, samples, temperature)
             drawn = _drawn(samples)
-            gap = np.abs(_recorded(samples) - logprobs)[drawn]
+            recorded = [s.trajectory.behavior_logprobs.numpy() for s in samples]
+            gap = np.abs(np.concatenate(recorded).astype(float) - logprobs)[drawn]
             noise = np.zeros_like(gap)
             if gap.size and gap.mean() > self._cfg.bound_nats:
                 with perturbed(policy):
@@ -155,10 +156,6 @@ def _samples(group: Group) -> Iterator[Sample]:
 def reach(noise: np.ndarray) -> float:
     """Returns how large the mean gap of a faithful engine may be, in nats, for |noise|, float64 [N]."""
     return float(MARGIN * noise.mean() + SIGMAS * noise.std() * np.sqrt(2 / noise.size))
-
-
-def _recorded(samples: Sequence[Sample]) -> np.ndarray:
-    return np.concatenate([s.trajectory.behavior_logprobs.numpy() for s in samples]).astype(float)
 
 
 def _drawn(samples: Sequence[Sample]) -> np.ndarray:

@@ -48,8 +48,12 @@ class TokenRecorder:
         batches, columns = zip(*(self._seen[first] for first in self._order), strict=True)
         responses = np.array([r for batch in batches for r in batch.responses], np.int64)
         joined = {name: np.concatenate([c[name] for c in columns]) for name in columns[0]}
+        lengths = [torch.bincount(b.sequence_ids, minlength=b.num_sequences) for b in batches]
         return TokenScores(
-            number=responses[:, 0], index=responses[:, 1], lengths=_lengths(batches), **joined
+            number=responses[:, 0],
+            index=responses[:, 1],
+            lengths=torch.cat(lengths).cpu().numpy(),
+            **joined,
         )
 
 
@@ -63,8 +67,3 @@ def marks(out: PolicyLoss) -> Tensor:
         if flags is not None:
             total += flags.to(torch.uint8) * bit
     return total
-
-
-def _lengths(batches: Sequence[PackedBatch]) -> np.ndarray:
-    counts = [torch.bincount(b.sequence_ids, minlength=b.num_sequences) for b in batches]
-    return torch.cat(counts).cpu().numpy()

@@ -53,7 +53,10 @@ def _muon(model: nn.Module, cfg: Muon) -> torch.optim.Optimizer:
     ]
     if not hidden:
         return _adamw(model, AdamW(lr=cfg.lr, betas=cfg.betas, eps=cfg.eps))
-    muon = _muon_for(hidden)(
+    kind = torch.optim.Muon
+    if hasattr(hidden[0], "to_local"):
+        from learner.optim.sharded_muon import ShardedMuon as kind
+    muon = kind(
         hidden,
         lr=cfg.lr,
         weight_decay=cfg.weight_decay,
@@ -63,14 +66,6 @@ def _muon(model: nn.Module, cfg: Muon) -> torch.optim.Optimizer:
     others = _groups(model, cfg, set(hidden))
     adamw = uncompiled.AdamW(others, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True)
     return Several(muon, adamw)
-
-
-def _muon_for(hidden: list[nn.Parameter]) -> type[torch.optim.Muon]:
-    if not hasattr(hidden[0], "to_local"):
-        return torch.optim.Muon
-    from learner.optim.sharded_muon import ShardedMuon
-
-    return ShardedMuon
 
 
 OPTIMIZERS: dict[type, Callable[[nn.Module, Any], torch.optim.Optimizer]] = {

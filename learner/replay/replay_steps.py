@@ -23,7 +23,6 @@ from areal_q.messages import Group
 from areal_q.models import Decoder, DecoderConfig
 from areal_q.quant.smoothing import SmoothingScales
 from areal_q.system.run_dir import LEARNERS_CODE, differences, settings_of, with_digests
-from areal_q.weights.version import WeightVersion
 from buffer.logs.step_log import StepRecord, iter_steps
 from buffer.logs.trajectory_log import iter_log, logged_steps
 from buffer.sampling.replay_pool import SampledGroups
@@ -125,13 +124,15 @@ class Replay:
     @property
     def exact(self) -> bool:
         """True if every bit must be as recorded, because settings, machine and micro-batches are the same."""
-        return not self.changes and all(self._alike(record) for record in self.records)
-
-    def _alike(self, record: StepRecord) -> bool:
-        cfg = self.settings_at(record).learner
-        here = machine_name(cfg.device, threads=cfg.threads)
-        cut = cfg.microbatch_tokens
-        return record.machine == here and record.metrics.get(MICROBATCH, cut) == cut
+        if self.changes:
+            return False
+        for record in self.records:
+            cfg = self.settings_at(record).learner
+            if record.machine != machine_name(cfg.device, threads=cfg.threads):
+                return False
+            if record.metrics.get(MICROBATCH, cfg.microbatch_tokens) != cfg.microbatch_tokens:
+                return False
+        return True
 
     def settings_at(self, record: StepRecord) -> Run:
         """Returns the settings with which the step of `record` is replayed: those of the record, changed by the
@@ -162,8 +163,11 @@ class Replay:
             updater = SingleProcessUpdater(self.policy)
             metrics = train_step(updater, batch, history, record.step, self.recorder)
             history.add(record.step + 1, record.digest)
-            made = self._build(builder, record.step + 1) if self.publishes else None
-            yield Replayed(record, batch.groups, metrics, made.manifest.digest if made else "")
+            digest = ""
+            if self.publishes:
+                made = builder.build(self.policy.model, record.step + 1, self.policy.kv_scales)
+                digest = made.manifest.digest
+            yield Replayed(record, batch.groups, metrics, digest)
 
     def _take_up(self, run: Run) -> None:
         """Goes on with the settings `run`, as the learner does that resumes with them."""
@@ -175,9 +179,6 @@ class Replay:
         if self.publishes:
             self.policy.calibrate, self.policy.kv_scales = old.calibrate, old.kv_scales
             self.policy.sticky, self.policy.smoothing = old.sticky, old.smoothing
-
-    def _build(self, builder: VersionBuilder, version: int) -> WeightVersion:
-        return builder.build(self.policy.model, version, self.policy.kv_scales)
 
     def unequal_tensors(self, step: int) -> list[str] | None:
         """Returns the names of the tensors in which the policy, now at `step`, differs from the checkpoint of
