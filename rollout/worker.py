@@ -323,7 +323,6 @@ class Worker:
 
     async def _beat(self) -> None:
         """Sends heartbeats and renews the worker's claims, so that no other worker takes them over."""
-        engine = self._engine
         counts = deque([(time.monotonic(), 0, 0.0)], maxlen=RATE_BEATS)
         while True:
             await asyncio.sleep(HEARTBEAT_S)
@@ -332,41 +331,48 @@ class Worker:
             if self._subscriber.silent:
                 info = await self._buffer.run_info()
                 self._subscriber.follow(*self._source.endpoints(info.endpoints))
-            now_s, tokens, busy_s = time.monotonic(), engine.tokens_drawn, engine.busy_s
-            then_s, tokens_then, busy_then_s = counts[0]
-            span_s = now_s - then_s
-            counts.append((now_s, tokens, busy_s))
-            status = WorkerStatus(
-                worker=self.name,
-                pid=os.getpid(),
-                version=engine.version,
-                active=engine.active,
-                tokens=tokens,
-                busy_s=busy_s,
-                tokens_per_s=(tokens - tokens_then) / span_s,
-                idle_share=max(0.0, 1 - (busy_s - busy_then_s) / span_s),
-                loop_lag_s=self._lag.p99_s,
-                loop_lag_max_s=self._lag.max_s,
-                groups=self._groups,
-                swaps=self._swaps,
-                swap_s=self._swap_s / max(1, self._swaps),
-                time_s=time.time(),
-                waiting=self._buffer.waiting,
-                full_s=self._buffer.full_s,
-                digest=self._digest,
-                behind_s=self._subscriber.behind_s,
-                stalls=self._subscriber.stats.stalls,
-                slots=self._capacity.slots,
-                timeouts=self._timeouts,
-                resumed=self._resumed,
-                run_id=self._run_id,
-                waits_for=self._waits_for(now_s),
-                failure=self._reward.failure[: 2 * LONGEST_NAME],
-                episodes=self._episodes.unfinished if self._episodes else 0,
-                open_episodes=self._episodes.open if self._episodes else 0,
-            )
+            now = time.monotonic(), self._engine.tokens_drawn, self._engine.busy_s
+            status = self._status(counts[0], now)
+            counts.append(now)
             self._observe(msgspec.structs.asdict(status))
             await self._buffer.heartbeat(status)
+
+    def _status(
+        self, then: tuple[float, int, float], now: tuple[float, int, float]
+    ) -> WorkerStatus:
+        """Returns what a heartbeat says, with rates between two times: each (seconds of the monotonic clock,
+        tokens drawn, seconds busy)."""
+        (then_s, tokens_then, busy_then_s), (now_s, tokens, busy_s) = then, now
+        span_s = now_s - then_s
+        return WorkerStatus(
+            worker=self.name,
+            pid=os.getpid(),
+            version=self._engine.version,
+            active=self._engine.active,
+            tokens=tokens,
+            busy_s=busy_s,
+            tokens_per_s=(tokens - tokens_then) / span_s,
+            idle_share=max(0.0, 1 - (busy_s - busy_then_s) / span_s),
+            loop_lag_s=self._lag.p99_s,
+            loop_lag_max_s=self._lag.max_s,
+            groups=self._groups,
+            swaps=self._swaps,
+            swap_s=self._swap_s / max(1, self._swaps),
+            time_s=time.time(),
+            waiting=self._buffer.waiting,
+            full_s=self._buffer.full_s,
+            digest=self._digest,
+            behind_s=self._subscriber.behind_s,
+            stalls=self._subscriber.stats.stalls,
+            slots=self._capacity.slots,
+            timeouts=self._timeouts,
+            resumed=self._resumed,
+            run_id=self._run_id,
+            waits_for=self._waits_for(now_s),
+            failure=self._reward.failure[: 2 * LONGEST_NAME],
+            episodes=self._episodes.unfinished if self._episodes else 0,
+            open_episodes=self._episodes.open if self._episodes else 0,
+        )
 
 
 def first_error(errors: BaseExceptionGroup[Exception]) -> BaseException:
