@@ -167,9 +167,18 @@ def _run_id(directory: Path) -> str:
     return run_dir.run_id(directory, checkpoint.read_state(found[-1]).run_id if found else "")
 
 
-def _recorded(directory: Path, start: int) -> dict[int, str]:
-    """Returns the digests of the versions that the logged steps from `start` on made, by version."""
-    return {record.step + 1: record.digest for record in iter_steps(directory / "steps", start)}
+def _note_beginning(
+    run: Run, directory: Path, start: int, tokenizer: Tokenizer, metrics: MetricsLog
+) -> None:
+    """Notes how responses end, and what is set otherwise than in the steps before `start`."""
+    write_stops(directory, tokenizer.stops)
+    ends = f"a response {stops_text(tokenizer.stops)}"
+    logger.info("%s", ends)
+    metrics.write("note", start, {}, message=ends)
+    if run.buffer.log:
+        if changed := _changed_settings(run, directory, start):
+            metrics.write("note", start, {}, message=changed)
+        run_dir.keep_settings(directory, run)
 
 
 def _changed_settings(run: Run, directory: Path, start: int) -> str:
@@ -185,6 +194,21 @@ def _changed_settings(run: Run, directory: Path, start: int) -> str:
         if changed:
             return f"from step {start} on: {'; '.join(changed)}"
     return ""
+
+
+def _publisher(
+    run: Run, policy: TorchPolicy, run_id: str, history: VersionHistory, server: WeightServer
+) -> WeightPublisher:
+    """Returns a publisher of `policy` that tells `history` each version, and hands it to `server`."""
+
+    def hand_over(made: WeightVersion) -> None:
+        # The history must contain a version before a worker draws with it, or its tokens would count as stale.
+        history.add(made.manifest.version, made.manifest.digest)
+        server.publish(made)
+
+    settings, smoothing = VersionSettings.of(run), policy.smoothing
+    builder = VersionBuilder(settings, policy.sticky, run_id, smoothing=smoothing, shared=True)
+    return WeightPublisher(builder, hand_over)
 
 
 def _build(
@@ -208,17 +232,13 @@ def _build(
     updater = _updater(policy, run, ranks)
     if resume:
         metrics.rewind(start)
-    write_stops(directory, tokenizer.stops)
-    ends = f"a response {stops_text(tokenizer.stops)}"
-    logger.info("%s", ends)
-    metrics.write("note", start, {}, message=ends)
-    if run.buffer.log:
-        if changed := _changed_settings(run, directory, start):
-            metrics.write("note", start, {}, message=changed)
-        run_dir.keep_settings(directory, run)
+    _note_beginning(run, directory, start, tokenizer, metrics)
     admission = build_admission(run, task, tokenizer, buffer, state)
     buffer.checks = [admission.check, fits(policy.model.config, run.learner.microbatch_tokens)]
-    recorded = _recorded(directory, start) | buffer.unread_digests() if state else {}
+    logged = iter_steps(directory / "steps", start) if state else ()
+    recorded = {record.step + 1: record.digest for record in logged}
+    if state:
+        recorded |= buffer.unread_digests()
     keep = run.learner.versions_kept
     forks = forks_at(start, state.forks, keep) if state else []
     history = VersionHistory(keep, state.digests if state else None, forks)
@@ -230,42 +250,21 @@ def _build(
         for kind, endpoint in weight_server.endpoints._asdict().items()
     }
     buffer.publish_run(dump_toml(run), endpoints, workers_hash(run))
-
-    def hand_over(made: WeightVersion) -> None:
-        # The history must contain a version before a worker draws with it, or its tokens would count as stale.
-        history.add(made.manifest.version, made.manifest.digest)
-        weight_server.publish(made)
-
-    builder = VersionBuilder(
-        VersionSettings.of(run),
-        policy.sticky,
-        buffer.run_id,
-        smoothing=policy.smoothing,
-        shared=True,
-    )
-    publisher = WeightPublisher(builder, hand_over)
+    publisher = _publisher(run, policy, buffer.run_id, history, weight_server)
     keep_checkpoints = run.checkpoint.keep, run.checkpoint.keep_every
     checkpoints = CheckpointWriter(directory / "checkpoints", *keep_checkpoints)
     policy.readers += [publisher.wait_until_read, checkpoints.wait_until_read]
     metrics.also("progress", lambda _: progress.beat())
     return Learner(
-        run=run,
-        step=start,
-        updater=updater,
-        buffer=buffer,
-        admission=admission,
+        run=run, step=start, updater=updater, buffer=buffer, admission=admission,
         group_reader=GroupReader(buffer, admission, history, run.learner, pool),
         heldout=HeldOutEvaluation(admission, buffer, tokenizer, metrics),
-        history=history,
-        replay_check=ReplayCheck(start, recorded),
-        reward_check=RewardCheck(run, tokenizer),
+        history=history, replay_check=ReplayCheck(start, recorded),
         fidelity=FidelityMeter(run.learner, run.rollout.format),
+        reward_check=RewardCheck(run, tokenizer),
         buffer_metrics=BufferMetrics(buffer, run.rollout.environment, metrics),
-        publisher=publisher,
-        weight_server=weight_server,
+        publisher=publisher, weight_server=weight_server,
         logs=StepLogs(run, directory, start, scores_here=ranks is ALONE),
-        metrics=metrics,
-        checkpoints=checkpoints,
-        progress=progress,
+        metrics=metrics, checkpoints=checkpoints, progress=progress,
         totals_before=dict(state.totals) if state else {},
-    )
+    )  # fmt: skip
