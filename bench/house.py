@@ -10,11 +10,21 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import get_args
+
+from areal_q.config.objectives import AdvantageConfig, AggregationConfig, ObjectiveConfig
 
 ROOT = Path(__file__).parent.parent
 PRODUCT = ("areal_q", "buffer", "rollout", "learner")
 KINDS = ("code", "docstrings", "imports", "blank", "comments")
 METRIC = "mismatch/kl"
+STEP = (
+    "learner/train_step.py", "learner/policy_update.py", "learner/policy_advantages.py",
+    "learner/data/packing.py", "learner/data/staleness.py", "learner/backends/base.py",
+    "learner/backends/single_device.py", "areal_q/algorithms/loss.py", "areal_q/algorithms/loss_types.py",
+    "areal_q/algorithms/advantages.py", "areal_q/algorithms/policy_losses.py",
+)  # fmt: skip
+"""The files that one training step on one device goes through"""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -65,6 +75,27 @@ class Module:
         )
         return [name for name in sorted(private) if used[name] == 1]
 
+    def classes(self) -> set[str]:
+        """Returns the public classes that the module defines."""
+        found = (node.name for node in self.tree.body if isinstance(node, ast.ClassDef))
+        return {name for name in found if not name.startswith("_")}
+
+    def names(self) -> set[str]:
+        """Returns the names that the module's code uses, beside those of attributes."""
+        return {node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name)}
+
+
+def concepts(product: list[Module]) -> int:
+    """Returns the number of classes of ours that the files of a step define or name. Of objectives, advantages
+    and aggregations a run has one each, so that each of these choices counts as one."""
+    classes = {name for module in product for name in module.classes()}
+    step = [module for module in product if str(module.path.relative_to(ROOT)) in STEP]
+    met = {name for module in step for name in module.names() | module.classes()} & classes
+    for choice in (ObjectiveConfig, AdvantageConfig, AggregationConfig):
+        options = {option.__name__ for option in get_args(choice)} & met
+        met -= options - {min(options, default="")}
+    return len(met)
+
 
 def modules(folder: str) -> list[Module]:
     return [Module(path) for path in sorted((ROOT / folder).rglob("*.py"))]
@@ -100,6 +131,7 @@ def _figures(product: list[Module]) -> Iterator[tuple[str, object]]:
     )
     yield "private functions with one caller, per 1,000 lines", f"{single / lines * 1000:.1f}"
     yield "public names in more than one module", sum(count > 1 for count in names.values())
+    yield "classes that a reader of one step meets", concepts(product)
     yield "modules over 300 lines", sum(m.lines().total() > 300 for m in product)
     yield f"files that spell {METRIC!r}", sum(f'"{METRIC}' in m.text for m in product)
     yield "entry points of commands", entries
