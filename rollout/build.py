@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from areal_q.config import Run, ScriptedEngine, parse
+from areal_q.config.tasks import chat_of
 from areal_q.errors import BufferUnavailable, ConfigError, RecordError, RunChanged, RunFinished
 from areal_q.tasks import Tokenizer, build_reward, build_tokenizer
 from buffer.redis_store import WorkerBuffer
@@ -66,6 +67,7 @@ def build_parts(run: Run, run_name: str, address: EndpointAddress) -> WorkerPart
             sampling=run.rollout.sampling,
             address=address.at,
             token_file=address.token_file,
+            reply_format=chat.reply_format if (chat := chat_of(run.task)) else "auto",
         )
     evaluation = build_evaluation_environment(run, client)
     return WorkerParts(engine, tokenizer, environment, evaluation, endpoint)

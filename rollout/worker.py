@@ -47,7 +47,7 @@ from areal_q.tasks import Problem, Reward, Tokenizer
 from buffer.redis_store import Claim, WorkerBuffer
 from buffer.weight_sync import WeightSource, WeightSubscriber
 from rollout.engines.base import Engine
-from rollout.environments.base import Environment, Response
+from rollout.environments.base import Environment, Response, with_shared_prompt
 from rollout.environments.engine_client import EngineClient
 from rollout.environments.external import Episodes
 from rollout.environments.single_turn import SingleTurn
@@ -224,14 +224,15 @@ class Worker:
         started = time.time()
         self._take_up(work)
         await self._environments[ticket.purpose](ticket, work.responses)
-        self._timeouts += sum(r.finish_reason == "timeout" for r in work.responses)
+        ticket, responses = with_shared_prompt(ticket, work.responses)
+        self._timeouts += sum(r.finish_reason == "timeout" for r in responses)
         group = Group(
             ticket=ticket,
             worker=self.name,
             engine=self._engine.name,
             weight_format=self._format,
             trajectories=await asyncio.gather(
-                *(self._trajectory(ticket, i, r) for i, r in enumerate(work.responses))
+                *(self._trajectory(ticket, i, r) for i, r in enumerate(responses))
             ),
             started_s=started,
             finished_s=time.time(),

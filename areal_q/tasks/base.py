@@ -104,6 +104,10 @@ class Tokenizer(Protocol):
         refuses, such as tools, and for any of them where there is no template."""
         ...
 
+    def opened(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Returns the messages after the system message of the settings, if they have none of their own."""
+        ...
+
     def encode_turn(
         self,
         messages: Sequence[Message],

@@ -77,6 +77,9 @@ class HFTokenizer:
             return self._chat.encode(messages, variables, tools)
         return self.encode_prompt(joined(messages, variables, tools))
 
+    def opened(self, messages: Sequence[Message]) -> Sequence[Message]:
+        return self._chat.prompt(messages) if self._chat else messages
+
     def encode_turn(
         self,
         messages: Sequence[Message],

@@ -52,6 +52,9 @@ class CharTokenizer:
         """Returns the ids of the contents, one after the other, since this tokenizer has no roles."""
         return self.encode(joined(messages, variables, tools))
 
+    def opened(self, messages: Sequence[Message]) -> Sequence[Message]:
+        return messages
+
     def encode_turn(
         self,
         messages: Sequence[Message],

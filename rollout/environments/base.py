@@ -5,9 +5,10 @@ response. Drawn tokens are never decoded and encoded again, which could change t
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from areal_q.config import Sampling
@@ -46,6 +47,13 @@ class Response:
     ended: bool = False
     routes: np.ndarray | None = None
     """Experts of the tokens of prompt and response, turn after turn, as in Completion.routes"""
+    prompt: list[int] | None = None
+    """The tokens before the response, where an agent brought its own; None means the ticket's"""
+
+    def context(self, ticket: Ticket) -> list[int]:
+        """Returns all tokens so far, those of the prompt included."""
+        prompt = ticket.prompt_ids.numpy().tolist() if self.prompt is None else self.prompt
+        return [*prompt, *self.ids]
 
     @property
     def drawn(self) -> int:
@@ -132,6 +140,30 @@ class Response:
             ended=partial.ended,
             routes=None if partial.routes is None else partial.routes.numpy(),
         )
+
+
+def with_shared_prompt(ticket: Ticket, responses: list[Response]) -> tuple[Ticket, list[Response]]:
+    """Returns both as a group holds them: before all responses stands one prompt, the longest beginning that
+    their prompts have in common, and the rest of a prompt begins its response, with loss mask 0."""
+    if all(response.prompt is None for response in responses):
+        return ticket, responses
+    prompts = [replace(r, ids=[]).context(ticket) for r in responses]
+    differ = (i for i, ids in enumerate(zip(*prompts, strict=False)) if len({*ids}) > 1)
+    shared = next(differ, min(map(len, prompts)))
+    asked = msgspec.structs.replace(ticket, prompt_ids=Array.of(prompts[0][:shared], "int32"))
+    pairs = zip(responses, prompts, strict=True)
+    return asked, [_after(prompt[shared:], r) for r, prompt in pairs]
+
+
+def _after(ids: list[int], response: Response) -> Response:
+    """Returns the response with `ids` before it, of the version that drew its first token."""
+    out = replace(response, ids=[], logprobs=[], mask=[], spans=[], prompt=None)
+    out.add_given(ids, response.spans[0])
+    out.ids += response.ids
+    out.logprobs += response.logprobs
+    out.mask += response.mask
+    out.spans = merge_spans([*out.spans, *response.spans])
+    return out
 
 
 class Environment(Protocol):

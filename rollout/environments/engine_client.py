@@ -71,9 +71,7 @@ class EngineClient:
 
         (completion,) = await self.engine.generate(
             Request(
-                prompt_ids=np.concatenate([ticket.prompt_ids.numpy(), response.ids]).astype(
-                    np.int32
-                ),
+                prompt_ids=np.array(response.context(ticket), np.int32),
                 num_samples=1,
                 sampling=replace(sampling, max_tokens=max_tokens, stop=(*sampling.stop, *stop)),
                 seed=ticket.seed + index + (response.turns << 32),

@@ -16,23 +16,47 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from areal_q.config import External
 from areal_q.errors import RecordError
 from areal_q.messages import FailureCause, Ticket, VersionSpan
 from areal_q.tasks import Score
+from areal_q.tasks.base import Message, Tool
 from rollout.engines.base import Completion, TokenCallback
 from rollout.environments.base import Response
 from rollout.environments.engine_client import EngineClient
 
 SILENCE_POLL_S = 1.0
 """Seconds between two checks for agents that have fallen silent"""
-Said = str | list[dict[str, str]] | None
-"""What an agent has sent of an episode, from its beginning to the turn that it asks for: a text, or messages;
-None for ids"""
+
+
+class Talk(NamedTuple):
+    """A conversation, and the tools that the model may call in it."""
+
+    messages: list[Message]
+    tools: list[Tool]
+
+
+Said = str | Talk | None
+"""What an agent has sent of an episode, from its beginning to the turn that it asks for: a text, or a
+conversation; None for ids"""
 UNDRAWN = VersionSpan(-1, 0, "")
 """Version span of tokens that an agent gave before the model drew its first one. It is replaced by the version
 that draws that token."""
+
+
+class Given(NamedTuple):
+    """What an agent puts before a turn."""
+
+    ids: list[int]
+    """Tokens after those that are recorded"""
+    prompt: list[int] | None = None
+    """All that is before the first draw, where that is not the ticket's prompt"""
+
+    def after(self, episode: "Episode") -> list[int]:
+        """Returns all that the turn is drawn after."""
+        return [*(episode.ids if self.prompt is None else self.prompt), *self.ids]
 
 
 @dataclass(eq=False)
@@ -46,7 +70,9 @@ class Episode:
     id: str = ""
     response: Response = field(default_factory=Response)
     text: str | None = field(init=False)
-    messages: list[dict[str, str]] | None = field(init=False)
+    messages: list[Message] | None = field(init=False)
+    tools: list[Tool] = field(default_factory=list)
+    """Those that the model read before its first draw"""
     busy: bool = False
     attempt: int = 1
     """Number of agents that have begun the episode, the present one included. An agent that gave it back does
@@ -59,7 +85,7 @@ class Episode:
 
     @property
     def ids(self) -> list[int]:
-        return [*self.ticket.prompt_ids.numpy().tolist(), *self.response.ids]
+        return self.response.context(self.ticket)
 
     @property
     def left(self) -> int:
@@ -146,24 +172,31 @@ class Episodes:
         self,
         episode: Episode,
         said: Said,
-        given: list[int],
+        given: Given,
         stop_ids: frozenset[int],
         max_tokens: int | None,
         stop: tuple[str, ...] = (),
         on_token: TokenCallback | None = None,
+        view: Callable[[Completion], Message] | None = None,
     ) -> Completion:
-        """Appends the tokens `given`, with loss mask 0, and draws the next turn after them. With them `said` is
-        all that the agent has sent.
+        """Appends what is `given`, with loss mask 0, and draws the next turn after it. With it `said` is all
+        that the agent has sent, and `view` returns the turn as the message that the agent receives.
 
         Tokens, and text or messages, change together once the turn has ended, whether or not the agent still
         waits for it. A turn that fails or is cancelled leaves the episode as it was. Raises RecordError if no
-        token budget is left, or another turn is under way.
+        token budget is left, another turn is under way, or a prompt of the agent's own begins otherwise than
+        the ticket's: the prompts of a group share at least their first token.
         """
         if episode.busy:
             raise RecordError("a turn of this episode is under way")
         if episode.left <= 0:
             raise RecordError("the episode's budget of tokens is spent")
-        room = self._longest - len(episode.ids) - len(given)
+        asked = given.after(episode)
+        if asked[0] != episode.ids[0]:
+            raise RecordError(
+                "the prompt does not begin with the first token of the ticket's prompt"
+            )
+        room = self._longest - len(asked)
         if room <= 0:
             raise RecordError(
                 f"the episode would have more than learner.microbatch_tokens = {self._longest} tokens"
@@ -175,8 +208,9 @@ class Episodes:
             logprobs=[*before.logprobs],
             mask=[*before.mask],
             spans=[*before.spans],
+            prompt=before.prompt if given.prompt is None else given.prompt,
         )
-        response.add_given(given, response.spans[-1] if response.spans else UNDRAWN)
+        response.add_given(given.ids, response.spans[-1] if response.spans else UNDRAWN)
         episode.busy = True
         try:
             budget = min(max_tokens or episode.left, episode.left, room)
@@ -195,16 +229,17 @@ class Episodes:
             response.spans[0].version == UNDRAWN.version
         ):  # now it is known which version they came before
             first = done.spans[0]
-            tokens = len(given) + first.tokens
+            tokens = len(given.ids) + first.tokens
             response.spans = [VersionSpan(first.version, tokens, first.digest), *done.spans[1:]]
         tokenizer = self._client.tokenizer
         drawn = done.response_ids.tolist()
         reply = tokenizer.decode([i for i in drawn if i not in tokenizer.special_ids])
-        if isinstance(said, list):
-            messages = [*said, {"role": "assistant", "content": reply}]
-            episode.text, episode.messages = None, messages
+        if isinstance(said, Talk):
+            answer = view(done) if view else {"role": "assistant", "content": reply}
+            episode.text, episode.messages = None, [*said.messages, answer]
+            episode.tools = said.tools
         else:
-            text = tokenizer.decode([*episode.ids, *given]) if said is None else said
+            text = tokenizer.decode(asked) if said is None else said
             episode.text, episode.messages = text + reply, None
         episode.response = response
         return done

@@ -21,7 +21,7 @@ from areal_q.system.ports import most_connections
 from areal_q.tasks import Tokenizer
 from rollout.engines.base import Completion, Engine, Request, TokenCallback
 from rollout.engines.stop_conditions import stop_strings
-from rollout.environments.external import Episode, Episodes, Said
+from rollout.environments.external import Episode, Episodes, Given, Said, Talk
 from rollout.openai_server.access import bound_to, denied
 from rollout.openai_server.connections import Connections
 from rollout.openai_server.episode_turns import (
@@ -31,6 +31,7 @@ from rollout.openai_server.episode_turns import (
     new_of_prompt,
 )
 from rollout.openai_server.replies import Reply
+from rollout.openai_server.reply_formats.registry import format_of
 from rollout.openai_server.request_fields import B, decoded_request
 from rollout.openai_server.schema import (
     BeginEpisode,
@@ -62,9 +63,10 @@ class Endpoint:
         sampling: Sampling,
         address: str,
         token_file: str | None,
+        reply_format: str = "auto",
     ) -> None:
-        """Raises ConfigError if `address` is not valid or lies beyond loopback without a token, if the token
-        file cannot be read, or if aiohttp is not installed."""
+        """`reply_format` is `task.chat.reply_format`. Raises ConfigError if `address` is not valid or lies
+        beyond loopback without a token, if the token file cannot be read, or if aiohttp is not installed."""
         self._host, self._port, self._token = bound_to(address, token_file)
         check_endpoint_packages()
         from aiohttp import web
@@ -72,6 +74,11 @@ class Endpoint:
         self._web = web
         self._engine, self._tokenizer, self._model = engine, tokenizer, model
         self._episodes, self._sampling = episodes, sampling
+        self._format = format_of(tokenizer, reply_format)
+        marks = (*self._format.shown, *self._format.ends)
+        named = {tokenizer.decode([i]): i for i in tokenizer.special_ids} if marks else {}
+        self._ends = frozenset(named[token] for token in self._format.ends if token in named)
+        self._shown = frozenset(named[token] for token in self._format.shown if token in named)
         self._runner: Any = None
         self._listener: asyncio.Server | None = None
 
@@ -137,10 +144,10 @@ class Endpoint:
     async def _completions(self, request: Any) -> Any:
         body = await self._body(request, CompletionBody)
         episode = self._episode(request)
-        given: list[int] = []
+        given: Given | None = None
         if episode is not None:
             given = new_of_prompt(self._tokenizer, episode, body.prompt)
-            prompt = [*episode.ids, *given]
+            prompt = given.after(episode)
         elif isinstance(body.prompt, str):
             prompt = self._tokenizer.encode_prompt(body.prompt)
         else:
@@ -151,15 +158,16 @@ class Endpoint:
     async def _chat(self, request: Any) -> Any:
         body = await self._body(request, ChatBody)
         episode = self._episode(request)
-        given: list[int] = []
+        given: Given | None = None
         messages = [m.plain() for m in body.messages]
+        talk = Talk(messages, [tool.plain() for tool in body.tools or ()])
         variables = body.chat_template_kwargs or {}
         if episode is not None:
-            given = new_of_messages(self._tokenizer, episode, messages, variables)
-            prompt = [*episode.ids, *given]
+            given = new_of_messages(self._tokenizer, episode, talk, variables, self._ends)
+            prompt = given.after(episode)
         else:
-            prompt = self._tokenizer.encode_messages(messages, variables)
-        return await self._answer(request, body, prompt, given, episode, messages)
+            prompt = self._tokenizer.encode_messages(messages, variables, talk.tools)
+        return await self._answer(request, body, prompt, given, episode, talk)
 
     async def _body(self, request: Any, type: type[B]) -> B:
         """Returns the decoded body. A request need not name a model; raises HTTPNotFound if it names another
@@ -186,7 +194,7 @@ class Endpoint:
         request: Any,
         body: CompletionBody | ChatBody,
         prompt: list[int],
-        given: list[int],
+        given: Given | None,
         episode: Episode | None,
         said: Said,
     ) -> Any:
@@ -194,15 +202,19 @@ class Endpoint:
             raise RecordError("the prompt is empty")
         sampling = fixed_sampling(body, episode) if episode else self._sampling_of(body)
         stops = frozenset([*self._tokenizer.stops, *(body.stop_token_ids or ())])
+        no_text = self._tokenizer.special_ids
+        if isinstance(body, ChatBody):
+            stops, no_text = stops | self._ends, no_text - self._shown
         # In an episode the agent needs the whole text, its stops included, for its next turn must extend it.
         kept = body.include_stop_str_in_output or episode is not None
         hidden = () if kept else stop_strings(sampling)
-        reply = Reply(body, prompt, self._model, self._tokenizer, hidden)
+        reply = Reply(body, prompt, self._model, self._tokenizer, hidden, self._format, no_text)
 
         async def generate(on_token: TokenCallback | None) -> list[Completion]:
-            if episode is not None:
+            if episode is not None and given is not None:
                 turn = self._required().turn
-                return [await turn(episode, said, given, stops, body.limit, body.stops, on_token)]
+                asked = (episode, said, given, stops, body.limit, body.stops, on_token)
+                return [await turn(*asked, view=reply.message)]
             asked = Request(
                 prompt_ids=np.array(prompt, np.int32),
                 num_samples=body.n,

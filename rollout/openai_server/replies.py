@@ -2,22 +2,30 @@
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import msgspec
 
 from areal_q.tasks import Tokenizer
+from areal_q.tasks.base import Message
 from rollout.engines.base import Completion
 from rollout.engines.stop_conditions import TextStream, cut_at_stop, held_back
+from rollout.openai_server.reply_formats.base import Asked, Parser, Part, joined
+from rollout.openai_server.reply_formats.registry import ReplyFormat
 from rollout.openai_server.schema import (
     ChatBody,
     CompletionBody,
     Told,
+    ToolCall,
     chat_choice,
     completion_choice,
     usage,
 )
+from rollout.openai_server.schema import Message as SentMessage
+
+_PROMPT_TAIL = 16
+"""Tokens at the end of a prompt that may hold the beginning of a thought"""
 
 
 class Reply:
@@ -30,9 +38,19 @@ class Reply:
         model: str,
         tokenizer: Tokenizer,
         hidden: tuple[str, ...],
+        format: ReplyFormat,
+        no_text: Set[int],
     ) -> None:
-        """Prepares answers to `body`. Their text ends before the first of the stop strings `hidden`."""
+        """Prepares answers to `body`. Their text ends before the first of the stop strings `hidden` and leaves
+        out the tokens `no_text`; those of a chat are read by `format`."""
         self._chat = isinstance(body, ChatBody)
+        self._format, self._no_text = format, no_text
+        called = isinstance(body, ChatBody) and body.tool_choice != "none" and body.tools
+        tools = [tool.plain() for tool in called or ()]
+        tail = prompt[-_PROMPT_TAIL:] if self._chat else []
+        self._asked = Asked(tools, tokenizer.decode(tail))
+        self._parsers: dict[int, Parser] = {}
+        self._calls: dict[int, int] = {}
         self._prompt, self._tokenizer = prompt, tokenizer
         self._logprobs = bool(body.logprobs) or (self._chat is False and body.logprobs == 0)
         kind = "chat.completion" if self._chat else "text_completion"
@@ -42,6 +60,7 @@ class Reply:
             "created": int(time.time()),
             "model": model,
         }
+        self._key = uuid.uuid4().hex[:4]
         self._hidden = hidden
         self.counts = body.stream_options is not None and body.stream_options.include_usage
         self._streams: dict[int, TextStream] = {}
@@ -50,15 +69,39 @@ class Reply:
 
     def told(self, completion: Completion, index: int) -> Told:
         ids = completion.response_ids.tolist()
+        text = cut_at_stop(self._decode(ids), self._hidden)
+        parts = self._parts(self._format.parser(self._asked), text, True)
+        called = any(part.kind == "call" for part in parts)
+        stopped = "tool_calls" if called else "stop"
         return Told(
             index=index,
-            text=cut_at_stop(self._decode(ids), self._hidden),
+            text=text,
+            parts=parts,
+            key=self._key_of(index),
             ids=ids,
             pieces=[self._tokenizer.decode([i]) for i in ids],
             logprobs=completion.logprobs.tolist(),
             versions=[s.version for s in completion.spans for _ in range(s.tokens)],
-            finish_reason="stop" if completion.finish_reason == "stop" else "length",
+            finish_reason=stopped if completion.finish_reason == "stop" else "length",
         )
+
+    def message(self, completion: Completion) -> Message:
+        """Returns the first choice as a message of a conversation, as a chat template takes it."""
+        told = self.told(completion, 0)
+        calls = [msgspec.convert(call, ToolCall) for call in told.tool_calls()]
+        thought = told.said("reasoning")
+        return SentMessage(
+            "assistant", told.said("content"), tool_calls=calls, reasoning_content=thought
+        ).plain()
+
+    def _parts(self, parser: Parser, text: str, ended: bool) -> list[Part]:
+        """Returns the parts of a chat that are certain after `text`."""
+        if not self._chat:
+            return []
+        return joined([*parser.feed(text), *(parser.end() if ended else ())])
+
+    def _key_of(self, index: int) -> str:
+        return f"{self._key}{index:02}"
 
     def whole(self, told: list[Told]) -> dict[str, Any]:
         make = chat_choice if self._chat else completion_choice
@@ -97,21 +140,32 @@ class Reply:
             versions=[],
             finish_reason=None,
         )
-        return self._chunk(one)
+        return self._chunk(one, False)
 
     def last(self, told: Told) -> dict[str, Any]:
         rest = told.text[self._sent.get(told.index, 0) :]
-        return self._chunk(msgspec.structs.replace(told, text=rest, ids=[], pieces=[], logprobs=[]))
+        new = msgspec.structs.replace(told, text=rest, ids=[], pieces=[], logprobs=[])
+        return self._chunk(new, True)
 
-    def _chunk(self, told: Told) -> dict[str, Any]:
-        make = chat_choice if self._chat else completion_choice
-        choice = make(told, self._logprobs)
-        if self._chat:
-            choice["delta"] = choice.pop("message")
+    def _chunk(self, told: Told, ended: bool) -> dict[str, Any]:
+        if not self._chat:
+            return {**self._of_stream(), "choices": [completion_choice(told, self._logprobs)]}
+        index, calls = told.index, self._calls.get(told.index, 0)
+        if index not in self._parsers:
+            self._parsers[index] = self._format.parser(self._asked)
+        parts = self._parts(self._parsers[index], told.text, ended)
+        key = self._key_of(index)
+        new = msgspec.structs.replace(told, parts=parts, key=key, calls=calls)
+        choice = chat_choice(new, self._logprobs)
+        delta = choice["delta"] = choice.pop("message")
+        delta["content"] = delta["content"] or ""
+        if found := delta.get("tool_calls"):
+            delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(found, calls)]
+            self._calls[index] = calls + len(found)
         return {**self._of_stream(), "choices": [choice]}
 
     def _of_stream(self) -> dict[str, Any]:
         return {**self._head, "object": "chat.completion.chunk"} if self._chat else self._head
 
     def _decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode([i for i in ids if i not in self._tokenizer.special_ids])
+        return self._tokenizer.decode([i for i in ids if i not in self._no_text])

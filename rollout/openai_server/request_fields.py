@@ -14,9 +14,9 @@ WITHOUT_EFFECT = frozenset(
     [
         "cache_salt",
         "metadata",
-        "parallel_tool_calls",
         "priority",
         "prompt_cache_key",
+        "prompt_cache_options",
         "prompt_cache_retention",
         "request_id",
         "return_token_ids",
@@ -45,6 +45,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "min_tokens": (0,),
     "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
@@ -56,6 +57,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Values, besides null, that ask for nothing, by field that is not implemented; one that is not named here has
 none"""
+_OF_TOOLS: dict[str, tuple[Any, ...]] = {
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True,),
+}
+"""Values of a chat's fields that do not bind what is drawn, which no engine here does"""
 _EMPTY = ("", [], {})
 """What such a field of a message may hold besides null, as in a reply that a client sends back"""
 
@@ -69,11 +75,24 @@ def decoded_request(data: bytes, type: type[B]) -> B:
             _refuse(name, found[name], NEUTRAL.get(name, ()), "")
     body = decoded(data, type)
     if isinstance(body, ChatBody):
+        for name, neutral in _OF_TOOLS.items():
+            value = getattr(body, name)
+            binds = value is not None and value not in neutral
+            if binds and (body.tools or name == "tool_choice"):
+                raise RecordError(f"`{name}` is not implemented: it is {value!r}")
         for i, message in enumerate(decoded(found["messages"], list[dict[str, Raw]])):
+            _check_role(body.messages[i], f"messages[{i}]")
             for name in message:
                 if name not in Message.__struct_fields__:
                     _refuse(name, message[name], _EMPTY, f" in messages[{i}]")
     return body
+
+
+def _check_role(message: Message, where: str) -> None:
+    """Raises RecordError for calls and thoughts of another than the assistant."""
+    for name in ("tool_calls", "reasoning_content"):
+        if message.role != "assistant" and getattr(message, name):
+            raise RecordError(f"{where}: `{name}` is the assistant's alone")
 
 
 def _refuse(name: str, raw: Raw, neutral: tuple[Any, ...], where: str) -> None:

@@ -11,10 +11,14 @@ from areal_q.config.struct_types import TokenId
 from areal_q.decode_errors import in_words, untyped
 from areal_q.errors import RecordError
 from areal_q.messages.trajectories import LARGEST_REWARD, FailureCause
+from areal_q.tasks.base import Message as PlainMessage
+from areal_q.tasks.base import Tool
+from rollout.openai_server.reply_formats.base import Part
 
 _Stop = Annotated[str, Meta(min_length=1, max_length=LONGEST_STOP)]
 _Stops = _Stop | Annotated[list[_Stop], Meta(max_length=MOST_STOPS)] | None
 _MAX_CHOICES = 64
+_MOST_TOOLS = 1024
 MAX_STOP_IDS = 256
 """Most stop ids of a request, since each token drawn is compared with all of them, in every row of the
 engine"""
@@ -76,20 +80,73 @@ class TextPart(Struct, tag_field="type", tag="text"):
     text: str
 
 
+class FunctionCall(Struct):
+    name: str
+    arguments: str = ""
+
+
+class ToolCall(Struct, tag_field="type", tag="function"):
+    function: FunctionCall
+    id: str = ""
+
+    def plain(self) -> dict[str, Any]:
+        """Returns the call as a chat template takes it. Raises RecordError if its arguments are no object."""
+        name = self.function.name
+        try:
+            found: Any = msgspec.json.decode(self.function.arguments or "{}", type=dict[str, Any])
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise RecordError(
+                f"the arguments of the call of {name!r} are no JSON object"
+            ) from error
+        return {
+            "id": self.id,
+            "type": "function",
+            "function": {"name": name, "arguments": found},
+        }
+
+
+class Function(Struct):
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,128}\Z")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    """Asks for arguments that keep to the schema; they come as they were drawn all the same."""
+
+
+class FunctionTool(Struct, tag_field="type", tag="function"):
+    function: Function
+
+    def plain(self) -> Tool:
+        """Returns the tool as a chat template takes it."""
+        named = {
+            name: getattr(self.function, name) for name in ("name", "description", "parameters")
+        }
+        function = {name: value for name, value in named.items() if value is not None}
+        return {"type": "function", "function": function}
+
+
 class Message(Struct):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = ""
     name: str | None = None
     tool_call_id: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    reasoning_content: str | None = None
 
-    def plain(self) -> dict[str, str]:
-        """Returns the message as a chat template takes it, with its content as one text."""
+    def plain(self) -> PlainMessage:
+        """Returns the message as a chat template takes it, with its content as one text and the arguments of
+        calls as objects. Raises RecordError for arguments that are none."""
         said = self.content or ""
-        named = {"name": self.name, "tool_call_id": self.tool_call_id}
+        others = {
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+            "tool_calls": [call.plain() for call in self.tool_calls or ()] or None,
+            "reasoning_content": self.reasoning_content or None,
+        }
         return {
             "role": self.role,
             "content": said if isinstance(said, str) else _joined(said),
-            **{field: value for field, value in named.items() if value is not None},
+            **{field: value for field, value in others.items() if value is not None},
         }
 
 
@@ -100,6 +157,9 @@ def _joined(parts: list[TextPart]) -> str:
 class ChatBody(_Body, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1, max_length=_MAX_PROMPT)]
     logprobs: bool | None = None
+    tools: Annotated[list[FunctionTool], Meta(max_length=_MOST_TOOLS)] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, bool | int | float | str] | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
 
@@ -139,6 +199,27 @@ class Told(Struct, frozen=True, kw_only=True):
     versions: list[int]
     """Version of the weights that drew each token"""
     finish_reason: str | None
+    parts: list[Part] = []
+    """Of a chat: the text, or what is new of it, as its parser reads it"""
+    calls: int = 0
+    """Number of calls that were sent before"""
+    key: str = ""
+    """Beginning of the ids of this reply's calls"""
+
+    def tool_calls(self) -> list[dict[str, Any]]:
+        """Returns the calls. Their ids have nine letters and digits, since some chat templates ask for that."""
+        calls = [part for part in self.parts if part.kind == "call"]
+        return [
+            {
+                "id": f"{self.key}{i:03}",
+                "type": "function",
+                "function": {"name": one.name, "arguments": one.text},
+            }
+            for i, one in enumerate(calls, self.calls)
+        ]
+
+    def said(self, kind: str) -> str:
+        return "".join(part.text for part in self.parts if part.kind == kind)
 
 
 def completion_choice(told: Told, logprobs: bool) -> dict[str, Any]:
@@ -148,14 +229,24 @@ def completion_choice(told: Told, logprobs: bool) -> dict[str, Any]:
     return {**_common(told), "text": told.text, "logprobs": found if logprobs else None}
 
 
+def message(told: Told) -> dict[str, Any]:
+    """Returns the reply as a message, whose fields that have nothing to say are left out."""
+    calls, thought = told.tool_calls(), told.said("reasoning")
+    return {
+        "role": "assistant",
+        "content": told.said("content") or (None if calls else ""),
+        **({"reasoning_content": thought} if thought else {}),
+        **({"tool_calls": calls} if calls else {}),
+    }
+
+
 def chat_choice(told: Told, logprobs: bool) -> dict[str, Any]:
     content = [
         {"token": piece, "logprob": logprob, "bytes": list(piece.encode()), "top_logprobs": []}
         for piece, logprob in zip(told.pieces, told.logprobs, strict=True)
     ]
     found = {"content": content, "refusal": None}
-    message = {"role": "assistant", "content": told.text}
-    return {**_common(told), "message": message, "logprobs": found if logprobs else None}
+    return {**_common(told), "message": message(told), "logprobs": found if logprobs else None}
 
 
 def _common(told: Told) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from areal_q.tasks import CharTokenizer
 from rollout.engines.base import Completion, Request, ResponseCallback, TokenCallback
 from rollout.environments.base import Response
 from rollout.environments.engine_client import EngineClient
-from rollout.environments.external import Episodes
+from rollout.environments.external import Episodes, Given
 from rollout.openai_server.app import Endpoint
 
 MANY = 20_000
@@ -144,7 +144,7 @@ async def test_the_experts_of_earlier_turns_are_kept(ticket: Ticket):
         assert episode is not None
         for given in ([], [4, 5]):
             oracle.add_given(given, VersionSpan(0, 0, "ab"))
-            oracle.add_drawn(await episodes.turn(episode, None, given, frozenset(), 2))
+            oracle.add_drawn(await episodes.turn(episode, None, Given(given), frozenset(), 2))
         episodes.end(episode, 1.0, {})
         await asyncio.sleep(0)
         played = episode.response

@@ -40,7 +40,7 @@ from rollout.engines import build_engine
 from rollout.engines.base import Completion, Engine, Request
 from rollout.environments.base import Response
 from rollout.environments.engine_client import EngineClient
-from rollout.environments.external import Episodes
+from rollout.environments.external import Episodes, Given
 from rollout.environments.registry import build_environment
 from rollout.openai_server.app import MAX_BODY_BYTES, Endpoint
 from rollout.openai_server.request_fields import NEUTRAL, WITHOUT_EFFECT
@@ -198,7 +198,6 @@ async def test_what_a_request_gets_wrong_is_told(make_run: MakeRun):
 
 
 FUNCTION = {"name": "f", "parameters": {}}
-CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 NOT_IMPLEMENTED: dict[str, list[Any]] = {
     "add_generation_prompt": [False],
     "allowed_token_ids": [[3, 4]],
@@ -224,8 +223,7 @@ NOT_IMPLEMENTED: dict[str, list[Any]] = {
     "response_format": [{"type": "json_object"}, {"type": "json_schema", "json_schema": {}}],
     "structured_outputs": [{"choice": ["3"]}],
     "suffix": ["="],
-    "tool_choice": ["required"],
-    "tools": [[{"type": "function", "function": FUNCTION}]],
+    "tool_choice": ["required", {"type": "function", "function": {"name": "f"}}],
     "truncate_prompt_tokens": [2],
     "use_beam_search": [True],
     "a_field_that_nobody_knows": [True, False, 0],
@@ -260,9 +258,7 @@ async def test_fields_of_a_message_do_not_vanish(make_run: MakeRun):
         asked = {"model": "run", "max_tokens": 4, "seed": 2}
         user, reply = {"role": "user", "content": "1+2="}, {"role": "assistant", "content": None}
         for field, value in {
-            "tool_calls": [CALL],
             "function_call": FUNCTION,
-            "reasoning_content": "3",
             "refusal": "no",
             "audio": {"id": "1"},
             "prefix": True,
@@ -642,12 +638,12 @@ async def test_an_episode_given_up_begins_again_with_whoever_asks_next(
     task = asyncio.create_task(episodes(ticket, responses))
     first = await episodes.begin(5.0)
     assert first is not None
-    await episodes.turn(first, None, [], frozenset(), 2)
+    await episodes.turn(first, None, Given([]), frozenset(), 2)
     assert await episodes.begin(0.0) is None
     await asyncio.sleep(0.06)
     second = await episodes.begin(1.0)
     assert second is not None and second.id != first.id and not second.response.ids
-    await episodes.turn(second, None, [5], frozenset(), 2)
+    await episodes.turn(second, None, Given([5]), frozenset(), 2)
     assert [second.response.mask, second.response.spans[0].tokens] == [[0, 1, 1], 3]
     episodes.end(second, 1.0, {})
     await task
@@ -698,7 +694,7 @@ async def test_an_episode_left_too_often_has_no_reward(
     for _ in range(2):
         episode = await episodes.begin(30.0)
         assert episode is not None
-        await episodes.turn(episode, None, [], frozenset(), 2)
+        await episodes.turn(episode, None, Given([]), frozenset(), 2)
     await task
     score = responses[0].score
     assert score is not None and (score.valid, score.failure) == (valid, "timeout")

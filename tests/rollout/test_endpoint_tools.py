@@ -1,0 +1,264 @@
+"""Tools over the endpoint: OpenAI's own client, an engine with a script, and what the learner gets of it."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import openai
+import pytest
+from helpers.chain_models import byte_tokenizer
+
+from areal_q.config import Chat, External, Sampling
+from areal_q.messages import Array, Ticket, VersionSpan
+from areal_q.tasks import Tokenizer, load_tokenizer
+from rollout.engines.base import Completion, Request, ResponseCallback, TokenCallback
+from rollout.environments.base import Response, with_shared_prompt
+from rollout.environments.engine_client import EngineClient
+from rollout.environments.external import Episodes
+from rollout.openai_server.app import Endpoint
+
+TEMPLATE = (
+    "{% if tools %}<|im_start|>system\nTools:{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
+    "<tool_call><|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}"
+    '<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+    "\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ADD: Any = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+        "strict": True,
+    },
+}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": %s}}\n</tool_call>'
+BOTH = f"<think>\nhm é\n</think>\n\nso\n{CALL % 1}\n{CALL % 2}"
+
+
+class Scripted:
+    """An engine that draws the next line of its script, and the end; a line is cut where there is no room."""
+
+    version = 3
+
+    def __init__(self, tokenizer: Tokenizer, script: list[str]) -> None:
+        self.tokenizer, self.script = tokenizer, script
+        self.drawn: list[tuple[list[int], list[int]]] = []
+        """Prompt and reply of each request"""
+
+    async def generate(
+        self,
+        request: Request,
+        on_token: TokenCallback | None = None,
+        on_response: ResponseCallback | None = None,
+    ) -> list[Completion]:
+        line = self.script.pop(0)
+        ids = [*self.tokenizer.encode(line), self.tokenizer.eos_id]
+        ids = ids[: request.sampling.max_tokens]
+        ended = ids[-1] in request.stop_ids
+        self.drawn.append((request.prompt_ids.tolist(), ids))
+        completion = Completion(
+            response_ids=np.array(ids, np.int32),
+            logprobs=np.full(len(ids), -0.5, np.float32),
+            spans=[VersionSpan(3, len(ids), "ab")],
+            finish_reason="stop" if ended else "length",
+        )
+        for token in ids if on_token else ():
+            on_token(0, token, -0.5)  # pyright: ignore[reportOptionalCall]
+        if on_response:
+            on_response(0, completion)
+        return [completion]
+
+
+class World:
+    """An endpoint, its engine, and the episodes of one ticket."""
+
+    def __init__(self, path: Path, make_ticket: Callable[..., Ticket], script: list[str]) -> None:
+        byte_tokenizer(template=TEMPLATE).save_pretrained(path)
+        self.tokenizer = load_tokenizer(path, Chat())
+        self.engine: Any = Scripted(self.tokenizer, script)
+        self.episodes = Episodes(EngineClient(self.engine, self.tokenizer), External(), 5000)
+        prompt = Array.of(self.tokenizer.encode_prompt("what?"), "int32")
+        sampling = Sampling(max_tokens=2000)
+        self.ticket = make_ticket(
+            group_size=2, prompt="what?", prompt_ids=prompt, sampling=sampling
+        )
+        self.responses = [Response(), Response()]
+
+    @asynccontextmanager
+    async def served(self) -> AsyncIterator[Any]:
+        playing = asyncio.create_task(self.episodes(self.ticket, self.responses))
+        sampling = self.ticket.sampling
+        at = Endpoint(self.engine, self.tokenizer, "run", self.episodes, sampling, "0", None)
+        self.url = f"http://127.0.0.1:{await at.start()}/v1"
+        try:
+            async with openai.AsyncOpenAI(base_url=self.url, api_key="-", max_retries=0) as client:
+                yield client.chat.completions.create
+        finally:
+            playing.cancel()
+            await asyncio.gather(playing, return_exceptions=True)
+            await at.close()
+
+    async def post(self, path: str, body: Any = None) -> Any:
+        async with aiohttp.ClientSession() as http, http.post(self.url + path, json=body) as reply:
+            assert reply.status == 200, await reply.text()
+            return await reply.json()
+
+
+@pytest.fixture
+def world(tmp_path: Path, make_ticket: Callable[..., Ticket]) -> Callable[..., World]:
+    return lambda *script: World(tmp_path, make_ticket, list(script))
+
+
+ASKED: dict[str, Any] = {"model": "run", "messages": [{"role": "user", "content": "?"}]}
+
+
+async def test_calls_and_thoughts_are_a_view_of_the_drawn_tokens(world: Callable[..., World]):
+    here = world(BOTH)
+    async with here.served() as create:
+        reply: Any = await create(**ASKED, tools=[ADD])
+    choice = reply.choices[0]
+    message = choice.message
+    assert (message.content, message.reasoning_content) == ("so", "hm é")
+    found = [
+        (call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls
+    ]
+    assert found == [("add", {"a": 1}), ("add", {"a": 2})]
+    assert choice.finish_reason == "tool_calls"
+    assert len({call.id for call in message.tool_calls}) == 2
+    assert (reply.prompt_token_ids, choice.token_ids) == here.engine.drawn[0]
+    assert here.tokenizer.decode(choice.token_ids) == BOTH + "<|im_end|>"
+    assert '"name": "add"' in here.tokenizer.decode(reply.prompt_token_ids)
+    assert "strict" not in here.tokenizer.decode(reply.prompt_token_ids)
+
+
+async def test_a_streamed_call_is_the_whole_one(world: Callable[..., World]):
+    """Token by token, which for é are two, of one byte each."""
+    here = world(BOTH, BOTH)
+    async with here.served() as create:
+        whole = (await create(**ASKED, tools=[ADD])).choices[0]
+        said, thought, calls, ids, last = "", "", {}, [], None
+        async for chunk in await create(**ASKED, tools=[ADD], stream=True):
+            (last,) = chunk.choices
+            said += last.delta.content or ""
+            thought += getattr(last.delta, "reasoning_content", "")
+            ids += last.token_ids
+            for call in last.delta.tool_calls or []:
+                calls[call.index] = (call.id, call.function.name, call.function.arguments)
+    assert last is not None
+    assert (said, thought) == (whole.message.content, whole.message.reasoning_content)
+    assert ids == whole.token_ids and last.finish_reason == whole.finish_reason
+    told = [(call.function.name, call.function.arguments) for call in whole.message.tool_calls]
+    assert [calls[i][1:] for i in range(len(calls))] == told
+    assert len({call[0] for call in calls.values()}) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "extra", "reason"),
+    [
+        (CALL % "1,", {}, "stop"),
+        (CALL % 1, {"max_tokens": 20}, "length"),
+        (CALL % 1, {"tool_choice": "none"}, "stop"),
+    ],
+)
+async def test_what_is_no_call_stays_text(
+    world: Callable[..., World], line: str, extra: dict[str, Any], reason: str
+):
+    """One that cannot be read, one cut off, and one where the client wants none."""
+    here = world(line)
+    async with here.served() as create:
+        choice = (await create(**ASKED, tools=[ADD], **extra)).choices[0]
+    assert choice.message.tool_calls is None and choice.finish_reason == reason
+    assert line.startswith(choice.message.content) and choice.message.content
+
+
+async def test_what_binds_a_call_is_refused(world: Callable[..., World]):
+    here = world()
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"tool_choice": "required"}, "`tool_choice` is not implemented"),
+        ({"parallel_tool_calls": False}, "`parallel_tool_calls` is not implemented"),
+        ({"tools": [{"type": "custom", "custom": {"name": "c"}}]}, "custom"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "name"),
+    ]
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "[1]"}}
+    talk: list[tuple[list[Any], str]] = [
+        ([{"role": "assistant", "tool_calls": [call]}], "'add' are no JSON object"),
+        ([{"role": "user", "content": "", "tool_calls": [call]}], "the assistant's alone"),
+    ]
+    async with here.served() as create:
+        for extra, reason in wrong:
+            with pytest.raises(openai.BadRequestError, match=reason):
+                await create(**{**ASKED, "tools": [ADD], **extra})
+        for messages, reason in talk:
+            with pytest.raises(openai.BadRequestError, match=reason):
+                await create(model="run", messages=messages)
+    assert not here.engine.drawn
+
+
+async def play(here: World, create: Any, system: str, episode: dict[str, Any]) -> list[Any]:
+    """A tool loop of two turns, with instructions of its own, that forgets the model's thoughts."""
+    heads = {"X-Episode": episode["id"]}
+    talk: list[Any] = [{"role": "system", "content": system}]
+    talk.append({"role": "user", "content": episode["prompt"]})
+    replies = []
+    while not replies or replies[-1].choices[0].message.tool_calls:
+        reply = await create(model="run", messages=talk, tools=[ADD], extra_headers=heads)
+        replies.append(reply)
+        message = reply.choices[0].message
+        back = message.model_dump(exclude_none=True)
+        back.pop("reasoning_content", None)
+        talk.append(back)
+        for call in message.tool_calls or []:
+            talk.append({"role": "tool", "tool_call_id": call.id, "content": "4"})
+    await here.post(f"/episodes/{episode['id']}/reward", {"reward": 1.0})
+    return replies
+
+
+async def test_an_agent_with_instructions_and_tools_is_learnt_exactly(world: Callable[..., World]):
+    """Double entry: what the client was told is what the group holds, token by token, and the model saw the
+    template's own rendering of the whole conversation, thoughts apart."""
+    here = world(BOTH, "4 and 4", BOTH, "done")
+    async with here.served() as create:
+        played = []
+        for system in ("be brief", "be very brief"):
+            episode = await here.post("/episodes")
+            played.append(await play(here, create, system, episode))
+        while not all(response.ended for response in here.responses):
+            await asyncio.sleep(0.01)
+    ticket, rows = with_shared_prompt(here.ticket, here.responses)
+    prompts = [replies[0].prompt_token_ids for replies in played]
+    shared = here.tokenizer.decode(ticket.prompt_ids.numpy().tolist())
+    assert shared.endswith("<|im_start|>system\nbe ")
+    for row, replies, prompt in zip(rows, played, prompts, strict=True):
+        whole = [*ticket.prompt_ids.numpy().tolist(), *row.ids]
+        first, last = (reply.choices[0].token_ids for reply in replies)
+        assert whole == [*replies[1].prompt_token_ids, *last]
+        assert whole[: len(prompt) + len(first)] == [*prompt, *first]
+        masked = [i for i, m in zip(row.ids, row.mask, strict=True) if m]
+        assert masked == [*first, *last]
+        assert [p for p, m in zip(row.logprobs, row.mask, strict=True) if m] == [-0.5] * len(masked)
+        assert sum(span.tokens for span in row.spans) == len(row.ids) == len(row.logprobs)
+        between = here.tokenizer.decode(whole[len(prompt) + len(first) : -len(last)])
+        result = "<|im_start|>tool\n4<|im_end|>\n"
+        assert between == f"\n{result * 2}<|im_start|>assistant\n"
+
+
+async def test_tools_stay_those_of_the_first_turn(world: Callable[..., World]):
+    here = world("hm")
+    async with here.served() as create:
+        heads = {"X-Episode": (await here.post("/episodes"))["id"]}
+        said = {**ASKED, "extra_headers": heads}
+        reply = (await create(**said, tools=[ADD])).choices[0].message
+        talk = [*ASKED["messages"], reply.model_dump(), *ASKED["messages"]]
+        with pytest.raises(openai.BadRequestError, match="not those of the episode's first turn"):
+            await create(**{**said, "messages": talk})
+        talk[1] = {"role": "assistant", "content": "something else"}
+        with pytest.raises(openai.BadRequestError, match=r"messages\[1\] is .*'something else'"):
+            await create(**{**said, "messages": talk}, tools=[ADD])
