@@ -31,7 +31,7 @@ from rollout.openai_server.episode_turns import (
     new_of_prompt,
 )
 from rollout.openai_server.replies import Reply
-from rollout.openai_server.reply_formats.registry import format_of
+from rollout.openai_server.reply_formats.table import format_of
 from rollout.openai_server.request_fields import B, decoded_request
 from rollout.openai_server.schema import (
     BeginEpisode,

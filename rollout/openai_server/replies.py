@@ -12,7 +12,7 @@ from areal_q.tasks.base import Message
 from rollout.engines.base import Completion
 from rollout.engines.stop_conditions import TextStream, cut_at_stop, held_back
 from rollout.openai_server.reply_formats.base import Asked, Parser, Part, joined
-from rollout.openai_server.reply_formats.registry import ReplyFormat
+from rollout.openai_server.reply_formats.table import ReplyFormat
 from rollout.openai_server.schema import (
     ChatBody,
     CompletionBody,
