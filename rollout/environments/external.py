@@ -27,6 +27,8 @@ from rollout.engines.base import Completion, TokenCallback
 from rollout.environments.base import Response
 from rollout.environments.engine_client import EngineClient
 
+EPISODE = "ep-"
+"""Beginning of every episode's id, which tells it from other keys"""
 SILENCE_POLL_S = 1.0
 """Seconds between two checks for agents that have fallen silent"""
 
@@ -147,7 +149,8 @@ class Episodes:
             self._take_back()
             if self._free:
                 episode = self._free.pop(0)
-                episode.id, episode.seen_s = secrets.token_urlsafe(16), time.monotonic()
+                episode.id = EPISODE + secrets.token_urlsafe(16)
+                episode.seen_s = time.monotonic()
                 self._played[episode.id] = episode
                 return episode
             self._changed.clear()
@@ -158,6 +161,10 @@ class Episodes:
                 await asyncio.wait_for(self._changed.wait(), min(left_s, 1.0))
             except TimeoutError:
                 continue
+
+    def plays(self, id: str) -> bool:
+        """Returns True if an agent plays the episode `id`."""
+        return id in self._played
 
     def find(self, id: str) -> Episode:
         """Returns the episode `id`. Raises RecordError if it is unknown, has ended, or its agent was silent for

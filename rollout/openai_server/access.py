@@ -6,6 +6,7 @@ from pathlib import Path
 
 from areal_q.errors import ConfigError
 from areal_q.system.local_requests import LOOPBACK, refusal
+from rollout.environments.external import EPISODE
 
 
 def bound_to(address: str, token_file: str | None) -> tuple[str, int, bytes | None]:
@@ -36,6 +37,12 @@ def _token(path: str | None) -> bytes | None:
     if not token:
         raise ConfigError(f"AREAL_Q_SERVE_TOKEN_FILE (--serve-token): {path} is empty")
     return token
+
+
+def episode_key(headers: Mapping[str, str]) -> str | None:
+    """Returns the episode that a request names as its key, `Bearer ep-…`; None if it names none."""
+    kind, _, key = headers.get("Authorization", "").partition(" ")
+    return key if kind == "Bearer" and key.startswith(EPISODE) else None
 
 
 def denied(headers: Mapping[str, str], token: bytes | None) -> tuple[int, str, str] | None:

@@ -1,7 +1,7 @@
 """The OpenAI-compatible endpoint of a worker (docs/endpoint.md): completions, chat, models, episodes.
 
-Requests share the engine with the tickets. A request that names no episode leaves nothing behind. One that does
-(by the header `X-Episode`) continues the recorded turns (rollout/openai_server/episode_turns.py).
+Requests share the engine with the tickets. A request that names no episode leaves nothing behind. One that does,
+by the header `X-Episode`, by its URL or by its key, continues the recorded turns: episode_turns.py.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from areal_q.tasks import Tokenizer
 from rollout.engines.base import Completion, Engine, Request, TokenCallback
 from rollout.engines.stop_conditions import stop_strings
 from rollout.environments.external import Episode, Episodes, Given, Said, Talk
-from rollout.openai_server.access import bound_to, denied
+from rollout.openai_server.access import bound_to, denied, episode_key
 from rollout.openai_server.connections import Connections
 from rollout.openai_server.episode_turns import (
     KNOBS,
@@ -38,12 +38,16 @@ from rollout.openai_server.schema import (
     ChatBody,
     CompletionBody,
     RewardBody,
+    Told,
     decoded,
 )
 from rollout.openai_server.streaming import stream
+from rollout.openai_server.token_route import decoded_tokens, token_answer
 
 logger = logging.getLogger(__name__)
 HEADER = "X-Episode"
+Whole = Callable[[Reply, list[Told]], dict[str, Any]]
+"""Function that returns the answer to a request that is not streamed"""
 MAX_BODY_BYTES = 4 << 20
 """Most bytes in a request's body, enough for about 500,000 token ids in JSON"""
 BODY_S = 60.0
@@ -98,9 +102,12 @@ class Endpoint:
                 connection.request_ends()
 
         app = web.Application(middlewares=[guard], client_max_size=MAX_BODY_BYTES)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_post("/v1/completions", self._completions)
-        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/inference/v1/generate", self._generate)
+        app.router.add_post("/v1/episodes/{id}/inference/v1/generate", self._generate)
+        for base in ("/v1", "/v1/episodes/{id}"):
+            app.router.add_get(f"{base}/models", self._models)
+            app.router.add_post(f"{base}/completions", self._completions)
+            app.router.add_post(f"{base}/chat/completions", self._chat)
         app.router.add_post("/v1/episodes", self._begin)
         app.router.add_post("/v1/episodes/{id}/reward", self._reward)
         app.router.add_delete("/v1/episodes/{id}", self._drop)
@@ -126,7 +133,8 @@ class Endpoint:
 
     async def _guard(self, request: Any, handler: Callable[[Any], Awaitable[Any]]) -> Any:
         """Refuses a request without the token, and answers errors of a request in OpenAI's form."""
-        if (reason := denied(request.headers, self._token)) is not None:
+        reason = denied(request.headers, self._token)
+        if reason is not None and not self._is_player(request):
             return self._refused(*reason)
         try:
             return await handler(request)
@@ -137,12 +145,29 @@ class Endpoint:
         except self._web.HTTPException as error:
             return self._refused(error.status, "invalid_request_error", error.text or error.reason)
 
+    def _is_player(self, request: Any) -> bool:
+        """Returns True if the key is the id of an episode that is being played, which none but those who may
+        begin episodes can have told, and the request is about that episode."""
+        key = episode_key(request.headers)
+        if self._token is None or key is None or request.path == "/v1/episodes":
+            return False
+        playing = self._episodes is not None and self._episodes.plays(key)
+        return playing and request.match_info.get("id", key) == key
+
     async def _models(self, request: Any) -> Any:
         data = [{"id": self._model, "object": "model", "created": 0, "owned_by": "areal-q"}]
         return self._json({"object": "list", "data": data, "version": self._engine.version})
 
     async def _completions(self, request: Any) -> Any:
-        body = await self._body(request, CompletionBody)
+        return await self._complete(request, await self._body(request, CompletionBody))
+
+    async def _generate(self, request: Any) -> Any:
+        body = self._of_model(decoded_tokens(await self._read(request)))
+        return await self._complete(request, body, token_answer)
+
+    async def _complete(
+        self, request: Any, body: CompletionBody, whole: Whole = Reply.whole
+    ) -> Any:
         episode = self._episode(request)
         given: Given | None = None
         if episode is not None:
@@ -153,7 +178,7 @@ class Endpoint:
         else:
             prompt = body.prompt
         said = body.prompt if isinstance(body.prompt, str) else None
-        return await self._answer(request, body, prompt, given, episode, said)
+        return await self._answer(request, body, prompt, given, episode, said, whole)
 
     async def _chat(self, request: Any) -> Any:
         body = await self._body(request, ChatBody)
@@ -172,7 +197,9 @@ class Endpoint:
     async def _body(self, request: Any, type: type[B]) -> B:
         """Returns the decoded body. A request need not name a model; raises HTTPNotFound if it names another
         than the run's, and RecordError for a body that is not valid."""
-        body = decoded_request(await self._read(request), type)
+        return self._of_model(decoded_request(await self._read(request), type))
+
+    def _of_model(self, body: B) -> B:
         if body.model not in ("", self._model):
             raise self._web.HTTPNotFound(text=f"no model {body.model!r} here, but {self._model!r}")
         return body
@@ -186,8 +213,14 @@ class Endpoint:
             raise self._web.HTTPRequestTimeout(text="the body did not come") from error
 
     def _episode(self, request: Any) -> Episode | None:
-        id = request.headers.get(HEADER)
-        return None if id is None else self._required().find(id)
+        """Returns the episode that the header, the URL or the key names, if any does. Raises RecordError if
+        they name several, or one that nobody plays."""
+        headers = request.headers
+        names = (headers.get(HEADER), request.match_info.get("id"), episode_key(headers))
+        named = {name for name in names if name is not None}
+        if len(named) > 1:
+            raise RecordError("header, URL and key name several episodes")
+        return self._required().find(named.pop()) if named else None
 
     async def _answer(
         self,
@@ -197,6 +230,7 @@ class Endpoint:
         given: Given | None,
         episode: Episode | None,
         said: Said,
+        whole: Whole = Reply.whole,
     ) -> Any:
         if not prompt:
             raise RecordError("the prompt is empty")
@@ -231,7 +265,7 @@ class Endpoint:
             await stream(request, response, reply, generate)
             return response
         told = [reply.told(c, i) for i, c in enumerate(await generate(None))]
-        return self._json(reply.whole(told))
+        return self._json(whole(reply, told))
 
     def _sampling_of(self, body: CompletionBody | ChatBody) -> Sampling:
         """Returns the run's sampling settings, or the request's where it names any."""

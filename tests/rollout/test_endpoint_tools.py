@@ -93,10 +93,10 @@ class World:
         self.responses = [Response(), Response()]
 
     @asynccontextmanager
-    async def served(self) -> AsyncIterator[Any]:
+    async def served(self, token: str | None = None) -> AsyncIterator[Any]:
         playing = asyncio.create_task(self.episodes(self.ticket, self.responses))
         sampling = self.ticket.sampling
-        at = Endpoint(self.engine, self.tokenizer, "run", self.episodes, sampling, "0", None)
+        at = Endpoint(self.engine, self.tokenizer, "run", self.episodes, sampling, "0", token)
         self.url = f"http://127.0.0.1:{await at.start()}/v1"
         try:
             async with openai.AsyncOpenAI(base_url=self.url, api_key="-", max_retries=0) as client:
@@ -106,9 +106,13 @@ class World:
             await asyncio.gather(playing, return_exceptions=True)
             await at.close()
 
-    async def post(self, path: str, body: Any = None) -> Any:
-        async with aiohttp.ClientSession() as http, http.post(self.url + path, json=body) as reply:
-            assert reply.status == 200, await reply.text()
+    async def post(self, path: str, body: Any = None, key: str = "-", status: int = 200) -> Any:
+        heads = {"Authorization": f"Bearer {key}"}
+        async with (
+            aiohttp.ClientSession(headers=heads) as http,
+            http.post(self.url + path, json=body) as reply,
+        ):
+            assert reply.status == status, await reply.text()
             return await reply.json()
 
 
@@ -262,3 +266,88 @@ async def test_tools_stay_those_of_the_first_turn(world: Callable[..., World]):
         talk[1] = {"role": "assistant", "content": "something else"}
         with pytest.raises(openai.BadRequestError, match=r"messages\[1\] is .*'something else'"):
             await create(**{**said, "messages": talk}, tools=[ADD])
+
+
+@pytest.mark.parametrize("way", ["header", "URL", "key"])
+async def test_an_episode_has_three_names(world: Callable[..., World], way: str):
+    here = world("so", "and so", "no")
+    async with here.served():
+        id = (await here.post("/episodes"))["id"]
+        url = f"{here.url}/episodes/{id}" if way == "URL" else here.url
+        heads = {"X-Episode": id} if way == "header" else {}
+        key = id if way == "key" else "none"
+        async with openai.AsyncOpenAI(
+            base_url=url, api_key=key, default_headers=heads, max_retries=0
+        ) as client:
+            assert (await client.models.list()).data[0].id == "run"
+            talk: list[Any] = [{"role": "user", "content": "?"}]
+            for _ in range(2):
+                reply = await client.chat.completions.create(model="run", messages=talk)
+                talk += [reply.choices[0].message.model_dump(), *talk[:1]]
+            other = (await here.post("/episodes"))["id"]
+            with pytest.raises(openai.BadRequestError, match="name several episodes"):
+                both = {"X-Episode": other if way == "URL" else id + "x"}
+                named = both if way != "header" else {"Authorization": f"Bearer {other}"}
+                await client.chat.completions.create(
+                    model="run", messages=talk, extra_headers=named
+                )
+            ended = await here.post(f"/episodes/{id}/reward", {"reward": 1.0})
+            assert ended["tokens"] > 0
+            with pytest.raises(openai.BadRequestError, match="no such episode"):
+                await client.chat.completions.create(model="run", messages=talk)
+    assert len(here.engine.script) == 1
+
+
+async def test_an_episode_s_id_opens_that_episode_alone(
+    world: Callable[..., World], tmp_path: Path
+):
+    (tmp_path / "token").write_text("sesame")
+    here = world("so")
+    async with here.served(str(tmp_path / "token")):
+        await here.post("/episodes", key="none", status=401)
+        mine, theirs = [(await here.post("/episodes", key="sesame"))["id"] for _ in range(2)]
+        await here.post("/episodes", key=mine, status=401)
+        await here.post(f"/episodes/{theirs}/completions", {"prompt": "?"}, mine, 401)
+        await here.post(f"/episodes/{theirs}/reward", {"reward": 1.0}, mine, 401)
+        await here.post("/completions", {"prompt": "?"}, "ep-none", 401)
+        await here.post("/completions", {"prompt": "what?"}, mine)
+        await here.post(f"/episodes/{mine}/reward", {"reward": 1.0}, mine)
+        await here.post("/completions", {"prompt": "what?"}, mine, 401)
+    assert [response.drawn for response in here.responses] == [0, 0] and not here.engine.script
+
+
+async def test_token_ids_go_in_and_out(world: Callable[..., World]):
+    """Double entry again, over two turns of an episode and one request without."""
+    here = world("so", "and so", "x")
+    async with here.served():
+        here.url = here.url.removesuffix("/v1")
+        episode = (await here.post("/v1/episodes"))["id"]
+        ids = here.tokenizer.encode_prompt("my own prompt")
+        asked = {
+            "stop_token_ids": [7],
+            "logprobs": 1,
+            "skip_special_tokens": False,
+            "max_tokens": 9,
+        }
+        for path in (f"/v1/episodes/{episode}",) * 2 + ("",):
+            body = {"token_ids": ids, "sampling_params": asked, "cache_salt": "s", "stream": False}
+            reply = await here.post(f"{path}/inference/v1/generate", body)
+            (choice,) = reply["choices"]
+            assert (reply["prompt_token_ids"], choice["token_ids"]) == here.engine.drawn[-1]
+            assert reply["prompt_token_ids"] == ids and choice["finish_reason"] == "stop"
+            content = choice["logprobs"]["content"]
+            assert [one["token"] for one in content] == [
+                f"token_id:{i}" for i in choice["token_ids"]
+            ]
+            assert {one["logprob"] for one in content} == {-0.5}
+            assert choice["versions"] == [3] * len(choice["token_ids"])
+            ids = [*ids, *choice["token_ids"], *here.tokenizer.encode("more")]
+        for wrong, reason in {
+            "features": "`features` is not implemented",
+            "min_tokens": "`min_tokens` is not implemented",
+            "prompt": "`prompt` is not implemented in sampling_params",
+        }.items():
+            body = {"token_ids": [5], "sampling_params": {} if wrong == "features" else {wrong: 3}}
+            body |= {wrong: {"x": 1}} if wrong == "features" else {}
+            told = await here.post("/inference/v1/generate", body, status=400)
+            assert told["error"]["message"] == reason
