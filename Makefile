@@ -10,7 +10,7 @@ TORCH_CPU ?= $(TORCH)+cpu
 JOBS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS)
 
-.PHONY: setup lock run real test test-slow test-formats test-peers test-vllm test-sglang test-megatron test-engine check bench bench-buffer chaos fuzz mutants browser promtool redis7 crds real-model tokenizers reference clean
+.PHONY: setup lock run real test test-slow test-formats test-peers test-agents test-vllm test-sglang test-megatron test-engine check bench bench-buffer chaos fuzz mutants browser promtool redis7 crds real-model tokenizers reference clean
 
 # Everything that `make check` and `make test` need.
 setup: $(VENV)/.installed-dev
@@ -48,6 +48,10 @@ test-sglang: $(VENV)-sglang/.installed
 # The objectives beside verl's, areal's and trl's: docs/agreement.md.
 test-peers: $(VENV)-peers/.installed
 	$(VENV)-peers/bin/python -m pytest -m peers tests/peers tests/models/test_lora.py
+
+# Loops of other libraries' agents against the endpoint: docs/endpoint.md.
+test-agents: $(VENV)-agents/.installed
+	$(VENV)-agents/bin/python -m pytest -m agents tests/rollout/test_agent_sdks.py
 
 # The learner's Megatron backend beside torch's, on gloo: docs/sharding.md.
 test-megatron: $(VENV)-megatron/.installed
@@ -153,6 +157,14 @@ $(VENV)-megatron/.installed: pyproject.toml $(VENV)/.installed-dev
 	$(VENV)-megatron/bin/pip install -q --no-deps megatron-core==0.16.1 einops
 	touch $@
 
+# In front of $(VENV)'s packages.
+$(VENV)-agents/.installed: $(VENV)/.installed-dev
+	$(BIN)/python -m venv $(VENV)-agents
+	$(VENV)-agents/bin/pip install -q openai-agents==0.24.0
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"), "$(CURDIR)", sep="\n")' \
+	  > $$($(VENV)-agents/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
+	touch $@
+
 # torchvision and the like are no use here, and an index may have only their CUDA builds, with which
 # transformers cannot be imported beside a CPU torch.
 $(VENV)-vllm/.installed: pyproject.toml
@@ -227,4 +239,4 @@ models/tokenizers/%/tokenizer.json:
 	rm $(@D)/*.tgz
 
 clean:
-	rm -rf $(VENV) $(VENV)-formats $(VENV)-peers $(VENV)-vllm $(VENV)-sglang $(VENV)-megatron build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-formats $(VENV)-peers $(VENV)-agents $(VENV)-vllm $(VENV)-sglang $(VENV)-megatron build dist *.egg-info

@@ -1,7 +1,7 @@
 """The OpenAI-compatible endpoint of a worker (docs/endpoint.md): completions, chat, models, episodes.
 
-Requests share the engine with the tickets. A request that names no episode leaves nothing behind. One that does,
-by the header `X-Episode`, by its URL or by its key, continues the recorded turns: episode_turns.py.
+Requests share the engine with the tickets. A request that names no episode leaves nothing behind. One that
+does, by the header `X-Episode`, by its URL or by its key, continues the recorded turns: episode_turns.py.
 """
 
 import asyncio

@@ -2,34 +2,17 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-import numpy as np
 import openai
 import pytest
-from helpers.chain_models import byte_tokenizer
+from helpers.openai_server.scripted import World
 
-from areal_q.config import Chat, External, Sampling
-from areal_q.messages import Array, Ticket, VersionSpan
-from areal_q.tasks import Tokenizer, load_tokenizer
-from rollout.engines.base import Completion, Request, ResponseCallback, TokenCallback
-from rollout.environments.base import Response, with_shared_prompt
-from rollout.environments.engine_client import EngineClient
-from rollout.environments.external import Episodes
-from rollout.openai_server.app import Endpoint
+from areal_q.messages import Ticket
+from rollout.environments.base import with_shared_prompt
 
-TEMPLATE = (
-    "{% if tools %}<|im_start|>system\nTools:{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
-    "<tool_call><|im_end|>\n{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}"
-    '<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
-    "\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 ADD: Any = {
     "type": "function",
     "function": {
@@ -41,79 +24,6 @@ ADD: Any = {
 }
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": %s}}\n</tool_call>'
 BOTH = f"<think>\nhm é\n</think>\n\nso\n{CALL % 1}\n{CALL % 2}"
-
-
-class Scripted:
-    """An engine that draws the next line of its script, and the end; a line is cut where there is no room."""
-
-    version = 3
-
-    def __init__(self, tokenizer: Tokenizer, script: list[str]) -> None:
-        self.tokenizer, self.script = tokenizer, script
-        self.drawn: list[tuple[list[int], list[int]]] = []
-        """Prompt and reply of each request"""
-
-    async def generate(
-        self,
-        request: Request,
-        on_token: TokenCallback | None = None,
-        on_response: ResponseCallback | None = None,
-    ) -> list[Completion]:
-        line = self.script.pop(0)
-        ids = [*self.tokenizer.encode(line), self.tokenizer.eos_id]
-        ids = ids[: request.sampling.max_tokens]
-        ended = ids[-1] in request.stop_ids
-        self.drawn.append((request.prompt_ids.tolist(), ids))
-        completion = Completion(
-            response_ids=np.array(ids, np.int32),
-            logprobs=np.full(len(ids), -0.5, np.float32),
-            spans=[VersionSpan(3, len(ids), "ab")],
-            finish_reason="stop" if ended else "length",
-        )
-        for token in ids if on_token else ():
-            on_token(0, token, -0.5)  # pyright: ignore[reportOptionalCall]
-        if on_response:
-            on_response(0, completion)
-        return [completion]
-
-
-class World:
-    """An endpoint, its engine, and the episodes of one ticket."""
-
-    def __init__(self, path: Path, make_ticket: Callable[..., Ticket], script: list[str]) -> None:
-        byte_tokenizer(template=TEMPLATE).save_pretrained(path)
-        self.tokenizer = load_tokenizer(path, Chat())
-        self.engine: Any = Scripted(self.tokenizer, script)
-        self.episodes = Episodes(EngineClient(self.engine, self.tokenizer), External(), 5000)
-        prompt = Array.of(self.tokenizer.encode_prompt("what?"), "int32")
-        sampling = Sampling(max_tokens=2000)
-        self.ticket = make_ticket(
-            group_size=2, prompt="what?", prompt_ids=prompt, sampling=sampling
-        )
-        self.responses = [Response(), Response()]
-
-    @asynccontextmanager
-    async def served(self, token: str | None = None) -> AsyncIterator[Any]:
-        playing = asyncio.create_task(self.episodes(self.ticket, self.responses))
-        sampling = self.ticket.sampling
-        at = Endpoint(self.engine, self.tokenizer, "run", self.episodes, sampling, "0", token)
-        self.url = f"http://127.0.0.1:{await at.start()}/v1"
-        try:
-            async with openai.AsyncOpenAI(base_url=self.url, api_key="-", max_retries=0) as client:
-                yield client.chat.completions.create
-        finally:
-            playing.cancel()
-            await asyncio.gather(playing, return_exceptions=True)
-            await at.close()
-
-    async def post(self, path: str, body: Any = None, key: str = "-", status: int = 200) -> Any:
-        heads = {"Authorization": f"Bearer {key}"}
-        async with (
-            aiohttp.ClientSession(headers=heads) as http,
-            http.post(self.url + path, json=body) as reply,
-        ):
-            assert reply.status == status, await reply.text()
-            return await reply.json()
 
 
 @pytest.fixture
