@@ -15,7 +15,6 @@ import numpy as np
 
 from areal_q.checks.packages import check_endpoint_packages
 from areal_q.config import Sampling
-from areal_q.decode_errors import in_words
 from areal_q.errors import ConfigError, EngineDied, RecordError, TaskError
 from areal_q.system.ports import most_connections
 from areal_q.tasks import Tokenizer
@@ -25,7 +24,7 @@ from rollout.environments.external import Episode, Episodes, Given, Said, Talk
 from rollout.openai_server.access import bound_to, denied, episode_key
 from rollout.openai_server.connections import Connections
 from rollout.openai_server.episode_turns import (
-    KNOBS,
+    asked_sampling,
     fixed_sampling,
     new_of_messages,
     new_of_prompt,
@@ -234,7 +233,9 @@ class Endpoint:
     ) -> Any:
         if not prompt:
             raise RecordError("the prompt is empty")
-        sampling = fixed_sampling(body, episode) if episode else self._sampling_of(body)
+        sampling = (
+            fixed_sampling(body, episode) if episode else asked_sampling(body, self._sampling)
+        )
         stops = frozenset([*self._tokenizer.stops, *(body.stop_token_ids or ())])
         no_text = self._tokenizer.special_ids
         if isinstance(body, ChatBody):
@@ -266,17 +267,6 @@ class Endpoint:
             return response
         told = [reply.told(c, i) for i, c in enumerate(await generate(None))]
         return self._json(whole(reply, told))
-
-    def _sampling_of(self, body: CompletionBody | ChatBody) -> Sampling:
-        """Returns the run's sampling settings, or the request's where it names any."""
-        asked = {name: getattr(body, name) for name in KNOBS}
-        asked |= {"max_tokens": body.limit, "stop": body.stops or None}
-        given = {k: v for k, v in asked.items() if v is not None}
-        table = msgspec.structs.asdict(self._sampling) | given
-        try:
-            return msgspec.convert(table, Sampling)
-        except msgspec.ValidationError as error:
-            raise RecordError(in_words(error, Sampling, table)) from error
 
     async def _begin(self, request: Any) -> Any:
         data = await self._read(request)

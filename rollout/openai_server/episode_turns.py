@@ -1,9 +1,12 @@
 """The rules for a request that continues an episode: it extends the recorded turns token for token, only what
-is new is tokenised, and it draws with the ticket's settings."""
+is new is tokenised, and it draws with the ticket's settings; others draw with the request's."""
 
 from collections.abc import Set
 
+import msgspec
+
 from areal_q.config import Sampling
+from areal_q.decode_errors import in_words
 from areal_q.errors import RecordError
 from areal_q.tasks import Tokenizer
 from areal_q.tasks.base import Message, Variables
@@ -80,6 +83,19 @@ def _is_said_again(recorded: Message, sent: Message) -> bool:
 def _without_ids(message: Message) -> Message:
     calls = [call["function"] for call in message.get("tool_calls", ())]
     return {**message, "tool_calls": calls}
+
+
+def asked_sampling(body: CompletionBody | ChatBody, settings: Sampling) -> Sampling:
+    """Returns the run's sampling settings, or the request's where it names any. Raises RecordError for values
+    that do not fit together."""
+    asked = {name: getattr(body, name) for name in KNOBS}
+    asked |= {"max_tokens": body.limit, "stop": body.stops or None}
+    given = {k: v for k, v in asked.items() if v is not None}
+    table = msgspec.structs.asdict(settings) | given
+    try:
+        return msgspec.convert(table, Sampling)
+    except msgspec.ValidationError as error:
+        raise RecordError(in_words(error, Sampling, table)) from error
 
 
 def fixed_sampling(body: CompletionBody | ChatBody, episode: Episode) -> Sampling:
