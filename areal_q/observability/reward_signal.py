@@ -5,6 +5,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import msgspec
+
 from areal_q.config import Python, RewardConfig, TaskConfig
 
 _StepMetrics = Mapping[str, Any]
@@ -23,7 +25,9 @@ class RewardFailures:
 
     def add(self, record: _StepMetrics) -> None:
         self.count += failed_rewards([record])[0]
-        for worker in record.get("workers", []):
+        for worker in msgspec.to_builtins(
+            record.get("workers", [])
+        ):  # structs in the learner itself
             if failure := worker.get("failure"):
                 self._last = f": {failure} ({worker['worker']})"
 

@@ -9,8 +9,9 @@ from rich.console import Console
 from areal_q.cli.final_screen import last_screen
 from areal_q.cli.live_view import LiveView, PlainView
 from areal_q.config import load
+from areal_q.messages import WorkerStatus
 from areal_q.observability.metrics_log import MetricsLog
-from areal_q.observability.progress import FaultWatch
+from areal_q.observability.progress import FaultWatch, ProgressLog
 from areal_q.observability.reward_signal import failed_rewards
 from areal_q.observability.run_summary import summarize
 
@@ -52,6 +53,17 @@ def test_first_failure_of_a_reward_is_said_with_cause_and_file(own, run_dir):
     view.refresh()
     (line,) = lines_of(console)
     assert f"failed once: {RAISED} (w0)" in line and str(own.reward.path) in line
+
+
+def test_the_learner_s_own_log_reads_heartbeats_too(own, run_dir):
+    """A sink of the log gets the structs that the learner wrote, not what a reader of the file gets."""
+    numbers = dict.fromkeys(WorkerStatus.__struct_fields__[1:11], 0)
+    beat = WorkerStatus(worker="w0", failure=RAISED, **numbers)
+    said: list[str] = []
+    with MetricsLog(run_dir, tensorboard=False) as log:
+        log.also("log", ProgressLog(own, run_dir, said.append).add)
+        log.write("step", 1, {"reward/errors": 1.0}, workers=[beat])
+    assert any(f"failed once: {RAISED} (w0)" in line for line in said)
 
 
 def test_failures_are_said_again_at_ten_times_as_many(own):
