@@ -23,8 +23,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-import msgspec
-
 from areal_q.config import Run
 from areal_q.errors import BufferGone
 from areal_q.messages import Group, WorkerStatus
@@ -263,7 +261,7 @@ class Learner(WhileWaiting):
             self.heldout.collect()
             workers = self.buffer.workers()
             values |= self.buffer_metrics.measure(step, workers)
-        self.metrics.write("step", step, values, workers=msgspec.to_builtins(workers))
+        self.metrics.write("step", step, values, workers=workers)
 
     def totals(self) -> dict[str, float]:
         """Returns the counts since the run began, over all its learners, by the metric's name."""

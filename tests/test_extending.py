@@ -152,7 +152,7 @@ EDITS: dict[str, Edits] = {
             (r"_SCHEMA_VERSION = 1\n", "_SCHEMA_VERSION = 2\n"),
             (r"(    metrics: dict\[str, float\]\n)", r"\1    mine: int = 0\n"),
         ],
-        "learner/loop.py": [(r"(StepRecord\(\n)", r"\1            mine=7,\n")],
+        "learner/measure/step_logs.py": [(r"(StepRecord\(\n)", r"\1            mine=7,\n")],
     },
     "A metric": {
         "areal_q/observability/metric_table.py": registered(

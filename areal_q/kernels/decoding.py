@@ -2,8 +2,8 @@
 
 At the sizes of a decoding step the cost of a torch operation is mostly its dispatch, 2 to 10 μs, and a step of
 a small model is some 200 operations around a dozen GEMMs. Each function here does the work of several of them
-in one pass over rows that stay in the processor's cache. Its results are those of torch (ops.py pairs the two,
-and tests/engines/test_ops.py compares them): int8 codes and scales to the bit, all else to float32 rounding.
+in one pass over rows that stay in the processor's cache. Its results are those of torch: int8 codes
+and scales to the bit, all else to float32 rounding, as tests/engines/test_ops.py has it.
 NaN and infinity reach the log-prob as they do in torch.
 
 LLVM compiles the kernels when this module is first imported, which takes seconds and no C compiler. They are

@@ -1,8 +1,8 @@
 """Quantized linear layers on a CPU, without the chains of small operations around their products.
 
 Each has the activations of its plain twin (quantized_linear.py) to the bit. INT8 sums are exact, whether
-cpu_gemm.py computes them, from weights that are packed when they are loaded, or torch does. Products of
-floats are torch's or those of cpu_gemm.py, with weights in float32, or with bfloat16 operands, float32 sums,
+kernels/cpu_gemm.py computes them, from weights that are packed when they are loaded, or torch does. Products
+of floats are torch's or those of that file, with weights in float32, or with bfloat16 operands, float32 sums,
 and weights of half the size.
 """
 

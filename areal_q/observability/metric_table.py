@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Source = Literal["step", "eval", "worker"]
-"""Where a figure's values are: in records of these kinds, or in the heartbeats within step records."""
+"""The place of a figure's values: records of these kinds, or the heartbeats within step records."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Metric:
     name: str = ""
     """Its name in the tables of final figures and of replays; "" for one that they leave out."""
     best: Literal["", "max", "min"] = ""
-    """Which value is best, if any."""
+    """The best of its values, if any is."""
     leading: bool = False
     """True if it is in curves.png and in the report's legend, and among the first that a replay compares."""
     rounding: tuple[float, float] | None = None

@@ -25,9 +25,8 @@ class RewardFailures:
 
     def add(self, record: _StepMetrics) -> None:
         self.count += failed_rewards([record])[0]
-        for worker in msgspec.to_builtins(
-            record.get("workers", [])
-        ):  # structs in the learner itself
+        # In the learner itself they are structs.
+        for worker in msgspec.to_builtins(record.get("workers", [])):
             if failure := worker.get("failure"):
                 self._last = f": {failure} ({worker['worker']})"
 

@@ -55,7 +55,7 @@ class ChatTemplate:
         self._roles: dict[str, str] = {}
         """The role under which the template renders messages, by role, of those that were met"""
         self._as_json: dict[bool, bool | None] = {}
-        """Whether the template reads arguments of calls as JSON, by whether the message has a content too; None
+        """True if the template reads arguments of calls as JSON, by whether the message has a content too; None
         if it leaves calls out"""
         if "strftime_now" in self.text:
             day = datetime.fromisoformat(chat.date) if chat.date else datetime.now()

@@ -12,7 +12,6 @@ import torch
 from areal_q.algorithms.reducers import Mean, Metrics
 from areal_q.config import KvScales, LearnerConfig
 from areal_q.models import Decoder, DecoderConfig, PackedLayout
-from areal_q.models.fused.head import LARGE
 from areal_q.models.logprobs import head_logprobs
 from areal_q.models.low_bit.lora import adapters_off
 from areal_q.models.low_bit.quantized_forward import materialise
@@ -28,10 +27,10 @@ from learner.backends.routing_replay import routed, routing_for
 from learner.data.packing import PackedBatch, Sample, pack_samples
 from learner.optim.build import build_optimizer, learning_rate, optimizer_step
 
-_SMALL = LARGE
+SMALL = 1 << 23
 """Most weights of a model whose micro-batches are computed side by side, each with a gradient of its own, of at
 most 32 MiB. A larger one's products are large enough for each to be divided between the threads, and its head's
-may set the precision of the whole process."""
+may set the precision of the whole process (LARGE in areal_q/models/fused/head.py)."""
 
 
 @dataclass
@@ -77,7 +76,7 @@ class TorchPolicy:
             self.model.dtype = getattr(torch, cfg.products)
         weights = sum(p.numel() for p in self.model.parameters())
         alone = cfg.device == "cpu" and self.ranks.size == 1
-        self.threads = MicrobatchThreads(cfg.threads if alone and weights <= _SMALL else 1)
+        self.threads = MicrobatchThreads(cfg.threads if alone and weights <= SMALL else 1)
         if cfg.critic and self.critic is None:
             self.critic = Critic(self.model, cfg.critic)
         if cfg.reference_kl and self.reference is None and not cfg.lora:

@@ -200,7 +200,7 @@ class Told(Struct, frozen=True, kw_only=True):
     """Version of the weights that drew each token"""
     finish_reason: str | None
     parts: list[Part] = []
-    """Of a chat: the text, or what is new of it, as its parser reads it"""
+    """The text of a chat, or what is new of it, as its parser reads it"""
     calls: int = 0
     """Number of calls that were sent before"""
     key: str = ""

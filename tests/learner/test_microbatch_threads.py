@@ -71,7 +71,7 @@ def test_a_minibatch_is_cut_for_all_threads_if_that_pays(
 def test_a_large_model_divides_its_products_instead(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("learner.backends.single_device._SMALL", 1000)
+    monkeypatch.setattr("learner.backends.single_device.SMALL", 1000)
     assert build_policy(make_run("learner.threads=2")).parallel == 1
 
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from areal_q.models.fused.head import SoftmaxHead, rounded_factors
+from areal_q.models.fused.head import LARGE, SoftmaxHead, rounded_factors
 from areal_q.models.logprobs import blocks, head_logprobs, whole
+from learner.backends.single_device import SMALL
 
 
 def case(tokens: int, vocabulary: int, scale: float = 0.3) -> tuple[Tensor, Tensor, Tensor]:
@@ -55,6 +56,7 @@ def test_head_agrees_with_the_definition(
     """Whether the weight is packed or not, which is as the processor has it, and whether exponentials are kept
     or not."""
     monkeypatch.setattr("areal_q.models.fused.head._KEPT", kept)
+    assert LARGE >= SMALL
     monkeypatch.setattr("areal_q.models.fused.head._packs", lambda: packs)
     monkeypatch.setattr("areal_q.models.logprobs.BLOCK", 1)
     inputs = case(20, vocabulary)
@@ -116,6 +118,7 @@ def test_only_a_large_head_sets_the_precision_of_the_process(
         entered.append(1)
         yield
 
+    assert LARGE >= SMALL
     monkeypatch.setattr("areal_q.models.fused.head._packs", lambda: False)
     monkeypatch.setattr("areal_q.models.fused.head.rounded_factors", noted)
     hidden, weight = torch.ones(1, 32).bfloat16(), torch.zeros(rows, 32)

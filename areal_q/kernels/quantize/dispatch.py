@@ -126,7 +126,7 @@ def four_bits(
 def activations(
     x: Tensor, dtype: torch.dtype, width: int, *, least_range: float = 0.0, least_scale: float
 ) -> tuple[Tensor, Tensor] | None:
-    """(codes [T, K], scales float32 [T, ⌈K / width⌉]) of float x [T, K], as by activations.py, on a GPU."""
+    """(codes [T, K], scales float32 [T, ⌈K / width⌉]) of float x [T, K], as of quant/activations, on a GPU."""
     gpu = _on_gpu(x)
     return gpu and gpu.activations(x, dtype, width, least_range, least_scale)
 

@@ -3,7 +3,7 @@
 A row, or a block of 128×128, is small enough to stay in the cache between the search for its largest
 magnitude and the division by the scale that follows from it. Along the way the weight is multiplied by
 `fold` (UAQ's 1/s, or 1), and the new codes are compared with the previous ones where there are any.
-Codes and scales are, to the bit, those of the torch operations in int8.py, fp8_block.py and fp8_channel.py.
+Codes and scales are, to the bit, those of the torch operations in areal_q/quant/formats.
 
 Arrays are C contiguous. `given` are ranges to use in place of the measured ones, `previous` the codes of
 the version before; either may have no elements. Results: number of codes that moved, and the largest

@@ -144,7 +144,8 @@ def quantize(
 def activations(
     x: Tensor, dtype: torch.dtype, width: int, least_range: float, least_scale: float
 ) -> tuple[Tensor, Tensor]:
-    """(codes [T, K], scales float32 [T, ⌈K / width⌉]) of float x [T, K], as those of activations.py.
+    """(codes [T, K], scales float32 [T, ⌈K / width⌉]) of float x [T, K], as those of
+    areal_q/quant/activations.py.
 
     A scale is max(max(largest magnitude, least_range) / the dtype's largest number, least_scale). The device
     is not waited for.

@@ -54,7 +54,7 @@ def _int4(builder: Any, y: Any, borders: list[Any]) -> Any:
 
 
 def _e2m1(builder: Any, y: Any, borders: list[Any]) -> Any:
-    """The code of e2m1.py. Between two powers of two, and below 1, codes are the multiples of half the power
+    """The code of E2M1. Between two powers of two, and below 1, codes are the multiples of half the power
     below: added to 3 · 2²² times that half, a number is rounded to one, in the low bits of the sum."""
     bits = builder.bitcast(y, _WORDS)
     magnitude = _least(builder, builder.and_(bits, _all(_WORDS, int(MAGNITUDE))), _bits(6.0))

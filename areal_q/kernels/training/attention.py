@@ -4,7 +4,7 @@ The queries of a head are taken LANES at a time. Their logits and probabilities 
 each step of a softmax is one vector operation for all of them, and all else is products of small matrices.
 Sums, softmax and gradients are float32. Blocks are padded with zeros, which add nothing.
 
-Notation: as in kernels.py.
+Notation: as in pointwise.py.
 """
 
 import numpy as np

@@ -5,7 +5,7 @@ kernel each way (areal_q/kernels/training). The residual stream, the weights and
 float32; a product's result and the gradient of an activation are bfloat16. Weights are rounded again in the
 backward pass, as copies that waited for it would take half as much memory as the model.
 
-Notation: as in kernels.py.
+Notation: as in areal_q/kernels/training/pointwise.py.
 """
 
 from collections.abc import Sequence

@@ -26,7 +26,7 @@ _PLAIN = {nn.Embedding, nn.RMSNorm, HeadNorm, Linear, nn.Identity}
 formats are of other classes."""
 
 _LONGEST = 512
-"""Tokens of the longest sequence that attention.py attends to, in one thread. It needs no padding and no
+"""Tokens of the longest sequence that Attend takes, in one thread. It needs no padding and no
 copies, and is faster than torch's at any length in one thread, but torch's divides one between threads."""
 
 

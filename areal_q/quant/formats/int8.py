@@ -6,7 +6,7 @@
 Range. ±max|w| of each channel, exactly representable up to float32 rounding; -128 is never used,
 so the format is symmetric and negating a weight negates its code.
 Granularity. One scale for a row of W, so it can be taken out of the dot product: the GEMM runs on
-whole numbers and is exact (see `quantized_linear.py`). An outlier costs precision in its own channel only.
+whole numbers and is exact (see areal_q/linear). An outlier costs precision in its own channel only.
 Error bound. |w - code · scale| ≤ scale / 2, plus float32 rounding of the product (2⁻²³ · 127
 scales). The floor under the scale defines rows of zeros (codes 0) and rows so small that their
 scale would be subnormal, where 1/127 could no longer be represented to any precision: the bound

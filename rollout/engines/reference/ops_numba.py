@@ -1,6 +1,6 @@
 r"""The operations of TorchOps, faster on a CPU: each is one loop of areal_q/kernels/decoding.py.
 
-This module passes tensors as arrays, without a copy, and allocates the results; decoding.py does the
+This module passes tensors as arrays, without a copy, and allocates the results; that file does the
 arithmetic. The loops run on one thread, whatever `rollout.threads` is. The GEMMs are torch's and use all
 threads.
 """

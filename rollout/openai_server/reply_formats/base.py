@@ -17,9 +17,9 @@ class Part(NamedTuple):
 
     kind: Literal["content", "reasoning", "call"]
     text: str
-    """Of a call: its arguments, a JSON object"""
+    """The text itself, or the arguments of a call, a JSON object"""
     name: str = ""
-    """Of a call: the function"""
+    """The function that a call names"""
 
 
 class Parser(Protocol):

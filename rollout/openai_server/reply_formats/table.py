@@ -50,7 +50,7 @@ FORMATS: dict[str, ReplyFormat] = {
     ),
     "text": ReplyFormat(Text, ()),
 }
-"""By name; the first whose sign is in the template is taken, and `text` where there is none"""
+"""The formats by name. The first whose sign is in the template is taken, and `text` where there is none."""
 
 
 def format_of(tokenizer: Tokenizer, name: str = "auto") -> ReplyFormat:
