@@ -80,7 +80,7 @@ def test_settings_are_refused_in_our_words(setting: str, said: str):
         (
             ChatBody,
             {"messages": [{"role": "user", "tool_calls": [1]}]},
-            "`tool_calls` is not implemented in messages[0]",
+            "messages[0].tool_calls[0] = 1: must be a table",
         ),
     ],
 )

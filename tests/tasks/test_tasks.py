@@ -400,7 +400,7 @@ def test_another_file_is_held_out_and_not_trained_on(formats: Path) -> None:
     assert [p.answer for p in task.train] == [str(n) for n in range(10) if n != 3]
 
 
-def test_another_function_of_a_python_task_gives_what_is_held_out(tmp_path: Path) -> None:
+def test_a_second_function_gives_what_is_held_out(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "def problems(n=2): return [(f'{i}=', str(i)) for i in range(n)]\n"
         "def more(n=2): return [('7=', '7')]\n"
