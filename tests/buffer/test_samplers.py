@@ -298,7 +298,7 @@ class Life:
         cursor = max(saved["cursor"], self.store.cursor or 0)
         self.admission = new_admission(self.run, self.learner, cursor, alive)
         self.history = VersionHistory(
-            self.run.learner.versions_kept, dict(saved["digests"]), self.version
+            self.run.learner.versions_kept, dict(saved["digests"]), [self.version]
         )
         self.group_reader = build_group_reader(
             self.run, self.learner, self.admission, self.history, saved["uses"]

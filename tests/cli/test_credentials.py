@@ -79,11 +79,11 @@ def test_an_unreachable_redis_is_named_without_the_password():
     [
         ["learner", "--run-dir", "x"],
         ["rollout", "--run", "x"],
-        ["rollout.commands.check"],
-        ["rollout.commands.status", "--run", "x"],
+        ["areal_q", "check"],
+        ["areal_q", "status", "--run", "x"],
         ["buffer", "status", "--run", "x"],
     ],
-    ids=lambda command: command[0],
+    ids=lambda command: " ".join(command[:2]),
 )
 def test_a_password_in_an_argument_is_refused(command: list[str]):
     module, *rest = command
