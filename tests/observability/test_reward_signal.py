@@ -57,8 +57,10 @@ def test_first_failure_of_a_reward_is_said_with_cause_and_file(own, run_dir):
 
 def test_the_learner_s_own_log_reads_heartbeats_too(own, run_dir):
     """A sink of the log gets the structs that the learner wrote, not what a reader of the file gets."""
-    numbers = dict.fromkeys(WorkerStatus.__struct_fields__[1:11], 0)
-    beat = WorkerStatus(worker="w0", failure=RAISED, **numbers)
+    beat = WorkerStatus(
+        worker="w0", pid=1, version=0, active=0, tokens=0, tokens_per_s=0.0, idle_share=0.0, groups=0,
+        swaps=0, swap_s=0.0, time_s=0.0, failure=RAISED,
+    )  # fmt: skip
     said: list[str] = []
     with MetricsLog(run_dir, tensorboard=False) as log:
         log.also("log", ProgressLog(own, run_dir, said.append).add)
