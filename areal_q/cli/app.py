@@ -4,9 +4,11 @@ Exit codes: 0 done, or drained after Ctrl-C; 143 drained after SIGTERM; 1 a proc
 that the user can correct (one line on stderr); 130 killed by a second Ctrl-C.
 """
 
+import ast
 import os
 import sys
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,47 +36,20 @@ GROUPS = {
 
 
 ELSEWHERE = {
-    "report": ("buffer.report.cli", "Draw a run, or several in comparison, as one HTML file."),
-    "weights": (
-        "buffer.weight_sync.commands.inspect_weights",
-        "List, verify and follow the published weights of a run.",
-    ),
-    "keys": (
-        "buffer.weight_sync.commands.make_keys",
-        "Make CURVE keys that encrypt the weights and say who may fetch them.",
-    ),
-    "replay": (
-        "learner.replay.cli",
-        "Re-run logged learner steps offline, as they were or otherwise.",
-    ),
-    "fetch": (
-        "learner.replay.fetch",
-        "Write what a replay of some steps needs as a tar stream, to take it elsewhere.",
-    ),
-    "export": (
-        "learner.replay.export",
-        "Write a checkpoint's model in Hugging Face layout, at any time.",
-    ),
-    "doctor": (
-        "learner.doctor.cli",
-        "Say where rollouts and learner disagree, and what to change.",
-    ),
-    "check": (
-        "rollout.commands.check",
-        "Say what this machine lacks for a run, and what to do about it.",
-    ),
-    "status": (
-        "rollout.commands.status",
-        "Learner, workers, buffer and weights of a running cluster.",
-    ),
-    "formats": (
-        "rollout.evaluation.formats",
-        "Say what each number format costs a model: error, noise, bytes, pace.",
-    ),
-    "eval": ("rollout.evaluation.evaluate", "Score a run or a model on held-out problems."),
+    "report": "buffer.report.cli",
+    "weights": "buffer.weight_sync.commands.inspect_weights",
+    "keys": "buffer.weight_sync.commands.make_keys",
+    "replay": "learner.replay.cli",
+    "fetch": "learner.replay.fetch",
+    "export": "learner.replay.export",
+    "doctor": "learner.doctor.cli",
+    "check": "rollout.commands.check",
+    "status": "rollout.commands.status",
+    "formats": "rollout.evaluation.formats",
+    "eval": "rollout.evaluation.evaluate",
 }
-"""The module of each command that is another package's, and what it does. Its `main` is the command, its EXITS
-the end of the help. It is imported when it is called for, as many of them import torch."""
+"""The module of each command that is another package's. Its `main` is the command, its EXITS the end of the
+help. It is imported when it is called for, as many of them import torch."""
 
 
 class Commands(TyperGroup):
@@ -83,7 +58,7 @@ class Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in ELSEWHERE:
             return super().get_command(ctx, cmd_name)
-        module = import_module(ELSEWHERE[cmd_name][0])
+        module = import_module(ELSEWHERE[cmd_name])
         alone = typer.Typer(**PLAIN)
         exits = getattr(module, "EXITS", EXITS_OF_MOST)
         alone.command(cmd_name, epilog=exits, context_settings=WIDTH)(module.main)
@@ -95,10 +70,14 @@ class Commands(TyperGroup):
                 formatter.write_dl([(name, self._says(ctx, name)) for name in names])
 
     def _says(self, ctx: Any, name: str) -> str:
-        if name in ELSEWHERE:
-            return ELSEWHERE[name][1]
-        command = self.get_command(ctx, name)
-        return command.get_short_help_str(limit=200) if command else ""
+        if name not in ELSEWHERE:
+            command = self.get_command(ctx, name)
+            return command.get_short_help_str(limit=200) if command else ""
+        spec = find_spec(ELSEWHERE[name])
+        assert spec and spec.origin
+        told = ast.parse(Path(spec.origin).read_text("utf-8")).body
+        (main,) = (f for f in told if isinstance(f, ast.FunctionDef) and f.name == "main")
+        return " ".join((ast.get_docstring(main) or "").partition("\n\n")[0].split())
 
 
 app = typer.Typer(
@@ -225,7 +204,7 @@ def watch(
     from areal_q.cli.live_view import watch as follow
 
     if serve:
-        import_module(ELSEWHERE["report"][0]).main([directory], serve=True, port=port, open=open)
+        import_module(ELSEWHERE["report"]).main([directory], serve=True, port=port, open=open)
         return
     follow(load(directory / "config.toml"), directory)
 
