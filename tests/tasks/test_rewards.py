@@ -276,9 +276,19 @@ def test_a_reward_written_for_trl_works_unchanged(tmp_path: Path):
     assert score(Problem("q", "4"), "r").reward == 2.0
 
 
-def test_a_reward_that_asks_for_what_is_not_there_is_refused(tmp_path: Path):
-    run = settings(tmp_path, source="import json\ndef reward(response, label): return 1.0")
-    with pytest.raises(TaskError, match=r"mine\.py:2: a reward asks for label; there are prompt, "):
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        "response, label",
+        "response, prompt, label",
+        "completions, prompts, label",
+        "answer, x, label",
+    ],
+)
+def test_a_reward_that_asks_for_what_is_not_there_is_refused(tmp_path: Path, parameters: str):
+    """Three names of its own are taken by place, unless one of them is that of another place."""
+    run = settings(tmp_path, source=f"import json\ndef reward({parameters}): return 1.0")
+    with pytest.raises(TaskError, match=r"mine\.py:2: a reward asks for (x, )?label; there are "):
         scored(run)
 
 

@@ -24,6 +24,10 @@ from areal_q.plugins import load_function, place_of, user_code
 from areal_q.tasks.base import Problem, Score
 from areal_q.tasks.datasets.conversations import problem_of
 
+_PLACES = ("prompt", "response", "answer")
+_KNOWN = {*_PLACES, "prompts", "completions"}
+"""Names that say what a parameter of a reward is"""
+
 
 def load_score(path: str, name: str) -> Callable[[Problem, str], Score]:
     """Returns the reward function `name` of a file, with its results as scores. It raises what the user's code
@@ -64,13 +68,17 @@ def _arguments(
             return (), {name: given[name] for name in wanted}
 
         return by_name
+    # By place, a parameter with the name of another one would be given the wrong text.
+    astray = [n for n, due in zip(names, _PLACES, strict=False) if n in _KNOWN and n != due]
     try:
-        inspect.signature(function).bind("prompt", "response", "answer")
-    except TypeError as error:
+        inspect.signature(function).bind(*_PLACES)
+    except TypeError:
+        astray += ["arguments by place"]
+    if astray:
         raise TaskError(
-            f"{place_of(function)}: a reward asks for {', '.join(unknown) or 'arguments by place'}; there are "
-            f"{', '.join(offered)}, or three of any name: prompt, response, answer"
-        ) from error
+            f"{place_of(function)}: a reward asks for {', '.join(unknown or astray)}; there are "
+            f"{', '.join(offered)}, or three of any name: {', '.join(_PLACES)}"
+        )
     return lambda problem, response: ((problem.prompt, response, problem.answer), {})
 
 
