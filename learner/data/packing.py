@@ -95,8 +95,8 @@ def samples_of(
     Invalid trajectories have no influence on the others. Responses that ended for a reason in `mask` have no
     token that counts, though their reward is part of their group's baseline.
 
-    The sampler's weights multiply the groups' advantages. For a given sign of A every objective is linear in A,
-    so that this weights a sample's policy loss, whatever the objective.
+    The sampler's weights multiply the groups' advantages. For a given sign of A every objective of ours is
+    linear in A, so that this weights a sample's policy loss, whichever it is.
     """
     groups = batch.groups
     of_group = [i for i, group in enumerate(groups) for _ in group.valid_trajectories]
