@@ -23,8 +23,12 @@ def use_cores(count: int) -> list[int]:
     return cores
 
 
-def device() -> str:
-    """The CPU, and how many of its cores this process may use. Example: "AMD EPYC (family 26), 2 cores"."""
+def device(kind: str = "cpu") -> str:
+    """The GPU, or the CPU and how many of its cores this process may use: "AMD EPYC (family 26), 2 cores"."""
+    if kind.startswith("cuda"):
+        import torch
+
+        return torch.cuda.get_device_name(kind)
     facts = {}
     for line in Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines():
         key, _, value = line.partition(":")

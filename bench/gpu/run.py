@@ -71,8 +71,7 @@ def main() -> None:
         began = time.monotonic()
         found[name] = run(name, args.device, args.small)
         say(f"{name}: {time.monotonic() - began:.0f} s")
-    what = torch.cuda.get_device_name() if args.device == "cuda" else device()
-    head = f"{what} · commit {commit()} · {versions('torch')}"
+    head = f"{device(args.device)} · commit {commit()} · {versions('torch')}"
     text = "\n\n".join([head, *(shown(name, rows) for name, rows in found.items())])
     values = {
         name: rows if isinstance(rows, str) else [asdict(row) for row in rows]

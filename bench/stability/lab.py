@@ -58,7 +58,7 @@ NEVER = threading.Event()
 
 def warm_model(run: Run, task: Task, tokenizer: Tokenizer) -> Decoder:
     """The model at the start of RL, UAQ's scaling applied: the same for every arm of a seed (cached)."""
-    model = build_model(run.model, tokenizer, run.seed)
+    model = build_model(run.model, tokenizer, run.seed).to(run.learner.device)
     warm_start(model, run, task, tokenizer, lambda step, loss: None, NEVER)
     if run.learner.uaq > 1:
         apply_uaq(model, run.learner.uaq)
@@ -146,8 +146,9 @@ class Drawer:
 
 def build_engines(run: Run) -> tuple[Engine, Engine]:
     """One that draws, with room for a whole step, and one that is examined."""
-    slots = run.learner.groups * run.learner.group_size
-    return torch_engine(TorchEngine(slots=slots)), torch_engine(TorchEngine(slots=512))
+    drawn = run.learner.groups * run.learner.group_size
+    here = run.learner.device
+    return tuple(torch_engine(TorchEngine(slots=slots, device=here)) for slots in (drawn, 512))
 
 
 async def train(run: Run, flaky: Reward | None = None) -> AsyncIterator[Values]:

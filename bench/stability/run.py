@@ -84,7 +84,7 @@ STUDIES = {
     "sums": Study(
         "smollm2-sums.toml",
         (
-            "steps=60",
+            "steps=100",
             "learner.max_lag=1",
             "learner.precision=full",
             "learner.drop_uniform=false",
@@ -173,25 +173,25 @@ def windows(name: str, seed: int, steps: Sequence[Values]) -> list[Row]:
     return rows
 
 
-def run_arm(arm: Arm, seed: int, *overrides: str) -> list[Row]:
-    """Trains and keeps the result, or reads one that is there."""
+def run_arm(arm: Arm, seed: int, *overrides: str, on: str = "cpu") -> list[Row]:
+    """Trains on the device `on` and keeps the result, or reads one that is there, of whichever device."""
     path = result(arm, seed, *overrides)
     if path.exists():
         return json.loads(path.read_text())["rows"]
 
     async def steps() -> list[Values]:
-        return [values async for values in train(arm.run(seed, *overrides))]
+        return [values async for values in train(arm.run(seed, *overrides, f"learner.device={on}"))]
 
     rows = windows(arm.name, seed, asyncio.run(steps()))
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as scratch:
-        scratch.write_text(json.dumps({"commit": commit(), "device": device(), "rows": rows}))
+        scratch.write_text(json.dumps({"commit": commit(), "device": device(on), "rows": rows}))
     last = rows[-1]
     say(f"{arm.name}, seed {seed}: reward {last['reward']}, accuracy {last['accuracy']}")
     return rows
 
 
-def work(runs: Sequence[tuple[Arm, int]], *overrides: str) -> None:
+def work(runs: Sequence[tuple[Arm, int]], *overrides: str, on: str = "cpu") -> None:
     """Those that have no result and that no process is at: the file lock dies with its process."""
     for arm, seed in runs:
         path = result(arm, seed, *overrides)
@@ -201,7 +201,7 @@ def work(runs: Sequence[tuple[Arm, int]], *overrides: str) -> None:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 continue
-            run_arm(arm, seed, *overrides)
+            run_arm(arm, seed, *overrides, on=on)
 
 
 def result(arm: Arm, seed: int, *overrides: str) -> Path:
@@ -222,6 +222,7 @@ def main() -> None:
     parser.add_argument("--study", choices=STUDIES, default="toy")
     parser.add_argument("--seeds", help="default: the study's own")
     parser.add_argument("--only", help="names of arms, with commas between them")
+    parser.add_argument("--device", default="cpu", help="where all of it is computed, such as cuda")
     parser.add_argument("--plot", action="store_true", help="train nothing")
     parser.add_argument("settings", nargs="*", help="a.b=c, for all arms; nothing is kept of them")
     args = parser.parse_args()
@@ -238,7 +239,7 @@ def main() -> None:
         if arm.name in wanted and arm.study == args.study
     ]
     if not args.plot:
-        work(runs, *args.settings)
+        work(runs, *args.settings, on=args.device)
     if args.settings or {*seeds} - {*study.seeds}:
         print(summary(finished(runs, *args.settings)))
         return
