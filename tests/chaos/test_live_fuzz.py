@@ -22,8 +22,8 @@ from areal_q.messages import (
     PartialGroup,
     PartialResponse,
     VersionSpan,
+    WorkerStatus,
     decode_group,
-    decode_status,
     decode_ticket,
     encode,
 )
@@ -50,6 +50,10 @@ SETTINGS = (
     "rollout.engine.slots=8",
     "warmstart.steps=0",
 )
+BEAT = WorkerStatus(
+    worker="forged", pid=1, version=1, active=1, tokens=1, tokens_per_s=1.0, idle_share=0.5, groups=1,
+    swaps=1, swap_s=0.1, time_s=1.0,
+)  # fmt: skip
 
 
 class ForeignHand:
@@ -60,6 +64,7 @@ class ForeignHand:
         self._run, self._rng = run, random.Random(seed)
         self.done: dict[str, int] = {}
         """Number of records by kind"""
+        self._turn = threading.Lock()
 
     def __enter__(self) -> "ForeignHand":
         return self
@@ -68,8 +73,9 @@ class ForeignHand:
         self._client.close()
 
     def act(self) -> None:
-        for kind in (self._names, self._heartbeat, self._group, self._partial):
-            self.done[kind.__name__] = self.done.get(kind.__name__, 0) + kind()
+        with self._turn:
+            for kind in (self._names, self._heartbeat, self._group, self._partial):
+                self.done[kind.__name__] = self.done.get(kind.__name__, 0) + kind()
 
     def _mutated(self, record: bytes) -> bytes:
         return mutated(Target("", decode_ticket, [record], (), "msgpack"), self._rng)
@@ -82,30 +88,26 @@ class ForeignHand:
         return len(names)
 
     def _heartbeat(self) -> int:
-        names: Any = self._client.smembers(self._keys.workers)
-        beats: Any = self._client.mget([*map(self._keys.worker, names)])
-        for beat in beats:
-            with suppress(RecordError):
-                record = self._mutated(encode(decode_status(beat or b"")))
-                self._client.sadd(self._keys.workers, "forged")
-                self._client.set(self._keys.worker("forged"), record, ex=5)
-                return 1
-        return 0
+        self._client.sadd(self._keys.workers, BEAT.worker)
+        self._client.set(self._keys.worker(BEAT.worker), self._mutated(encode(BEAT)), ex=5)
+        return 1
 
     def _group(self) -> int:
-        """Mutates groups that were committed, so that the first that is sound counts."""
+        """Mutates the newest sound groups of both streams, so that the first that is sound counts."""
         count = 0
         for stream in (self._keys.groups, self._keys.eval_groups):
-            found: Any = self._client.xrevrange(stream, count=2)
+            found: Any = self._client.xrevrange(stream)
             for _, fields in found:
                 with suppress(RecordError):
                     group = decode_group(fields.get(RECORD, b""))
                     self._client.xadd(stream, {RECORD: self._mutated(encode(group))})
                     count += 1
+                    break
         return count
 
     def _partial(self) -> int:
-        """Takes a ticket away from whoever has it, and gives it back with spoilt beginnings."""
+        """Takes a ticket, away from a worker that has it, and gives it back with spoilt beginnings."""
+        self._client.xreadgroup(WORKERS_GROUP, b"\xff-1", {self._keys.tickets: ">"}, count=1)
         reply: Any = self._client.xautoclaim(
             self._keys.tickets, WORKERS_GROUP, b"\xff-1", 0, "0-0", count=1
         )
@@ -149,24 +151,47 @@ def learner_of(run: Run, directory: Path, url: str, sockets: Path) -> Iterator[L
         made.close()
 
 
+def follow(learner: Learner, hand: ForeignHand) -> Learner:
+    """Lets the hand act within each step: however fast the run is, the step's own groups are there."""
+    report = learner.report
+
+    def act_and_report(*args: Any, **named: Any) -> None:
+        hand.act()
+        report(*args, **named)
+
+    learner.report = act_and_report
+    return learner
+
+
 async def train(learner: Learner, url: str, hand: ForeignHand) -> int:
-    """Trains to the end, with a worker, while the foreign hand acts. Returns the step reached."""
-    name = learner.run.name
-    work = asyncio.create_task(
-        serve(url, name, "w", WeightSource(), lambda status: None, EndpointAddress(), 60.0)
-    )
+    """Trains to the end, with a worker, while the foreign hand acts. Returns the step reached. The worker
+    comes once the hand has taken a ticket: a fast one leaves none."""
+    name, stop = learner.run.name, threading.Event()
+    work: asyncio.Task[None] | None = None
     with ThreadPoolExecutor(1) as pool:
-        stop = threading.Event()
         training = pool.submit(learner.train, stop)
         try:
             while not training.done():
-                assert not work.done(), work.exception()
                 await asyncio.to_thread(hand.act)
+                if work is None and hand.done["_partial"]:
+                    work = asyncio.create_task(
+                        serve(
+                            url,
+                            name,
+                            "w",
+                            WeightSource(),
+                            lambda status: None,
+                            EndpointAddress(),
+                            60.0,
+                        )
+                    )
+                assert not (work and work.done()), work
                 await asyncio.sleep(0.05)
         finally:
             stop.set()
-    work.cancel()
-    await asyncio.gather(work, return_exceptions=True)
+    if work:
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
     return training.result()
 
 
@@ -181,12 +206,12 @@ async def test_no_record_of_a_foreign_hand_ends_learner_or_worker(
     )
     with claimed(run, resume=False) as (directory, _), ForeignHand(redis_url, run, seed) as hand:
         with learner_of(run, directory, redis_url, short_dir) as learner:
-            assert await train(learner, redis_url, hand) == STEPS
+            assert await train(follow(learner, hand), redis_url, hand) == STEPS
             hand.act()
             with redis.Redis.from_url(redis_url) as client:
                 assert gather(client, run.name, WeightSource(), silent_s=600.0).version == STEPS
         with learner_of(longer, directory, redis_url, short_dir) as learner:
-            assert await train(learner, redis_url, hand) == 2 * STEPS
+            assert await train(follow(learner, hand), redis_url, hand) == 2 * STEPS
     assert all(hand.done.values()), hand.done
     file = directory / METRICS_FILE
     steps = [record for record in read_metrics(file) if record["kind"] == "step"]
