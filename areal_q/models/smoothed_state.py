@@ -11,19 +11,20 @@ from areal_q.config import Smoothing
 from areal_q.models.decoder import Decoder
 from areal_q.models.layers.linear import Linear
 from areal_q.models.packed_layout import PackedLayout
+from areal_q.quant.rescaling import Fold
 from areal_q.quant.smoothing import SmoothingScales
 
 
-def smoothed_state(
+def first_folds(
     model: Decoder, prompts: Iterable[Sequence[int]], cfg: Smoothing
-) -> Mapping[str, Tensor]:
-    """Returns the state dict of `model` with scales folded in, as a learner does before its first version. They
-    are measured on the first `prompts`, token ids, with at least `cfg.tokens` tokens in all."""
+) -> Mapping[str, Fold]:
+    """Returns what the parameters of `model` are multiplied by in a learner's first version. It is measured on
+    the first `prompts`, token ids, with at least `cfg.tokens` tokens in all."""
     scales = SmoothingScales(cfg, model.config.head_dim)
     state = model.state_dict()
     ids, layout = packed(prompts, cfg.tokens)
     scales.update(state, largest_inputs(model, ids, layout))
-    return scales.smoothed(state)
+    return scales.folds(state)
 
 
 def packed(

@@ -24,6 +24,7 @@ from areal_q.errors import QuantizationError
 from areal_q.kernels.quantize import dispatch
 from areal_q.kernels.quantize.dispatch import LARGEST, TOO_LARGE
 from areal_q.quant.activations import SMALLEST_SCALE
+from areal_q.quant.rescaling import Fold
 
 Parts = dict[str, Tensor]
 
@@ -63,8 +64,10 @@ class Format(Protocol):
         """Measured ranges of a float `weight` [out, in]; None for a format without scales."""
         ...
 
-    def quantize(self, weight: Tensor, name: str, ranges: Ranges | None = None) -> Parts:
-        """Parts of a float `weight` [out, in], scaled for `ranges` (None: as measured); what lies
+    def quantize(
+        self, weight: Tensor, name: str, ranges: Ranges | None = None, fold: Fold | None = None
+    ) -> Parts:
+        """Parts of a float `weight` [out, in] times `fold`, scaled for `ranges` (None: as measured); what lies
         beyond them is clamped. Raises QuantizationError naming the tensor; one that is not finite may pass
         if `ranges` are given, for which its own were measured and checked (`check_ranges`)."""
         ...
@@ -79,25 +82,27 @@ class Format(Protocol):
         ...
 
 
-def checked_float32(weight: Tensor, name: str) -> Tensor:
-    """Returns `weight` as float32 [out, in].
+def checked_float32(weight: Tensor, name: str, fold: Fold | None = None) -> Tensor:
+    """Returns `weight` times `fold` as float32 [out, in].
 
     Raises QuantizationError for another rank, NaN, an infinity or a magnitude above LARGEST.
     """
-    w = as_float32(weight, name)
+    w = as_float32(weight, name, fold)
     low, high = torch.stack(w.aminmax()).tolist() if w.numel() else (0.0, 0.0)
     if not (low >= -LARGEST and high <= LARGEST):
         raise QuantizationError(f"{name}: {TOO_LARGE}")
     return w
 
 
-def as_float32(weight: Tensor, name: str) -> Tensor:
-    """Returns `weight` as float32 [out, in]. Raises QuantizationError for another rank or dtype."""
+def as_float32(weight: Tensor, name: str, fold: Fold | None = None) -> Tensor:
+    """Returns `weight` times `fold` as float32 [out, in]. Raises QuantizationError for another rank or
+    dtype."""
     if weight.dim() != 2 or not weight.is_floating_point():
         raise QuantizationError(
             f"{name}: {weight.dtype} {list(weight.shape)} is not a float [out, in]"
         )
-    return weight.detach().to(torch.float32)
+    w = weight.detach().to(torch.float32)
+    return fold.of(w) if fold else w
 
 
 def checked_ranges(measure: Callable[[Tensor], Ranges], w: Tensor, name: str) -> Ranges:

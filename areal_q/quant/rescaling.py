@@ -24,7 +24,7 @@ learning rates (docs/stability.md, with measurements).
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +55,11 @@ class Pair:
     """The module's name, such as `model.layers.0.input_layernorm`."""
     readers: tuple[str, ...]
     """The names of the weights, such as `model.layers.0.self_attn.q_proj.weight`."""
+
+    @property
+    def written(self) -> set[str]:
+        """The names that the writer's weight and bias have, if it has both."""
+        return {f"{self.writer}.weight", f"{self.writer}.bias"}
 
     @property
     def norm(self) -> bool:
@@ -94,18 +99,44 @@ def _pairs_in(layer: str, inside: list[str]) -> list[Pair]:
     ]
 
 
-def factors(
-    state: Mapping[str, Tensor], pair: Pair, s: Tensor | float, head_dim: int = 1
-) -> Iterator[tuple[str, Tensor | float]]:
-    """Yields the names of the parameters that `pair` rescales, each with what to multiply it by: the writer by
-    s, its readers by 1/s. s is a number, or has one for each of the writer's channels; `head_dim` is the width
-    of a head, for readers that share value heads."""
-    for name in (f"{pair.writer}.weight", f"{pair.writer}.bias"):
-        if (tensor := state.get(name)) is not None:
-            yield name, s[:, None] if isinstance(s, Tensor) and tensor.dim() == 2 else s
-    for name in pair.readers:
-        columns = state[name].shape[-1]
-        yield name, 1 / (by_column(s, columns, head_dim) if isinstance(s, Tensor) else s)
+@dataclass(frozen=True)
+class Fold:
+    """What to multiply a parameter by; None is 1."""
+
+    rows: Tensor | None = None
+    """float32 [out], also of a norm or a bias."""
+    columns: Tensor | None = None
+    """float32 [in]"""
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """Returns the product, [out] or [out, in]."""
+        product = parameter.detach()
+        if self.columns is not None:
+            product = product * self.columns
+        if self.rows is not None:
+            product = product * (self.rows if product.dim() == 1 else self.rows[:, None])
+        return product
+
+    def factors(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns those of the columns [in] and of the rows [out] of `weight`."""
+        columns, rows = self.columns, self.rows
+        columns = weight.new_ones(weight.shape[1]) if columns is None else columns
+        return columns, weight.new_ones(weight.shape[0]) if rows is None else rows
+
+
+def folds_of(
+    state: Mapping[str, Tensor], scales: Mapping[str, Tensor], head_dim: int
+) -> dict[str, Fold]:
+    """Returns what the pairs of `state` are multiplied by, by the parameters' names: a writer by 1/s, its
+    readers by s. `scales` has s, float32 [channels], by the writer's name; `head_dim` is the width of a head,
+    for readers that share value heads."""
+    rows: dict[str, Tensor] = {}
+    columns: dict[str, Tensor] = {}
+    for pair in pairs_of(state):
+        s = scales[pair.writer]
+        rows |= dict.fromkeys(pair.written & state.keys(), 1 / s)
+        columns |= {n: by_column(s, state[n].shape[-1], head_dim) for n in pair.readers}
+    return {n: Fold(rows.get(n), columns.get(n)) for n in rows | columns}
 
 
 def by_column(s: Tensor, columns: int, head_dim: int) -> Tensor:
@@ -134,8 +165,10 @@ def apply_uaq(model: nn.Module | Mapping[str, Tensor], s: float) -> None:
     state = model.state_dict() if isinstance(model, nn.Module) else model
     with torch.no_grad():
         for pair in pairs_of(state):
-            for name, factor in factors(state, pair, s) if pair.norm else ():
-                state[name].mul_(factor)
+            if pair.norm:
+                state[f"{pair.writer}.weight"].mul_(s)
+                for name in pair.readers:
+                    state[name].mul_(1 / s)
 
 
 def fold_back(model: nn.Module | Mapping[str, Tensor], s: float) -> None:

@@ -15,14 +15,14 @@ The learner's own weights stay as they are: its optimizer, checkpoints and expor
 published depends on the s in use, and they are part of a checkpoint, like sticky scales.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from areal_q.config import Smoothing
-from areal_q.quant.rescaling import Pair, by_channel, factors, pairs_of
-from areal_q.quant.state_dict import is_quantized
+from areal_q.quant.linears import is_quantized
+from areal_q.quant.rescaling import Fold, Pair, by_channel, folds_of, pairs_of
 
 _MOST = 10.0
 """Largest |log2 s|: a channel that is nearly always 0 must not scale its weights without bound."""
@@ -46,6 +46,7 @@ class SmoothingScales:
     def __init__(self, cfg: Smoothing, head_dim: int) -> None:
         self.cfg, self._head_dim = cfg, head_dim
         self._scales: dict[str, Tensor] = {}
+        self._folds: dict[str, Fold] | None = None
 
     def due(self, step: int) -> bool:
         """Returns True if the scales are to be measured after step `step`."""
@@ -55,6 +56,7 @@ class SmoothingScales:
     def update(self, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> None:
         """Chooses scales for the weights `state`, whose linears have inputs of the largest magnitudes `inputs`,
         float32 [in] by the name of the weight. Scales that are good enough stay as they are."""
+        self._folds = None
         for pair in pairs_of(state):
             channels = state[f"{pair.writer}.weight"].shape[0]
             wanted = wanted_log2(*self._largest(pair, channels, state, inputs), self.cfg.alpha)
@@ -64,15 +66,11 @@ class SmoothingScales:
                 new = torch.where((wanted - used.log2()).abs() <= _DRIFT, used, new)
             self._scales[pair.writer] = new
 
-    def smoothed(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Returns `state` with the scales folded into copies of what they change, each made when it is asked
-        for; without any scales, as it is."""
-        scaling: dict[str, list[Tensor | float]] = {}
-        for pair in pairs_of(state) if self._scales else ():
-            s = 1 / self._scales[pair.writer]
-            for name, factor in factors(state, pair, s, self._head_dim):
-                scaling.setdefault(name, []).append(factor)
-        return _Scaled(state, scaling)
+    def folds(self, state: Mapping[str, Tensor]) -> Mapping[str, Fold]:
+        """Returns what the parameters `state` are multiplied by, by name; nothing without any scales."""
+        if self._folds is None:
+            self._folds = folds_of(state, self._scales, self._head_dim) if self._scales else {}
+        return self._folds
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the scales in use, float32 [channels], by the writer's name."""
@@ -80,7 +78,7 @@ class SmoothingScales:
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Goes on with scales that `tensors` gave."""
-        self._scales = dict(tensors)
+        self._scales, self._folds = dict(tensors), None
 
     def _largest(
         self, pair: Pair, channels: int, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
@@ -94,26 +92,3 @@ class SmoothingScales:
             by_channel(both[0], channels, self._head_dim),
             by_channel(both[1], channels, self._head_dim),
         )
-
-
-class _Scaled(Mapping[str, Tensor]):
-    """A state dict times factors. What quantizes it holds one scaled tensor at a time, and finds it in the
-    processor's cache: all of them at once would take as much memory again, and twice the time."""
-
-    def __init__(
-        self, state: Mapping[str, Tensor], scaling: Mapping[str, Sequence[Tensor | float]]
-    ) -> None:
-        self._state, self._scaling = state, scaling
-
-    @torch.no_grad()
-    def __getitem__(self, name: str) -> Tensor:
-        tensor = self._state[name]
-        for place, factor in enumerate(self._scaling.get(name, ())):
-            tensor = tensor.mul_(factor) if place else tensor * factor
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._state)
-
-    def __len__(self) -> int:
-        return len(self._state)

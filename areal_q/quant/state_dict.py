@@ -19,6 +19,7 @@ from areal_q.errors import QuantizationError
 from areal_q.quant.format import Format, Ranges, check_ranges
 from areal_q.quant.linears import is_quantized
 from areal_q.quant.registry import FORMATS
+from areal_q.quant.rescaling import Fold
 
 _FUSED = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
@@ -43,24 +44,29 @@ def fused_name(name: str) -> str:
 
 
 def quantize_state(
-    state: Mapping[str, Tensor], format: str, policy: RangePolicy | None = None
+    state: Mapping[str, Tensor],
+    format: str,
+    policy: RangePolicy | None = None,
+    folds: Mapping[str, Fold] | None = None,
 ) -> dict[str, Tensor]:
-    """Returns the tensors to publish for `state`, under checkpoint names.
+    """Returns the tensors to publish for `state` times `folds`, under checkpoint names.
 
     Example: in int8, `X.weight` becomes codes int8 [out, in] and is followed by `X.weight_scale`,
     float32 [out, 1]; every other tensor stays as it is. Raises QuantizationError naming the
     tensor.
     """
     chosen = FORMATS[format]
-    ranges = _ranges(state, chosen, policy)
+    folds = folds or {}
+    ranges = _ranges(state, chosen, policy, folds)
     published: dict[str, Tensor] = {}
     for name, tensor in state.items():
+        fold = folds.get(name)
         if is_quantized(name):
-            parts = chosen.quantize(tensor, name, ranges.get(name))
+            parts = chosen.quantize(tensor, name, ranges.get(name), fold)
             prefix = name.removesuffix("weight")
             published.update({prefix + suffix: parts[suffix] for suffix in chosen.suffixes})
         else:
-            published[name] = tensor.detach()
+            published[name] = fold.of(tensor) if fold else tensor.detach()
     return published
 
 
@@ -117,14 +123,19 @@ def _split(name: str, format: Format) -> tuple[str, str | None]:
 
 
 def _ranges(
-    state: Mapping[str, Tensor], format: Format, policy: RangePolicy | None
+    state: Mapping[str, Tensor],
+    format: Format,
+    policy: RangePolicy | None,
+    folds: Mapping[str, Fold],
 ) -> dict[str, Ranges]:
     """Ranges by parameter, where they are not simply those that the format measures itself."""
     if policy is None and not format.shared_scale:
         return {}
     found: dict[str, Ranges] = {}
     for name, tensor in state.items():
-        measured = format.ranges(tensor) if is_quantized(name) else None
+        if not is_quantized(name):
+            continue
+        measured = format.ranges(folds[name].of(tensor) if name in folds else tensor)
         if measured is not None:
             check_ranges(measured, name)  # before the policy, which remembers them
             found[name] = measured

@@ -54,7 +54,10 @@ class VersionPolicies:
         if noise or smoothing:
             self.noisy = copy.deepcopy(self.learnt)
             state = with_noise(model.state_dict(), noise, settings.uaq_scale)
-            self.noisy.load_state_dict(smoothing.smoothed(state) if smoothing else state)
+            folds = smoothing.folds(state) if smoothing else {}
+            self.noisy.load_state_dict(
+                {n: folds[n].of(t) if n in folds else t for n, t in state.items()}
+            )
         if adapted(self.noisy):  # a model with adapters runs on the published tensors already
             if noise and settings.rounds_rest:
                 round_frozen(self.noisy)

@@ -100,10 +100,9 @@ class VersionBuilder:
         began = time.perf_counter()
         settings, format, lora = self._settings, self._settings.format, self._settings.lora
         noise = noise_of(settings.aqn, version, settings.seed)
-        state: Mapping[str, Tensor] = with_noise(model.state_dict(), noise, settings.uaq_scale)
-        if self._smoothing:
-            state = self._smoothing.smoothed(state)
-        published = published_state(model, format, self._ranges, state)
+        state = with_noise(model.state_dict(), noise, settings.uaq_scale)
+        folds = self._smoothing.folds(state) if self._smoothing else None
+        published = published_state(model, format, self._ranges, state, folds)
         if settings.rounds_rest:
             published = rest_in_bf16(published, format)
         built = weights.pack_version(

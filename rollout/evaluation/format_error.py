@@ -23,7 +23,7 @@ from areal_q.linear.quantized_linear import FloatLinear
 from areal_q.models import Decoder, PackedLayout
 from areal_q.models.low_bit.engine_policy import engine_policy, perturbed
 from areal_q.models.low_bit.quantized_forward import QuantLinear, linears
-from areal_q.models.smoothed_state import smoothed_state
+from areal_q.models.smoothed_state import first_folds
 from areal_q.quant import quantize_state
 
 ROWS = 256
@@ -70,9 +70,8 @@ class Reference:
     def published(self, format: str, smoothing: Smoothing | None = None) -> dict[str, Tensor]:
         """Returns the tensors that a learner publishes as its first version, smoothed by the prompts if there
         are settings for it. Raises QuantizationError, which names the tensor."""
-        if smoothing is None:
-            return quantize_state(self.model.state_dict(), format)
-        return quantize_state(smoothed_state(self.model, self.prompts, smoothing), format)
+        folds = first_folds(self.model, self.prompts, smoothing) if smoothing else None
+        return quantize_state(self.model.state_dict(), format, folds=folds)
 
     def error_of(self, policy: Decoder) -> Error:
         """Measures a policy with linears in a format, by one pass and a perturbed one."""

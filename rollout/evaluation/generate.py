@@ -13,7 +13,7 @@ from areal_q.errors import ConfigError
 from areal_q.evaluation.estimates import Answered, Reply
 from areal_q.messages import Array, Ticket
 from areal_q.models import load_config, load_decoder
-from areal_q.models.smoothed_state import smoothed_state
+from areal_q.models.smoothed_state import first_folds
 from areal_q.quant import quantize_state
 from areal_q.quant.state_dict import rest_in_bf16
 from areal_q.tasks import Problem, Reward, Tokenizer, answer_of, build_reward
@@ -147,10 +147,10 @@ def _engine_config(run: Run) -> TorchEngine:
 async def _load(engine: Engine, run: Run, path: Path, prompts: Iterable[Sequence[int]]) -> None:
     """Loads the model as a learner publishes it; smoothing's scales are those of `prompts`."""
     model, smoothing = load_decoder(path).requires_grad_(False), run.rollout.smooths
-    state = model.state_dict()
+    folds = None
     if smoothing and run.rollout.format in ROUNDS_ACTIVATIONS:
-        state = smoothed_state(model, prompts, smoothing)
-    published = quantize_state(state, run.rollout.format)
+        folds = first_folds(model, prompts, smoothing)
+    published = quantize_state(model.state_dict(), run.rollout.format, folds=folds)
     if run.rollout.unquantized == "bf16":
         published = rest_in_bf16(published, run.rollout.format)
     await engine.load_weights(

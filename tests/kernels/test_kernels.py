@@ -76,18 +76,20 @@ def test_floats_near_the_range_of_e4m3_round_as_torch_rounds():
     x = torch.cat((x[x <= 2.0**120], -x[x <= 2.0**120]))[: 2 * 10**6]
     x = torch.cat((x, torch.tensor([449.0, 464.0, 480.0, 1e9, 2.0**-10, 3 * 2.0**-10])))
     codes = np.empty(len(x), np.uint8)
-    eight_bits._e4m3(x.numpy(), np.float32(1), np.float32(1), codes)
+    eight_bits._e4m3(x.numpy(), np.float32(1), codes)
     assert np.array_equal(codes, to_e4m3(x).view(torch.uint8).numpy())
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, E4M3])
 @pytest.mark.parametrize("block", [(1, 300), (128, 128)])
-def test_fold_precedes_quantizing_and_moved_codes_are_counted(dtype, block):
-    weight, fold = torch.randn(200, 300), 1 / 1.5
+def test_factors_precede_quantizing_and_moved_codes_count(dtype, block):
+    weight, columns, rows = torch.randn(200, 300), torch.rand(300), torch.rand(200)
     before = dispatch.eight_bits(weight, "w", dtype, block)
-    folded = dispatch.eight_bits(weight * torch.tensor(fold), "w", dtype, block)
+    folded = dispatch.eight_bits(weight * columns * rows[:, None], "w", dtype, block)
     assert before is not None and folded is not None
-    got = dispatch.eight_bits(weight, "w", dtype, block, fold=fold, previous=before[0])
+    got = dispatch.eight_bits(
+        weight, "w", dtype, block, factors=(columns, rows), previous=before[0]
+    )
     assert got is not None
     assert torch.equal(got[0].view(torch.int8), folded[0].view(torch.int8))
     assert torch.equal(got[1], folded[1])
@@ -97,9 +99,10 @@ def test_fold_precedes_quantizing_and_moved_codes_are_counted(dtype, block):
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, E4M3])
-def test_a_fold_that_overflows_is_refused(dtype):
+def test_factors_that_overflow_are_refused(dtype):
+    weight, factors = torch.full((2, 3), 2.0**126), (torch.full((3,), 4.0), torch.ones(2))
     with pytest.raises(QuantizationError, match="big"):
-        dispatch.eight_bits(torch.full((2, 3), 2.0**126), "big", dtype, (1, 3), fold=4.0)
+        dispatch.eight_bits(weight, "big", dtype, (1, 3), factors=factors)
 
 
 def test_weights_that_no_kernel_takes_are_left_to_torch():

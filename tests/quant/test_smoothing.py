@@ -16,9 +16,10 @@ from areal_q.errors import ConfigError
 from areal_q.models import Decoder, PackedLayout, load_decoder, save_decoder
 from areal_q.models.low_bit.quantized_forward import QuantLinear, use
 from areal_q.models.smoothed_state import largest_inputs
-from areal_q.quant import dequantize_state
+from areal_q.quant import FORMATS, dequantize_state, quantize_state
 from areal_q.quant.rescaling import apply_uaq, pairs_of
 from areal_q.quant.smoothing import SmoothingScales, wanted_log2
+from areal_q.quant.sticky_scales import StickyRanges
 from learner import checkpoint
 from learner.backends.single_device import TorchPolicy
 from learner.doctor.probe import VersionPolicies
@@ -81,7 +82,9 @@ def measured(model: Decoder, head_dim: int = 8) -> SmoothingScales:
 
 def smoothed(model: Decoder, scales: SmoothingScales) -> Decoder:
     new = copy.deepcopy(model)
-    new.load_state_dict(scales.smoothed(model.state_dict()))
+    state = model.state_dict()
+    folds = scales.folds(state)
+    new.load_state_dict({n: folds[n].of(t) if n in folds else t for n, t in state.items()})
     return new
 
 
@@ -130,9 +133,29 @@ def test_heads_that_share_a_value_head_share_its_scales(tmp_path: Path):
     wide = scales.tensors()["model.layers.0.self_attn.v_proj"]
     assert wide.shape == (16,)
     name = "model.layers.0.self_attn.o_proj.weight"
-    ratio = (scales.smoothed(model.state_dict())[name] / model.state_dict()[name])[0]
+    ratio = scales.folds(model.state_dict())[name].columns
+    assert ratio is not None
     value_0, value_1 = wide.split(8)
     assert torch.equal(ratio, torch.cat([value_0, value_0, value_1, value_1]))
+
+
+@pytest.mark.parametrize("sticky", [False, True])
+@pytest.mark.parametrize("format", FORMATS)
+def test_folding_while_quantizing_is_folding_before(format: str, sticky: bool, tmp_path: Path):
+    model = outlying("qwen2", tmp_path)
+    state, folds = model.state_dict(), measured(model).folds(model.state_dict())
+    ranges = [StickyRanges(0.05) if sticky and format != "bf16" else None for _ in range(2)]
+    published = quantize_state(state, format, ranges[0], folds)
+    before = {n: folds[n].of(t) if n in folds else t for n, t in state.items()}
+    for name, tensor in quantize_state(before, format, ranges[1]).items():
+        assert_same_bits(published[name], tensor, name)
+
+
+def assert_same_bits(found: Tensor, wanted: Tensor, name: str) -> None:
+    assert found.dtype == wanted.dtype, name
+    assert torch.equal(found.reshape(-1).view(torch.uint8), wanted.reshape(-1).view(torch.uint8)), (
+        name
+    )
 
 
 def test_scales_stay_until_they_are_off_by_more_than_four():

@@ -22,7 +22,7 @@ LARGEST = 2.0**127
 TOO_LARGE = f"holds NaN, an infinity or a magnitude above 2^{127}"
 _LARGEST_BITS = int(np.float32(LARGEST).view(np.int32))
 _NO_RANGES, _NO_CODES = np.empty((0, 0), np.float32), np.empty((0, 0), np.uint8)
-_NO_BORDERS = torch.empty(0)
+_NO_BORDERS = _NO_FACTORS = torch.empty(0)
 
 
 def eight_bits(
@@ -32,18 +32,20 @@ def eight_bits(
     block: tuple[int, int],
     given: Tensor | None = None,
     *,
-    fold: float = 1.0,
+    factors: tuple[Tensor, Tensor] | None = None,
     previous: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, int] | None:
     """(codes [out, in], scales float32 [blocks down, blocks across], codes that differ from `previous`).
 
-    weight float32 [out, in], multiplied by `fold` on the way; `dtype` int8 or float8_e4m3fn; `given`:
-    ranges in the shape of the scales, in place of the measured ones. Raises QuantizationError for what
-    is not finite or above LARGEST.
+    weight float32 [out, in], multiplied on the way by `factors` of its columns [in], then of its rows [out],
+    float32; `dtype` int8 or float8_e4m3fn; `given`: ranges in the shape of the scales, in place of the measured
+    ones. Raises QuantizationError for what is not finite or above LARGEST.
     """
     height, width = block[0], min(block[1], max(1, weight.shape[1]))
     if gpu := _on_gpu(weight):
-        *result, worst = gpu.quantize(weight, fold, dtype, (height, width), given, previous)
+        if factors:
+            weight = (weight * factors[0]).mul_(factors[1][:, None])
+        *result, worst = gpu.quantize(weight, dtype, (height, width), given, previous)
         if worst > _LARGEST_BITS:
             raise QuantizationError(f"{name}: {TOO_LARGE}")
         return tuple(result)
@@ -52,9 +54,11 @@ def eight_bits(
         return None
     codes = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     scales = weight.new_empty((-(-weight.shape[0] // height), -(-weight.shape[1] // width)))
+    of_columns, of_rows = factors or (_NO_FACTORS, _NO_FACTORS)
     moved, worst = kernels.quantize(
         weight.numpy(),
-        fold,
+        of_rows.contiguous().numpy(),
+        of_columns.contiguous().numpy(),
         127.0 if dtype == torch.int8 else 448.0,
         height,
         width,

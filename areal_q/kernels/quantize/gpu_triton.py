@@ -31,7 +31,7 @@ def _magnitude(x):
 
 @triton.jit
 def _quantize(
-    w, given, previous, codes, scales, found, fold, rows, columns, across, width, largest,
+    w, given, previous, codes, scales, found, rows, columns, across, width, largest,
     least_range, least_scale,
     E4M3: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, SQUARE: tl.constexpr,
     GIVEN: tl.constexpr, PREVIOUS: tl.constexpr, CHECKED: tl.constexpr,
@@ -50,7 +50,7 @@ def _quantize(
     i = q * width + j
     inside = (o < rows) & (j < width) & (i < columns)
     at = o.to(tl.int64) * columns + i
-    x = tl.load(w + at, mask=inside, other=0.0).to(tl.float32) * fold
+    x = tl.load(w + at, mask=inside, other=0.0).to(tl.float32)
     top = tl.max(_magnitude(x), axis=1, keep_dims=True)
     if SQUARE:
         top = tl.max(top, axis=0, keep_dims=True)
@@ -132,11 +132,11 @@ def _nibbles(
 
 
 def quantize(
-    weight: Tensor, fold: float, dtype: torch.dtype, block: tuple[int, int],
+    weight: Tensor, dtype: torch.dtype, block: tuple[int, int],
     given: Tensor | None, previous: Tensor | None,
 ) -> tuple[Tensor, Tensor, int, int]:  # fmt: skip
     """(codes, scales, codes that moved, bits of the largest magnitude), as kernels.quantize."""
-    codes, scales, found = _run(weight, dtype, block, fold, given, previous, checked=True)
+    codes, scales, found = _run(weight, dtype, block, given, previous, checked=True)
     worst, moved = found.tolist()
     return codes, scales, moved, worst
 
@@ -154,7 +154,7 @@ def activations(
 
 
 def _run(
-    x: Tensor, dtype: torch.dtype, block: tuple[int, int], fold: float = 1.0,
+    x: Tensor, dtype: torch.dtype, block: tuple[int, int],
     given: Tensor | None = None, previous: Tensor | None = None,
     floors: tuple[float, float] = (0.0, torch.finfo(torch.float32).tiny), *, checked: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -169,7 +169,7 @@ def _run(
     _quantize[(programs,)](  # pyright: ignore[reportIndexIssue]
         x, scales if given is None else given.contiguous(),
         raw if previous is None else previous.contiguous().view(torch.uint8),
-        raw, scales, found, fold, rows, columns, across, width,
+        raw, scales, found, rows, columns, across, width,
         127.0 if dtype == torch.int8 else 448.0, *floors,
         E4M3=dtype != torch.int8, HEIGHT=height if square else tile, WIDTH=whole, SQUARE=square,
         GIVEN=given is not None, PREVIOUS=previous is not None, CHECKED=checked,

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from areal_q.models.low_bit.lora import adapted, is_adapter
 from areal_q.models.low_bit.quantized_forward import QuantLinear, linears
 from areal_q.quant.registry import FORMATS
+from areal_q.quant.rescaling import Fold
 from areal_q.quant.state_dict import RangePolicy, quantize_state
 
 
@@ -16,10 +17,12 @@ def published_state(
     format: str,
     policy: RangePolicy | None = None,
     state: Mapping[str, Tensor] | None = None,
+    folds: Mapping[str, Fold] | None = None,
 ) -> dict[str, Tensor]:
     """Returns the tensors to publish for `model`, in the order of its state dict. They are those of its forward
     pass if that is quantized; the base and the adapters in bfloat16 if it has adapters; else those that
-    `quantize_state` returns. `state` is the model's state dict with what is to be published differently."""
+    `quantize_state` returns. `state` is the model's state dict with what is to be published differently, and
+    `folds` what it is multiplied by."""
     state = model.state_dict() if state is None else state
     if adapted(model):
         return {
@@ -28,7 +31,7 @@ def published_state(
         }
     quantized = {n: m for n, m in linears(model).items() if isinstance(m, QuantLinear)}
     if not quantized:
-        return quantize_state(state, format, policy)
+        return quantize_state(state, format, policy, folds)
     published: dict[str, Tensor] = {}
     for name, tensor in state.items():
         linear = quantized.get(name.removesuffix(".weight"))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from areal_q.kernels.quantize import dispatch
 from areal_q.quant.format import Parts, Ranges, as_float32, checked_float32
+from areal_q.quant.rescaling import Fold
 
 
 class Bf16:
@@ -26,8 +27,10 @@ class Bf16:
     def ranges(self, weight: Tensor) -> None:
         return None
 
-    def quantize(self, weight: Tensor, name: str, ranges: Ranges | None = None) -> Parts:
-        w = as_float32(weight, name)
+    def quantize(
+        self, weight: Tensor, name: str, ranges: Ranges | None = None, fold: Fold | None = None
+    ) -> Parts:
+        w = as_float32(weight, name, fold)
         rounded = dispatch.sixteen_bits(w, name)
         if rounded is None:
             rounded = checked_float32(w, name).to(torch.bfloat16)

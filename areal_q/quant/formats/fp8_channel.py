@@ -31,6 +31,7 @@ from areal_q.quant.format import (
     scales_for,
 )
 from areal_q.quant.formats.fp8_block import e4m3_error
+from areal_q.quant.rescaling import Fold
 
 
 class Fp8Channel:
@@ -45,14 +46,17 @@ class Fp8Channel:
     def ranges(self, weight: Tensor) -> Ranges:
         return row_ranges(weight)
 
-    def quantize(self, weight: Tensor, name: str, ranges: Ranges | None = None) -> Parts:
+    def quantize(
+        self, weight: Tensor, name: str, ranges: Ranges | None = None, fold: Fold | None = None
+    ) -> Parts:
         w = as_float32(weight, name)
         fast = dispatch.eight_bits(
-            w, name, torch.float8_e4m3fn, (1, w.shape[1]), ranges and ranges.blocks
-        )
+            w, name, torch.float8_e4m3fn, (1, w.shape[1]), ranges and ranges.blocks,
+            factors=fold and fold.factors(w),
+        )  # fmt: skip
         if fast is not None:
             return {"weight": fast[0], "weight_scale": fast[1]}
-        w = checked_float32(w, name)
+        w = checked_float32(w, name, fold)
         scale = scales_for((ranges or self.ranges(w)).blocks, E4M3_MAX)
         return {"weight": to_e4m3(w / scale), "weight_scale": scale}
 
@@ -69,8 +73,10 @@ class Fp8Weight(Fp8Channel):
     def bits_per_weight(self, out_features: int, in_features: int) -> float:
         return 8.0 + 16.0 / in_features
 
-    def quantize(self, weight: Tensor, name: str, ranges: Ranges | None = None) -> Parts:
-        w = as_float32(weight, name)
+    def quantize(
+        self, weight: Tensor, name: str, ranges: Ranges | None = None, fold: Fold | None = None
+    ) -> Parts:
+        w = as_float32(weight, name, fold)
         ranges = ranges or checked_ranges(self.ranges, w, name)
         parts = super().quantize(w, name, bf16_scaled(ranges, E4M3_MAX))
         return {**parts, "weight_scale": parts["weight_scale"].to(torch.bfloat16)}

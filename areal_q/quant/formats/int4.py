@@ -33,6 +33,7 @@ from areal_q.quant.format import (
     unblocked,
 )
 from areal_q.quant.formats.nibble_packing import pack_words, unpack_words
+from areal_q.quant.rescaling import Fold
 
 
 class Int4:
@@ -50,8 +51,10 @@ class Int4:
     def ranges(self, weight: Tensor) -> Ranges:
         return row_ranges(weight, self.group)
 
-    def quantize(self, weight: Tensor, name: str, ranges: Ranges | None = None) -> Parts:
-        w = as_float32(weight, name)
+    def quantize(
+        self, weight: Tensor, name: str, ranges: Ranges | None = None, fold: Fold | None = None
+    ) -> Parts:
+        w = as_float32(weight, name, fold)
         scale = self.scales((ranges or checked_ranges(self.ranges, w, name)).blocks)
         effective = self.effective(scale)
         divisor = torch.where(effective > 0, effective, torch.inf)

@@ -37,6 +37,7 @@ from areal_q.quant.format import (
     scales_for,
 )
 from areal_q.quant.linears import check_inputs
+from areal_q.quant.rescaling import Fold
 
 
 class Int8:
@@ -51,13 +52,22 @@ class Int8:
     def ranges(self, weight: Tensor) -> Ranges:
         return row_ranges(weight)
 
-    def quantize(self, weight: Tensor, name: str, ranges: Ranges | None = None) -> Parts:
+    def quantize(
+        self, weight: Tensor, name: str, ranges: Ranges | None = None, fold: Fold | None = None
+    ) -> Parts:
         w = as_float32(weight, name)
         check_inputs("int8", w.shape[1], name)
-        fast = dispatch.eight_bits(w, name, torch.int8, (1, w.shape[1]), ranges and ranges.blocks)
+        fast = dispatch.eight_bits(
+            w,
+            name,
+            torch.int8,
+            (1, w.shape[1]),
+            ranges and ranges.blocks,
+            factors=fold and fold.factors(w),
+        )
         if fast is not None:
             return {"weight": fast[0], "weight_scale": fast[1]}
-        w = checked_float32(w, name)
+        w = checked_float32(w, name, fold)
         scale = scales_for((ranges or self.ranges(w)).blocks, INT8_MAX)
         codes = (w / scale).round_().clamp_(-INT8_MAX, INT8_MAX)
         return {"weight": codes.to(torch.int8), "weight_scale": scale}
@@ -81,8 +91,10 @@ class Int8Weight:
     def ranges(self, weight: Tensor) -> Ranges:
         return row_ranges(weight)
 
-    def quantize(self, weight: Tensor, name: str, ranges: Ranges | None = None) -> Parts:
-        w = as_float32(weight, name)
+    def quantize(
+        self, weight: Tensor, name: str, ranges: Ranges | None = None, fold: Fold | None = None
+    ) -> Parts:
+        w = as_float32(weight, name, fold)
         ranges = bf16_scaled(ranges or checked_ranges(self.ranges, w, name), INT8_MAX)
         parts = _INT8.quantize(w, name, ranges)
         padded = torch.nn.functional.pad(parts["weight"], (0, -w.shape[1] % 4), value=-128)

@@ -29,6 +29,7 @@ from areal_q.quant.format import (
     unblocked,
 )
 from areal_q.quant.formats import e2m1
+from areal_q.quant.rescaling import Fold
 
 BLOCK = 32
 TOP_POWER = 2
@@ -47,8 +48,10 @@ class Mxfp4:
     def ranges(self, weight: Tensor) -> Ranges:
         return row_ranges(weight, BLOCK)
 
-    def quantize(self, weight: Tensor, name: str, ranges: Ranges | None = None) -> Parts:
-        w = as_float32(weight, name)
+    def quantize(
+        self, weight: Tensor, name: str, ranges: Ranges | None = None, fold: Fold | None = None
+    ) -> Parts:
+        w = as_float32(weight, name, fold)
         blocks = (ranges or checked_ranges(self.ranges, w, name)).blocks
         biased = blocks.contiguous().view(torch.int32) >> 23  # the exponent's bits of a float32
         scale = (biased - TOP_POWER).clamp_(min=0).to(torch.uint8)

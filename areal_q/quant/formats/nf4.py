@@ -29,6 +29,7 @@ from areal_q.quant.format import (
     checked_ranges,
     row_ranges,
 )
+from areal_q.quant.rescaling import Fold
 
 _BLOCK = 64
 _TABLE = torch.tensor(
@@ -56,8 +57,10 @@ class Nf4:
         rows = row_ranges(_blocks(weight.detach().to(torch.float32)), _BLOCK)
         return Ranges(rows.blocks.flatten(), rows.whole)
 
-    def quantize(self, weight: Tensor, name: str, ranges: Ranges | None = None) -> Parts:
-        w = as_float32(weight, name)
+    def quantize(
+        self, weight: Tensor, name: str, ranges: Ranges | None = None, fold: Fold | None = None
+    ) -> Parts:
+        w = as_float32(weight, name, fold)
         blocks = (ranges or checked_ranges(self.ranges, w, name)).blocks
         scale, x = blocks.clamp(min=SMALLEST_SCALE), _blocks(w)
         of_rows = scale.view(len(x), -1)

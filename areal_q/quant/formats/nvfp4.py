@@ -32,6 +32,7 @@ from areal_q.quant.format import (
     unblocked,
 )
 from areal_q.quant.formats import e2m1
+from areal_q.quant.rescaling import Fold
 
 BLOCK = 16
 _WHERE_ZERO = 0x20
@@ -50,8 +51,10 @@ class Nvfp4:
     def ranges(self, weight: Tensor) -> Ranges:
         return row_ranges(weight, BLOCK)
 
-    def quantize(self, weight: Tensor, name: str, ranges: Ranges | None = None) -> Parts:
-        w = as_float32(weight, name)
+    def quantize(
+        self, weight: Tensor, name: str, ranges: Ranges | None = None, fold: Fold | None = None
+    ) -> Parts:
+        w = as_float32(weight, name, fold)
         ranges = ranges or checked_ranges(self.ranges, w, name)
         divisor = torch.nan_to_num(E4M3_MAX * e2m1.MAX / ranges.whole, posinf=1.0).reshape(1)
         scale = to_e4m3(ranges.blocks / torch.full((), e2m1.MAX, device=w.device) * divisor)
