@@ -119,7 +119,8 @@ def int8_matmul(a: Tensor, b: Tensor) -> Tensor:
         product = torch._int_mm(enough, b)  # pyright: ignore[reportPrivateImportUsage]
         return product[: a.shape[0]]
     pieces = zip(a.split(EXACT, 1), b.split(EXACT, 0), strict=True)
-    first, *rest = ((x.float() @ y.float()).to(torch.int32) for x, y in pieces)
+    with torch.autocast(a.device.type, enabled=False):  # in bfloat16 the sums would be rounded
+        first, *rest = ((x.float() @ y.float()).to(torch.int32) for x, y in pieces)
     return sum(rest, first)
 
 
@@ -143,6 +144,8 @@ def has_int_mm(device: str) -> bool:
             return False
     a = torch.full((32, 64), INT8_MAX, dtype=torch.int8, device=device)
     a[1::2] = -INT8_MAX
-    exact = a.to(torch.float32) @ a.to(torch.float32).t()
+    exact = (
+        a.double() @ a.double().t()
+    )  # float32 would be rounded where a forward pass is in bfloat16
     product = torch._int_mm(a, a.t())  # pyright: ignore[reportPrivateImportUsage]
-    return torch.equal(product.to(torch.float32), exact)
+    return torch.equal(product.double(), exact)

@@ -244,6 +244,19 @@ def test_the_integer_product_is_exact_without_the_fast_kernel(monkeypatch):
         assert torch.equal(int8_matmul(a, b.t()).long(), a.long() @ b.long().t())
 
 
+@pytest.mark.parametrize("fast", [True, False])
+def test_the_integer_product_is_exact_inside_a_bfloat16_pass(monkeypatch, fast: bool):
+    has_int_mm.cache_clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = has_int_mm("cpu")
+        if not fast:
+            monkeypatch.setattr("areal_q.linear.quantized_linear.has_int_mm", lambda device: False)
+        a, b = torch.full((5, 1041), 127, dtype=torch.int8), torch.full((3, 1041), 126).char()
+        assert torch.equal(int8_matmul(a, b.t()).long(), a.long() @ b.long().t())
+    has_int_mm.cache_clear()
+    assert found == has_int_mm("cpu")
+
+
 def test_int8_linear_multiplies_dequantized_operands():
     x, weight, residual = torch.randn(9, 48), torch.randn(21, 48), torch.randn(9, 21)
     parts = INT8.quantize(weight, "w")
