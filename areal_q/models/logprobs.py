@@ -19,7 +19,9 @@ from torch.autograd.function import once_differentiable
 from areal_q.models.layers.linear import product
 
 BLOCK = 1 << 22
-"""Number of logits in a block"""
+"""Number of logits in a block, which a processor's cache holds"""
+_GPU_BLOCK = 1 << 27
+"""The same on a GPU, where small blocks leave most of the time to the launches of kernels"""
 _WHOLE = 1 << 24
 """Most logits for which plain torch is used. The choice depends on shapes alone, so that a step that is
 computed again makes the same one."""
@@ -62,18 +64,20 @@ def blockwise(
     targets: Tensor,
     temperature: float,
     entropy_learns: bool,
-    block: int = BLOCK,
+    block: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the same with at most `block` logits in memory at once, but at least 256 columns."""
+    """Returns the same with at most `block` logits in memory at once, but at least 256 columns. 0 means what
+    suits the device."""
     chosen, lse, entropy = blocks(hidden, weight, targets, temperature, block)
     return chosen - lse, entropy if entropy_learns else entropy.detach()
 
 
 def blocks(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, block: int = BLOCK
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, block: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns l of each target, lse and entropy over the rows of `weight`, each [T]. For a target that is none
     of these rows l is 0."""
+    block = block or (_GPU_BLOCK if hidden.is_cuda else BLOCK)
     columns = max(256, block // max(1, len(hidden)))
     way: Any = _Blockwise.apply
     if hidden.dtype == torch.bfloat16 and weight.dtype == torch.float32 and not weight.is_cuda:
