@@ -10,18 +10,20 @@ import torch
 
 def set_arithmetic(threads: int, device: str) -> None:
     """Sets how this process computes steps: with so many threads, with numbers below float32's smallest normal
-    one taken as 0, and on a CPU the same bits each time.
+    one taken as 0, and with the same bits each time.
 
     Processors compute such numbers a hundred times slower, and a very confident policy has many. Without
-    torch's deterministic algorithms, several threads add the gradients of a prompt's last token, which predicts
-    the first one of each response, in the order in which they happen to come; a GPU lacks some of these
-    algorithms. Call it before the process computes anything in parallel: threads take the mode from the one
-    that starts them.
+    torch's deterministic algorithms, threads of a CPU or GPU add the gradients of a token that occurs several
+    times, and those of a prompt's last token, which predicts the first one of each response, in the order in
+    which they happen to come. Torch warns once of what it has no such algorithm for. Call it before the process
+    computes anything: threads take the mode from the one that starts them, and cuBLAS reads its variable once.
     """
+    if device.startswith("cuda"):
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.set_flush_denormal(True)
     torch.set_num_threads(threads)
     # torch.use_deterministic_algorithms would import torch's compiler, which takes seconds.
-    torch.set_deterministic_debug_mode("warn" if device == "cpu" else "default")
+    torch.set_deterministic_debug_mode("warn")
     # All that is read was written.
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
 

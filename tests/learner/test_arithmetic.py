@@ -10,6 +10,7 @@ import torch
 from helpers.paths import ROOT
 
 from areal_q.kernels.jit import kernel
+from areal_q.models.layers.packed_attention import Determinism
 from learner.arithmetic import set_arithmetic
 
 TINY = """
@@ -51,6 +52,25 @@ def test_every_thread_takes_tiny_products_as_zero():
 
 def test_two_threads_add_gradients_of_a_shared_token_in_order():
     assert printed(SHARED) == ["0"]
+
+
+def test_only_what_lies_between_is_insisted_on():
+    modes: list[int] = []
+    x, weight = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    torch.set_deterministic_debug_mode("warn")
+    try:
+        a, b = Determinism.apply("warn", x, weight)
+        product = a * b
+        product.register_hook(lambda grad: modes.append(torch.get_deterministic_debug_mode()))
+        a.register_hook(lambda grad: modes.append(torch.get_deterministic_debug_mode()))
+        x.register_hook(lambda grad: modes.append(torch.get_deterministic_debug_mode()))
+        (out,) = Determinism.apply("error", product)
+        (3 * out).sum().backward()
+    finally:
+        after = torch.get_deterministic_debug_mode()
+        torch.set_deterministic_debug_mode("default")
+    assert (modes, after) == ([2, 2, 1], 1)
+    assert torch.equal(x.grad, torch.full((3,), 3.0)) and torch.equal(weight.grad, x.grad)
 
 
 def printed(program: str) -> list[str]:
