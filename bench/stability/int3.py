@@ -11,6 +11,7 @@ from areal_q.config import Run
 from areal_q.quant.format import Parts, Ranges, checked_float32, scales_for
 from areal_q.quant.formats.int8 import Int8
 from areal_q.quant.registry import FORMATS
+from areal_q.quant.rescaling import Fold
 
 LEVELS = 3
 
@@ -18,8 +19,10 @@ LEVELS = 3
 class Int3(Int8):
     name = "int3"
 
-    def quantize(self, weight: Tensor, name: str, ranges: Ranges | None = None) -> Parts:
-        w = checked_float32(weight, name)
+    def quantize(
+        self, weight: Tensor, name: str, ranges: Ranges | None = None, fold: Fold | None = None
+    ) -> Parts:
+        w = checked_float32(weight, name, fold)
         scale = scales_for((ranges or self.ranges(w)).blocks, LEVELS)
         return {
             "weight": (w / scale).round_().clamp_(-LEVELS, LEVELS).to(int8),

@@ -40,6 +40,7 @@ from areal_q.weights.version import WeightVersion
 from bench.stability.memory_buffer import MemoryBuffer, MemoryLearner
 from buffer.redis_store import LearnerBuffer
 from buffer.sampling.replay_pool import SampledGroups
+from learner.backends.precision import PrecisionSettings, set_precision
 from learner.backends.single_device import TorchPolicy
 from learner.build_policy import begin_smoothing, build_model
 from learner.data.admission import Admission, AdmissionSettings
@@ -160,9 +161,9 @@ async def train(run: Run, flaky: Reward | None = None) -> AsyncIterator[Values]:
         build_tokenizer(run.model, run.task),
         build_reward(run),
     )
-    policy = TorchPolicy(
-        warm_model(run, task, tokenizer), run.learner, run.rollout.sampling.temperature
-    )
+    model = warm_model(run, task, tokenizer)
+    set_precision(model, PrecisionSettings.of(run))
+    policy = TorchPolicy(model, run.learner, run.rollout.sampling.temperature)
     if run.rollout.smooths:
         scales = SmoothingScales(run.rollout.smooths, policy.model.config.head_dim)
         begin_smoothing(policy, scales, run, task, tokenizer)

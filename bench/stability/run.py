@@ -174,20 +174,29 @@ def windows(name: str, seed: int, steps: Sequence[Values]) -> list[Row]:
 
 
 def run_arm(arm: Arm, seed: int, *overrides: str, on: str = "cpu") -> list[Row]:
-    """Trains on the device `on` and keeps the result, or reads one that is there, of whichever device."""
+    """Trains on the device `on` and keeps the result, or reads one that is there, of whichever device. What is
+    known by each evaluation is in a file beside it, ending in .part."""
     path = result(arm, seed, *overrides)
     if path.exists():
         return json.loads(path.read_text())["rows"]
-
-    async def steps() -> list[Values]:
-        return [values async for values in train(arm.run(seed, *overrides, f"learner.device={on}"))]
-
-    rows = windows(arm.name, seed, asyncio.run(steps()))
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as scratch:
-        scratch.write_text(json.dumps({"commit": commit(), "device": device(on), "rows": rows}))
-    last = rows[-1]
-    say(f"{arm.name}, seed {seed}: reward {last['reward']}, accuracy {last['accuracy']}")
+    part = path.with_suffix(".part")
+
+    async def learn() -> list[Row]:
+        steps, rows = list[Values](), list[Row]()
+        async for values in train(arm.run(seed, *overrides, f"learner.device={on}")):
+            steps.append(values)
+            if "eval/accuracy" in values:
+                rows = windows(arm.name, seed, steps)
+                with replacing(part) as scratch:
+                    found = {"commit": commit(), "device": device(on), "rows": rows}
+                    scratch.write_text(json.dumps(found))
+                last = " ".join(f"{k} {rows[-1][k]}" for k in ("step", "reward", "accuracy", "k3"))
+                say(f"{arm.name}, seed {seed}: {last}")
+        return rows
+
+    rows = asyncio.run(learn())
+    part.replace(path)
     return rows
 
 

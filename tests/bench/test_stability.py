@@ -93,7 +93,7 @@ def test_a_run_that_another_process_is_at_is_left_alone(
 ):
     monkeypatch.setattr(stability, "RUNS", tmp_path)
     begun: list[str] = []
-    monkeypatch.setattr(stability, "run_arm", lambda arm, seed: begun.append(arm.name))
+    monkeypatch.setattr(stability, "run_arm", lambda arm, seed, on: begun.append(arm.name))
     first, second = stability.ARMS[:2]
     with stability.result(first, 4).with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
