@@ -90,8 +90,9 @@ class TicketConsumer:
         await self.call(functools.partial(self._scripts["QUARANTINE"], keys, args))
 
     async def sweep(self, every_s: float) -> None:
-        """Removes the consumers of workers that are gone, once in `every_s` seconds, the claim timeout. It is
-        put off while Redis is full, since Redis 6.2 then refuses every XGROUP."""
+        """Removes the consumers of workers that are gone, and lets claims run out that are from before Redis's
+        clock stepped back, once in `every_s` seconds, the claim timeout. While Redis is full the consumers
+        stay, since Redis 6.2 then refuses every XGROUP."""
         if time.monotonic() - self._swept_s < every_s:
             return
         self._swept_s = time.monotonic()

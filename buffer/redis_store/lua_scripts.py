@@ -314,6 +314,11 @@ return 1
 
 SWEEP = """
 -- KEYS ticket stream; ARGV group, idle ms. Removes consumers that own nothing and were silent so long.
+-- Before that, claims of idle time 0 are renewed. Most of them have just been; but one from before Redis's
+-- clock stepped back is at 0, too, and would not run out until the clock is where it was.
+for _, claim in ipairs(redis.call('XPENDING', KEYS[1], ARGV[1], '-', '+', 1000000)) do
+  if claim[3] == 0 then redis.call('XCLAIM', KEYS[1], ARGV[1], claim[2], 0, claim[1], 'JUSTID') end
+end
 local removed = 0
 for _, flat in ipairs(redis.call('XINFO', 'CONSUMERS', KEYS[1], ARGV[1])) do
   local consumer = {}

@@ -1,0 +1,62 @@
+"""Redis's clock steps back by an hour under claims, whose idle times it reckons by that clock. Real servers."""
+
+import struct
+from collections.abc import Callable
+
+import pytest
+import redis
+
+from areal_q.messages import Ticket
+from buffer.redis_store import LearnerBuffer, WorkerBuffer
+from buffer.redis_store.keys import WORKERS_GROUP, Keys
+
+KEYS = Keys("run")
+HOUR_MS = 3600 * 1000
+
+
+def crc_64(data: bytes) -> int:
+    """Redis's checksum of a dump: CRC-64 by Jones."""
+    crc = 0
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x95AC9329AC4BC9B5 if crc & 1 else 0)
+    return crc
+
+
+def step_back(client: redis.Redis, stream: str) -> None:
+    """Leaves claims as they are once the clock has stepped back: an hour later than it is now."""
+    dump = client.dump(stream)
+    (group,) = client.xinfo_stream(stream, full=True)["groups"]  # pyright: ignore
+    assert dump is not None and group["pending"]
+    content = dump[:-8]
+    for time_ms in {claim[2] for claim in group["pending"]}:
+        content = content.replace(struct.pack("<q", time_ms), struct.pack("<q", time_ms + HOUR_MS))
+    client.restore(stream, 0, content + struct.pack("<Q", crc_64(content)), replace=True)
+    idle_ms = client.xpending_range(stream, WORKERS_GROUP, "-", "+", 100)
+    assert all(claim["time_since_delivered"] == 0 for claim in idle_ms)  # pyright: ignore
+
+
+@pytest.mark.parametrize("kind", ["redis 6.2", "redis 7", "valkey 9"])
+async def test_claims_of_a_dead_worker_run_out_though_the_clock_stepped_back(
+    kind: str, servers: Callable[[str], str], make_ticket: Callable[..., Ticket]
+):
+    """The heir gets them, and not those of a worker that lives."""
+    url = servers(kind)
+    learner = LearnerBuffer(url, "run")
+    learner.publish_run("", {})
+    learner.admit([make_ticket(n) for n in range(4)], cursor=4)
+    dead, alive = (WorkerBuffer(url, "run", name) for name in ("dead", "alive"))
+    heir = WorkerBuffer(url, "run", "heir", claim_timeout_s=0.3)
+    heir.max_deliveries = 2
+    gone, kept = await dead.claim(2, 0.0), await alive.claim(2, 0.0)
+    with redis.Redis.from_url(url) as client:
+        step_back(client, KEYS.tickets)
+    got: list[int] = []
+    while len(got) < len(gone):
+        assert await alive.renew(kept) == []
+        got += [claim.ticket.number for claim in await heir.claim(9, 0.0)]
+    assert sorted(got) == sorted(claim.ticket.number for claim in gone)
+    for side in (dead, alive, heir):
+        await side.close()
+    learner.close()
