@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import redis
 import torch
+from helpers.commands import stretched
 from helpers.engines import HeldStepper, ask, ask_for, serving
 from helpers.fixture_types import MakeRun
 from helpers.policies import build_group_reader, initial_model, new_admission
@@ -97,9 +98,10 @@ class LearnerSide:
             for p in self.model.parameters():
                 p.add_(0.02 * torch.randn(p.shape))
 
-    async def take(self, count: int, timeout_s: float = 30.0) -> list[Group]:
-        groups = await asyncio.to_thread(self.buffer.take, count, timeout_s)
-        assert len(groups) == count
+    async def take(self, count: int) -> list[Group]:
+        groups: list[Group] = []
+        while len(groups) < count:
+            groups += await asyncio.to_thread(self.buffer.take, count - len(groups), 0.5)
         return groups
 
     def close(self) -> None:
@@ -250,13 +252,13 @@ def test_killed_vllm_comes_back_and_no_ticket_is_lost(
             await until(lambda: engine.tokens_drawn > 8)
             await engine.backend.kill()
             side.admission.issue([4, 5], version=0)
-            groups = await side.take(6, timeout_s=600)
+            groups = await side.take(6)
             assert {g.ticket.number for g in groups} == set(range(6))
             assert (engine.deaths, engine.version) == (1, 0)
             for t in [t for group in groups for t in group.validate().trajectories]:
                 assert [side.history.lag(span, 0) for span in t.spans] == [0]
 
-    asyncio.run(asyncio.wait_for(work(), 800))
+    asyncio.run(work())
 
 
 @pytest.mark.timeout(60)
@@ -744,7 +746,8 @@ async def test_a_reward_that_hangs_costs_its_response_and_nothing_else(
         "    while prompt == HANGS: pass\n"
         "    return 1 / (prompt != RAISES)\n"
     )
-    run = make_run(f'reward.path="{file}"', "reward.timeout_s=0.5", "learner.group_size=2")
+    limit = f"reward.timeout_s={stretched(2.0)}"
+    run = make_run(f'reward.path="{file}"', limit, "learner.group_size=2")
     task = build_task(run.task)
     prompts = [problem_at(task, n, run.seed).prompt for n in range(12)]
     file.write_text(f"HANGS, RAISES = {prompts[5]!r}, {prompts[6]!r}\n" + file.read_text())
@@ -759,8 +762,9 @@ async def test_a_reward_that_hangs_costs_its_response_and_nothing_else(
                 assert t.reward == (0.0 if fails else 1.0)
                 assert t.valid == (not fails)
                 assert t.failure == ("timeout" if hangs else "exception" if fails else None)
-        told = {"took too long", "raised ZeroDivisionError: division by zero"}
-        await until(lambda: {status.failure for status in side.buffer.workers()} & told)
+        told = ("took too long", "raised ZeroDivisionError: division by zero, in ")
+        beats = side.buffer.workers
+        await until(lambda: any(status.failure.startswith(told) for status in beats()))
 
 
 async def test_a_ticket_that_cannot_become_a_group_costs_itself_alone(
