@@ -120,7 +120,7 @@ def test_new_versions_are_followed_live(run: Path, sync: WeightSync) -> None:
         assert row["digest"] == version.manifest.digest
         assert 0 < row["delta_bytes"] < 1000 and row["share"].endswith("%")
     process.send_signal(signal.SIGINT)
-    process.wait(20)
+    process.wait()
 
 
 @pytest.mark.timeout(60)
