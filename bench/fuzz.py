@@ -409,14 +409,11 @@ class Count:
     """Processes that a library ended"""
 
 
-def fuzz(
-    target: Target, count: int, seed: int, until_s: float = float("inf")
-) -> tuple[Count, list[str]]:
-    """(what was counted, findings) of up to `count` inputs; stops at the fifth finding, or at `until_s` on the
-    monotonic clock."""
+def fuzz(target: Target, count: int, seed: int) -> tuple[Count, list[str]]:
+    """(what was counted, findings) of up to `count` inputs; stops at the fifth finding."""
     rng, counted, found = random.Random(f"{target.name}/{seed}"), Count(), []
     began = time.monotonic()
-    while counted.inputs < count and len(found) < 5 and time.monotonic() < until_s:
+    while counted.inputs < count and len(found) < 5:
         data = mutated(target, rng)
         started = time.monotonic()
         try:
