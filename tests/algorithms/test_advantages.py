@@ -132,9 +132,9 @@ class Ranks:
     def combine(self, rank: int) -> Callable[[torch.Tensor], torch.Tensor]:
         def all_reduce(sums: torch.Tensor) -> torch.Tensor:
             self.given[rank] = sums
-            self.barrier.wait(10)
+            self.barrier.wait()
             total = torch.stack(self.given).sum(0)
-            self.barrier.wait(10)
+            self.barrier.wait()
             return total
 
         return all_reduce

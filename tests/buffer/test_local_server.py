@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import redis
+from helpers.commands import limit
 
 from areal_q.errors import BufferUnavailable
 from areal_q.system.processes import die_with_parent
@@ -138,8 +139,7 @@ def test_a_child_lives_while_its_parent_does():
 
 
 def _wait_until_gone(pid: int) -> None:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
+    while time.monotonic() < limit.at_s:
         stat = Path(f"/proc/{pid}/stat")
         # A container's process 1 may leave orphans as zombies.
         if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import redis
 import yaml
+from helpers.commands import limit
 from helpers.paths import ROOT
 from redis.exceptions import NoPermissionError
 
@@ -43,10 +44,9 @@ def start(tmp_path: Path) -> Iterator[Callable[..., None]]:
             server = subprocess.Popen([binary, *flat], stdout=log, stderr=log)
             stack.callback(server.wait)
             stack.callback(server.kill)
-            deadline = time.monotonic() + 120
             while b"eady to accept" not in (tmp_path / "log").read_bytes():
                 assert server.poll() is None, (tmp_path / "log").read_text()
-                assert time.monotonic() < deadline
+                assert time.monotonic() < limit.at_s
                 time.sleep(0.02)
 
         yield start

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import redis
+from helpers.commands import limit, wait_until
 from helpers.policies import Learning
 from msgspec.structs import replace
 
@@ -113,10 +114,9 @@ class Play:
     def counted(self) -> list[int]:
         return json.loads(self.saved.read_text())["numbers"] if self.saved.exists() else []
 
-    def wait(self, count: int, timeout_s: float = 50.0) -> None:
-        deadline = time.monotonic() + timeout_s
+    def wait(self, count: int) -> None:
         while len(self.counted) < count:
-            assert time.monotonic() < deadline, f"{len(self.counted)} of {count}"
+            assert time.monotonic() < limit.at_s, f"{len(self.counted)} of {count}"
             for name, child in self.children.items():
                 assert child.poll() is None, (self.directory / f"{name}.log").read_text()
             time.sleep(0.05)
@@ -172,10 +172,7 @@ def test_a_full_redis_makes_producers_wait_and_loses_nothing(play, make_ticket):
         for name in ("a", "b"):
             it.start(name)
         logs = [it.directory / f"{name}.log" for name in ("a", "b")]
-        deadline = time.monotonic() + 120
-        while not any("waits for room" in log.read_text() for log in logs):
-            assert time.monotonic() < deadline, learner.memory()
-            time.sleep(0.02)
+        wait_until(lambda: any("waits for room" in log.read_text() for log in logs), learner.memory)
         it.start("consumer")
         it.wait(100)
         assert client.info("memory")["used_memory"] < limit + (1 << 20)

@@ -173,7 +173,7 @@ def pid_of(launched: Launched, word: str) -> int:
 
 def test_workers_stop_before_redis_once_the_learner_is_done(launched):
     process = launched.start("finish", "serve")
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate()
     assert (process.returncode, err) == (0, "")
     assert "stopped before its first record" in out
     assert sorted(launched.events()[:2]) == ["learner starts", "rollout-0 starts"]
@@ -183,7 +183,7 @@ def test_workers_stop_before_redis_once_the_learner_is_done(launched):
 
 def test_a_worker_that_ends_with_the_run_is_no_failure(launched):
     process = launched.start("finish last", "finish")
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate()
     assert (process.returncode, err) == (0, "")
     assert launched.events()[2:] == ["rollout-0 is done", "learner is done"]
     launched.assert_nothing_left()
@@ -193,14 +193,14 @@ def test_a_learner_told_to_go_from_outside_ends_the_run(launched):
     process = launched.start("serve", "serve")
     launched.wait_for("learner starts")
     os.kill(pid_of(launched, "child.py learner"), signal.SIGTERM)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate()
     assert (process.returncode, err) == (143, "")
     launched.assert_nothing_left()
 
 
 def test_dead_worker_is_named_with_its_log_and_learner_drains(launched):
     process = launched.start("serve", "crash")
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate()
     assert process.returncode == 1
     assert "areal-q: error: rollout-0 ended with exit code 3" in err
     assert "runs/demo/logs/rollout-0.log" in err
@@ -213,7 +213,7 @@ def test_dead_worker_is_named_with_its_log_and_learner_drains(launched):
 
 def test_a_learner_that_crashes_is_named(launched):
     process = launched.start("crash", "serve")
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate()
     assert process.returncode == 1
     assert "learner ended with exit code 3" in err and "line 39 of learner" in err
     launched.assert_nothing_left()
@@ -221,7 +221,7 @@ def test_a_learner_that_crashes_is_named(launched):
 
 def test_mistake_that_the_learner_finds_is_one_line_and_exit_2(launched):
     process = launched.start("mistake", "serve")
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate()
     assert (process.returncode, err) == (2, "areal-q: error: task.path: no such file\n")
     launched.assert_nothing_left()
 
@@ -231,7 +231,7 @@ def test_a_start_that_failed_leaves_what_was_there(launched):
     (earlier.parent / "checkpoints" / "step-000000").mkdir(parents=True)
     earlier.write_text("# the earlier run")
     process = launched.start("mistake", "serve")
-    assert process.communicate(timeout=120)[1] == "areal-q: error: task.path: no such file\n"
+    assert process.communicate()[1] == "areal-q: error: task.path: no such file\n"
     assert earlier.read_text() == "# the earlier run"
     assert [path.name for path in earlier.parent.parent.iterdir()] == ["demo"]
     launched.assert_nothing_left()
@@ -287,7 +287,7 @@ def test_a_killed_redis_is_named_and_everything_else_stops(launched):
     process = launched.start("serve", "serve")
     launched.wait_for("rollout-0 starts")
     os.kill(pid_of(launched, "redis-server"), signal.SIGKILL)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate()
     assert process.returncode == 1
     assert "redis was killed by SIGKILL" in err
     launched.assert_nothing_left()
@@ -299,7 +299,7 @@ def test_first_signal_drains_learner_then_workers_then_redis(launched, number, c
     launched.wait_for("rollout-0 starts")
     launched.wait_for("learner starts")
     process.send_signal(number)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate()
     assert (process.returncode, err) == (code, "")
     assert "draining" in out
     assert launched.events()[2:] == ["learner stops with redis", "rollout-0 stops with redis"]
@@ -315,7 +315,7 @@ def test_a_redis_told_to_go_with_the_launcher_is_no_failure(launched):
     process.send_signal(signal.SIGTERM)
     wait_until(lambda: not has_redis(launched), "the end of Redis")
     process.send_signal(signal.SIGCONT)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate()
     assert (process.returncode, err) == (143, "")
     launched.assert_nothing_left()
 
@@ -332,7 +332,7 @@ def test_signal_before_the_learner_listens_is_no_failure(launched):
     process = launched.start("early", "serve")
     launched.wait_for("learner starts")
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate()
     assert (process.returncode, err) == (0, "")
     launched.assert_nothing_left()
 
@@ -345,7 +345,7 @@ def test_the_second_signal_kills_what_does_not_stop(launched):
     launched.wait_for("learner stops with redis")
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=120)
+    process.communicate()
     assert process.returncode == 130
     launched.assert_nothing_left()
 
@@ -354,7 +354,7 @@ def test_what_a_child_has_started_goes_with_it(launched):
     process = launched.start("serve", "parent")
     wait_until(lambda: launched.pids() and has_sleep(launched), "the grandchild")
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=120)
+    process.communicate()
     launched.assert_nothing_left()
 
 
@@ -373,7 +373,7 @@ def test_no_child_survives_kill_9_of_the_launcher(launched):
     process.communicate()
     wait_until(lambda: not launched.pids(), "the children's end")
     again = launched.start("finish", "serve")
-    assert again.communicate(timeout=120)[1] == ""
+    assert again.communicate()[1] == ""
     launched.assert_nothing_left()
 
 
@@ -382,14 +382,14 @@ def test_directory_in_use_is_refused_and_an_earlier_run_moved(launched):
     first = launched.start("serve", "serve")
     launched.wait_for("learner starts")
     second = launched.start("finish", "serve")
-    _, err = second.communicate(timeout=120)
+    _, err = second.communicate()
     assert second.returncode == 2
     assert err == "areal-q: error: runs/demo: a run is going on there; choose another --name\n"
     first.send_signal(signal.SIGTERM)
-    first.communicate(timeout=120)
+    first.communicate()
     (launched.root / "runs" / "demo" / "checkpoints" / "step-000000").mkdir(parents=True)
     third = launched.start("finish", "serve")
-    out, _ = third.communicate(timeout=120)
+    out, _ = third.communicate()
     assert third.returncode == 0 and "moved to runs/demo.1" in out
     assert {path.name for path in (launched.root / "runs").iterdir()} == {"demo", "demo.1"}
     launched.assert_nothing_left()
@@ -397,7 +397,7 @@ def test_directory_in_use_is_refused_and_an_earlier_run_moved(launched):
 
 def test_silent_redis_url_is_one_line_without_its_password(launched):
     process = launched.start("serve", "serve", REDIS_URL="redis://:secret@127.0.0.1:1/0")
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate()
     assert (process.returncode, launched.events()) == (2, [])
     assert err == "areal-q: error: REDIS_URL: no Redis answers there\n"
     launched.assert_nothing_left()
@@ -405,9 +405,9 @@ def test_silent_redis_url_is_one_line_without_its_password(launched):
 
 @pytest.mark.timeout(60)
 def test_a_resumed_run_has_the_endpoints_that_it_had_before(launched):
-    launched.start("finish", "serve").communicate(timeout=120)
+    launched.start("finish", "serve").communicate()
     (launched.root / "runs" / "demo" / "checkpoints" / "step-1").mkdir(parents=True)
-    launched.start("finish", "serve", "demo.toml", "--resume").communicate(timeout=120)
+    launched.start("finish", "serve", "demo.toml", "--resume").communicate()
     first, second = (launched.root / "endpoints").read_text().splitlines()
     assert first == second and first.count("://") == 3
     launched.assert_nothing_left()

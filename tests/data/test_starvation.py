@@ -211,7 +211,7 @@ def test_a_run_resumed_with_other_arithmetic_goes_on(
             learn("second", last, ATEN_CPU_CAPABILITY="default"),
             start("w1", "rollout", "--run", "fork", "--id", "w1"),
         ]
-        assert children[0].wait(400) == 0, (tmp_path / "second.log").read_text()
+        assert children[0].wait() == 0, (tmp_path / "second.log").read_text()
     finally:
         for child in children:
             child.kill()

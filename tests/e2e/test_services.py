@@ -12,7 +12,7 @@ from urllib.request import urlopen
 
 import pytest
 import redis
-from helpers.commands import wait_until
+from helpers.commands import limit, wait_until
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families as parse
 
@@ -69,14 +69,13 @@ def locked_redis(tmp_path: Path) -> Iterator[str]:
     assert server.stdin
     server.stdin.write(settings.encode())
     server.stdin.close()
-    deadline = time.monotonic() + 120
     with redis.Redis(port=port, password=PASSWORD) as client:
         while True:
             try:
                 client.ping()
                 break
             except redis.ConnectionError:
-                assert server.poll() is None and time.monotonic() < deadline
+                assert server.poll() is None and time.monotonic() < limit.at_s
                 time.sleep(0.02)
     yield f"redis://127.0.0.1:{port}"
     server.kill()
@@ -234,20 +233,20 @@ def test_a_worker_outlives_a_stopped_learner_not_its_run(locked_redis, password_
             assert learner.poll() is None, log()
             time.sleep(0.05)
         learner.send_signal(signal.SIGTERM)
-        assert learner.wait(120) == 143, log()
+        assert learner.wait() == 143, log()
         done = len(steps())
         # The worker's numbers are of its last heartbeat, of which there may have been none yet.
         wait_until(lambda: groups_committed(scraped(port)) >= 3 * 4, lambda: scraped(port), worker)
         exported = scraped(port)
         learner, ports = learn(f"steps={done + 2}")
-        assert (learner.wait(120), worker.wait(60)) == (0, 0), log()
+        assert (learner.wait(), worker.wait()) == (0, 0), log()
         assert log().count("run services is finished: this worker ends") == 1
         with redis.Redis.from_url(locked_redis, password=PASSWORD) as client:
             published = client.hget(Keys("services").info, "endpoints")
-        assert work("--finished-wait", "0.1").wait(60) == 0, log()
+        assert work("--finished-wait", "0.1").wait() == 0, log()
         worker = work()
         learner, _ = learn(f"steps={done + 4}")
-        assert (learner.wait(120), worker.wait(60)) == (0, 0), log()
+        assert (learner.wait(), worker.wait()) == (0, 0), log()
         assert "Traceback" not in log()
     finally:
         for process in started:

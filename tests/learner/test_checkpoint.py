@@ -317,7 +317,7 @@ def test_the_optimizer_waits_for_a_checkpoint_on_the_host(
     disk, save_tensors = threading.Event(), files.save_tensors
 
     def slow_disk(tensors: checkpoint.Tensors, path: Path) -> None:
-        disk.wait(30)
+        disk.wait()
         save_tensors(tensors, path)
 
     monkeypatch.setattr(files, "save_tensors", slow_disk)
@@ -384,7 +384,7 @@ def test_a_checkpoint_is_reported_only_once_it_stands_on_disk(
     gate, sync = threading.Event(), system_files.sync
 
     def slow_disk(path: Path) -> None:
-        gate.wait(30)
+        gate.wait()
         sync(path)
 
     monkeypatch.setattr(system_files, "sync", slow_disk)

@@ -50,7 +50,7 @@ def test_all_told_to_go_at_once_end_well(tmp_path: Path, short_dir: Path):
             server.process.send_signal(signal.SIGTERM)
             for child in children:
                 child.send_signal(signal.SIGTERM)
-            codes = [child.wait(200) for child in children]
+            codes = [child.wait() for child in children]
         finally:
             for child in children:
                 child.kill()

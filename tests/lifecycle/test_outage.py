@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import redis
+from helpers.commands import limit
 
 from areal_q.errors import BufferGone
 from areal_q.messages import Ticket
@@ -33,9 +34,8 @@ def serve(directory: Path, *settings: str) -> tuple[subprocess.Popen[bytes], str
         *settings,
     ]
     server = subprocess.Popen(argv, cwd=directory, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
     while not (directory / "s").exists():
-        assert server.poll() is None and time.monotonic() < deadline
+        assert server.poll() is None and time.monotonic() < limit.at_s
         time.sleep(0.01)
     return server, f"unix://{directory / 's'}"
 

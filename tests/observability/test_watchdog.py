@@ -116,7 +116,7 @@ def test_a_learner_stuck_in_a_step_ends_one_that_waits_does_not(
                 time.sleep(0.1)
             command = [sys.executable, "-m", "rollout", "--run", "stuck", "--id", "w"]
             worker = subprocess.Popen(command, env=env, stdout=said, stderr=said)
-            code = stuck.wait(200)
+            code = stuck.wait()
             worker.kill()
             worker.wait()
         finally:

@@ -460,7 +460,7 @@ def test_ctrl_c_ends_it_cleanly(finished):
         assert any("look at samples" in line for line in child.stdout)
         time.sleep(0.2)
         child.send_signal(signal.SIGINT)
-        _, errors = child.communicate(timeout=120)
+        _, errors = child.communicate()
     assert child.returncode in (130, -signal.SIGINT)
     assert "Traceback" not in errors
 
@@ -494,7 +494,7 @@ def test_the_doctor_follows_a_run_until_it_ends(tmp_path):
             looks = re.findall(r"steps \d+–(\d+): \d+ responses", followed.stdout)
             looks = [int(last) for last in looks]
             assert len(looks) > 1 and looks[0] < looks[-1] == 59, followed.stdout
-            assert run.wait(60) == 0
+            assert run.wait() == 0
         finally:
             run.kill()
 

@@ -203,7 +203,7 @@ def test_a_hostile_agent_loses_its_own_episode_alone(
     """Its group holds what the model drew, as the learner's own forward sees it, and its rewards are taken as
     sent or counted by their cause; those of the others are theirs."""
     loop, made = cluster
-    group = loop.run_until_complete(asyncio.wait_for(example(made, begin, acts), 100))
+    group = loop.run_until_complete(example(made, begin, acts))
     assert group.ticket.number == made.tickets - 1
     theirs = [t for t in group.trajectories if t.reward_parts.get("sound") != 1.0]
     assert len(theirs) <= 1

@@ -426,7 +426,7 @@ async def test_a_client_that_leaves_early_leaves_the_engine_empty(make_run: Make
         asking = asyncio.create_task(session.post(f"{url}/completions", json=body).__aenter__())
         await engine.asked.wait()
         asking.cancel()
-        await asyncio.wait_for(engine.left.wait(), 20)
+        await engine.left.wait()
 
 
 async def test_a_client_that_leaves_a_stream_logs_no_error(
@@ -632,7 +632,7 @@ async def test_an_episode_given_up_begins_again_with_whoever_asks_next(
     await engine.start()
     await engine.load_weights(initial_version(run))
     client = EngineClient(engine, build_tokenizer(run.model, run.task))
-    episodes = Episodes(client, External(episode_timeout_s=0.05), 1000)
+    episodes = Episodes(client, External(episode_timeout_s=600), 1000)
     ticket = make_ticket(group_size=1, sampling=run.rollout.sampling)
     responses = [Response()]
     task = asyncio.create_task(episodes(ticket, responses))
@@ -640,8 +640,8 @@ async def test_an_episode_given_up_begins_again_with_whoever_asks_next(
     assert first is not None
     await episodes.turn(first, None, Given([]), frozenset(), 2)
     assert await episodes.begin(0.0) is None
-    await asyncio.sleep(0.06)
-    second = await episodes.begin(1.0)
+    first.seen_s -= 601  # its agent has been silent
+    second = await episodes.begin(0.0)
     assert second is not None and second.id != first.id and not second.response.ids
     await episodes.turn(second, None, Given([5]), frozenset(), 2)
     assert [second.response.mask, second.response.spans[0].tokens] == [[0, 1, 1], 3]

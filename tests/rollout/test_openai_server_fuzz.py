@@ -56,7 +56,7 @@ class Served:
 
     def ask(self, path: str, body: Any, **headers: str) -> tuple[int, bytes]:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return self.loop.run_until_complete(asyncio.wait_for(self.post(path, data, **headers), 60))
+        return self.loop.run_until_complete(self.post(path, data, **headers))
 
     def drawn(self) -> list[int]:
         """What a sound request is answered with."""
