@@ -2,7 +2,7 @@
 
 idle ──start──▶ deltas asked ──▶ chunks asked, `credit` at a time ──▶ hashes verified ──▶ idle
   ▲         │        │ none             ▲   │ │ overdue: reconnect, ask again
-  │         └─▶ manifest asked ─────────┘   │ │ gone: the same question again
+  │         └─▶ manifest asked ─────────┘   │ │ gone: rest, then the same question again
   └── not wanted ────┘  ▲                   │
                         └── rest ◀── mismatch
 """
@@ -43,7 +43,7 @@ Fetched = WeightVersion | list[tuple[Delta, bytes]]
 MAX_MANIFEST_BYTES = 64 << 20
 """Largest answer that is accepted, unless chunks are larger."""
 FIRST_REST_S = 0.1
-"""Seconds of the first pause after fetched bytes were refused."""
+"""Seconds of the first pause after fetched bytes were refused, and of each after they had gone"""
 
 
 def _manifest_of(reply: ManifestReply) -> Manifest | None:
@@ -119,7 +119,7 @@ class Fetcher:
     def on_due(self) -> None:
         """Asks again: an answer is overdue, which costs the connection, or a rest is over."""
         if self._resting:
-            self._ask(FetchManifest())
+            self._ask(self._question)
             return
         self.stats.retries += 1
         self._failures += 1
@@ -146,7 +146,7 @@ class Fetcher:
                     self.stats.refused += 1
                     logger.debug("reply refused: %s", error)
                 except WeightVersionError as error:
-                    self._rest(error)
+                    self._refuse(error)
                 finally:
                     while self.dealer.getsockopt(zmq.RCVMORE):
                         self.dealer.recv_into(bytearray())
@@ -163,7 +163,9 @@ class Fetcher:
                 return self._catch_up(reply)
             case Gone() if work is not None and reply.digest == work.chunks.digest:
                 self.stats.gone += 1
-                self._ask(self._question)
+                self._rest(
+                    FIRST_REST_S
+                )  # a server that never has what it tells of is not asked without end
             case ChunkReply() if work is not None:
                 work.chunks.receive(reply, self.dealer)
                 self._failures = min(self._failures, 1)
@@ -173,10 +175,11 @@ class Fetcher:
         return None
 
     def _begin(self, manifest: Manifest | None, file: SharedFile | None) -> Fetched | None:
+        if manifest is not None:
+            check_version(manifest)
         if manifest is None or not self._wanted(manifest):
             self._idle()
             return None
-        check_version(manifest)
         if manifest.nbytes > self._max_payload_bytes:
             raise WeightVersionError(
                 f"version {manifest.version}: {manifest.nbytes} bytes are over the limit"
@@ -247,13 +250,17 @@ class Fetcher:
     def _idle(self) -> None:
         self._work, self._resting, self.due_s = None, False, math.inf
 
-    def _rest(self, error: WeightVersionError) -> None:
+    def _refuse(self, error: WeightVersionError) -> None:
         """Tries again, in full, after a pause that doubles up to `timeout_s` while it keeps happening."""
         self.stats.mismatches += 1
         logger.warning("fetched weights refused, fetching again: %s", error)
         rest_s = min(self._timeout_s, FIRST_REST_S * 2**self._failures)
         self._failures = min(self._failures + 1, 16)
-        self._work, self._resting, self.due_s = None, True, time.monotonic() + rest_s
+        self._question = FetchManifest()
+        self._rest(rest_s)
+
+    def _rest(self, seconds: float) -> None:
+        self._work, self._resting, self.due_s = None, True, time.monotonic() + seconds
 
     def _connect(self) -> zmq.Socket:
         dealer = self._context.socket(zmq.DEALER)

@@ -1,5 +1,6 @@
 """Frames lost, repeated, reordered, cut and altered between real sockets; foreign and malformed input."""
 
+import itertools
 import random
 import threading
 import time
@@ -15,7 +16,8 @@ from helpers.weight_sync import WeightSync, arrive, assert_same, await_true, col
 from areal_q import messages
 from areal_q.config import BroadcastConfig
 from areal_q.messages import Announce, FetchChunk, FetchManifest, Gone, Manifest, ManifestReply
-from areal_q.weights.version import WeightVersion
+from areal_q.weights.version import WeightVersion, digest_of
+from buffer.weight_sync import fetcher
 
 Frames = list[bytes]
 Tamper = Callable[[Frames], list[Frames]]
@@ -294,6 +296,49 @@ def test_malformed_broadcasts_and_answers_change_nothing(sync: WeightSync) -> No
         router.send_multipart([peer, *frames])
     await_true(lambda: subscriber.stats.fetch.refused == before + len(junk("")), subscriber.stats)
     assert subscriber.latest() is None
+
+
+def other_digest(_: Manifest, held: Manifest) -> Manifest:
+    return msgspec.structs.replace(held, version=2, digest="0" * 32)
+
+
+def other_bytes(told: Manifest, _: Manifest) -> Manifest:
+    first, *others = told.tensors
+    tensors = [msgspec.structs.replace(first, digest="0" * 32), *others]
+    return msgspec.structs.replace(told, tensors=tensors, digest=digest_of(tensors))
+
+
+@pytest.mark.parametrize(("lie", "seen"), [(other_digest, "mismatches"), (other_bytes, "gone")])
+def test_a_publisher_that_lies_is_refused_until_it_does_not(
+    sync: WeightSync,
+    proxy: Proxy,
+    lie: Callable[[Manifest, Manifest], Manifest],
+    seen: str,
+) -> None:
+    """It tells of the bytes held under another digest, or of bytes that it does not have. It is asked again,
+    after rests."""
+    asked: list[float] = []
+    subscriber = sync.follow(proxy.endpoints, timeout_s=60.0)
+    sync.bring(1, subscriber)
+    held, told = (sync.version(number).manifest for number in (1, 2))
+
+    def tamper(frames: Frames) -> list[Frames]:
+        match messages.decode_reply(frames[0]):
+            case messages.DeltasReply():
+                return [[messages.encode(messages.DeltasReply())]]
+            case ManifestReply():
+                asked.append(time.monotonic())
+                return [[messages.encode(reply_with(lie(told, held)))]]
+        return [frames]
+
+    proxy.tamper_announce, proxy.tamper_fetch = deltas_lost, tamper
+    version = sync.publish(2)
+    await_true(lambda: getattr(subscriber.stats.fetch, seen) >= 3, subscriber.stats)
+    assert subscriber.latest() is None
+    rests = [after - before for before, after in itertools.pairwise(asked)]
+    assert min(rests) > 0.9 * fetcher.FIRST_REST_S
+    proxy.tamper_fetch = lambda frames: [frames]
+    arrive(subscriber, version)
 
 
 def test_a_silent_learner_is_noticed_once_and_followed_again(
