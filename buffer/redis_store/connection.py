@@ -170,7 +170,7 @@ def insist(patience: Patience, call: Callable[[], _T], *, disk: bool = True) -> 
         except TRANSIENT as error:
             patience.wait(error)
         except redis.ResponseError as error:
-            if not (disk and cannot_persist(error)):
+            if not (is_replica(error) or (disk and cannot_persist(error))):
                 patience.over(error)
                 raise
             patience.wait(error)
@@ -194,7 +194,7 @@ async def insist_async(patience: Patience, call: Callable[[], Awaitable[_T]]) ->
         except TRANSIENT as error:
             failure = error
         except redis.ResponseError as error:
-            if not cannot_persist(error):
+            if not (is_replica(error) or cannot_persist(error)):
                 patience.over(error)
                 raise
             failure = error
@@ -210,6 +210,12 @@ def refuses_writes(error: redis.ResponseError) -> bool:
     # Redis 6 reports an error inside a script as an error of another class.
     full = isinstance(error, OutOfMemoryError) or "OOM command not allowed" in str(error)
     return full or cannot_persist(error)
+
+
+def is_replica(error: redis.ResponseError) -> bool:
+    """Returns True if this Redis is a replica, or a primary that lacks replicas: for as long as another takes
+    over."""
+    return any(word in str(error) for word in ("READONLY", "NOREPLICAS"))
 
 
 def cannot_persist(error: redis.ResponseError) -> bool:
