@@ -92,6 +92,7 @@ def mild(cluster: Cluster) -> list[Fault]:
         Fault("groups again", 1.0, (0, 0), _again),
         Fault("groups of a foreign hand", 1.5, (0, 0), _foreign_hand),
         Fault("flush Redis", 1.0, (0, 0), _flush),
+        Fault("Redis a replica", 1.0, (1, 8), _replica),
         Fault("second learner", 0.3, (0, 0), _second_learner, alone=True),
         Fault("stop learner beyond its lease", 0.2, (0, 0), _outlast_lease, alone=True),
     ]
@@ -150,6 +151,18 @@ def _slow_consumer(cluster: Cluster, rng: random.Random) -> Undo:
         with suppress(zmq.Again):
             dealer.send(encode(request), zmq.NOBLOCK)
     return lambda: context.destroy(linger=0)
+
+
+def _replica(cluster: Cluster, rng: random.Random) -> Undo:
+    """Redis takes no writes, as one that another is to follow or that has just followed."""
+
+    def of(*primary: str) -> None:
+        cluster.services["redis"].send(signal.SIGCONT)  # it would answer nobody
+        with _quietly(cluster) as client:
+            client.execute_command("REPLICAOF", *primary)
+
+    of(cluster.host, "1")
+    return lambda: of("NO", "ONE")
 
 
 def garbage(rng: random.Random, good: bytes = b"") -> bytes:
