@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from areal_q.messages import (
 )
 from buffer.interface import START, Claims, Entry, Memory
 from buffer.redis_store.connection import PATIENCE_S, refuses_writes
-from buffer.redis_store.keys import WORKERS_GROUP, Keys
+from buffer.redis_store.keys import WORKER_TTL_S, WORKERS_GROUP, Keys
 from buffer.redis_store.lease import LeasedConnection, Owner
 from buffer.redis_store.streams import GroupStream, records
 
@@ -63,6 +64,8 @@ class LearnerBuffer:
         """The position in the stream of groups up to which `trim` deleted them"""
         self.refused_heartbeats = 0
         """Number of heartbeats that could not be read when `workers` last looked"""
+        self._heard: dict[bytes, tuple[bytes, float]] = {}
+        """By worker: its heartbeat, and the monotonic time at which `workers` first read it"""
         self._connection = LeasedConnection(url, self.keys, patience_s, stop)
         self._redis, self._call = self._connection.redis, self._connection.call
         self._change = self._connection.change
@@ -247,7 +250,8 @@ class LearnerBuffer:
         return int(self._call(lambda: self._redis.get(self.keys.set_aside)) or 0)  # pyright: ignore
 
     def workers(self) -> list[WorkerStatus]:
-        """Returns the workers that sent a heartbeat lately, in the order of their names."""
+        """Returns the workers that sent a heartbeat lately, in the order of their names. One that stayed the
+        same for WORKER_TTL_S is a silent worker's; its key lives on where Redis's clock stepped back."""
         names: Any = self._call(lambda: self._redis.smembers(self.keys.workers))
         if not names:
             return []
@@ -256,7 +260,14 @@ class LearnerBuffer:
         silent = [name for name, beat in zip(names, beats, strict=True) if beat is None]
         if silent:  # a worker that sends a heartbeat again adds itself
             self._call(lambda: self._redis.srem(self.keys.workers, *silent))
-        statuses, refused = read_heartbeats(names, beats)
+        now_s, before = time.monotonic(), self._heard
+        found = {name: beat for name, beat in zip(names, beats, strict=True) if beat is not None}
+        self._heard = {
+            name: before[name] if name in before and before[name][0] == beat else (beat, now_s)
+            for name, beat in found.items()
+        }
+        lately = [n for n, (_, since_s) in self._heard.items() if now_s - since_s <= WORKER_TTL_S]
+        statuses, refused = read_heartbeats(lately, [found[name] for name in lately])
         if refused and not self.refused_heartbeats:
             logger.warning("%s", refused[0])
         self.refused_heartbeats = len(refused)

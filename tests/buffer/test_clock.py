@@ -1,14 +1,15 @@
 """Redis's clock steps back by an hour under claims, whose idle times it reckons by that clock. Real servers."""
 
 import struct
+import time
 from collections.abc import Callable
 
 import pytest
 import redis
 
-from areal_q.messages import Ticket
+from areal_q.messages import Ticket, WorkerStatus, encode
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
-from buffer.redis_store.keys import WORKERS_GROUP, Keys
+from buffer.redis_store.keys import WORKER_TTL_S, WORKERS_GROUP, Keys
 
 KEYS = Keys("run")
 HOUR_MS = 3600 * 1000
@@ -59,4 +60,30 @@ async def test_claims_of_a_dead_worker_run_out_though_the_clock_stepped_back(
     assert sorted(got) == sorted(claim.ticket.number for claim in gone)
     for side in (dead, alive, heir):
         await side.close()
+    learner.close()
+
+
+def test_a_heartbeat_that_outlives_its_worker_is_not_counted(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Keys expire by the clock that stepped back; a worker that lives changes its heartbeat every second."""
+    learner = LearnerBuffer(redis_url, "run")
+
+    def beat(name: str, time_s: float) -> None:
+        numbers = dict.fromkeys(("pid", "version", "active", "tokens", "groups", "swaps"), 1)
+        rates = dict.fromkeys(("tokens_per_s", "idle_share", "swap_s"), 0.5)
+        status = WorkerStatus(worker=name, **numbers, **rates, time_s=time_s)  # pyright: ignore
+        client.sadd(KEYS.workers, name)
+        client.set(KEYS.worker(name), encode(status), px=HOUR_MS)
+
+    with redis.Redis.from_url(redis_url) as client:
+        for name in ("alive", "dead"):
+            beat(name, 1.0)
+        assert [w.worker for w in learner.workers()] == ["alive", "dead"]
+        now_s = time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda: now_s + WORKER_TTL_S + 1)
+        beat("alive", 2.0)
+        assert [w.worker for w in learner.workers()] == ["alive"]
+        beat("dead", 3.0)
+        assert [w.worker for w in learner.workers()] == ["alive", "dead"]
     learner.close()
