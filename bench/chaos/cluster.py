@@ -151,6 +151,8 @@ class Cluster:
     """File systems of their own, which can be filled without harm; none where root cannot mount"""
     clocks: dict[str, Path]
     """By service: the file that tells libfaketime how far its clock is off"""
+    ranks: int = 1
+    """Processes of the learner, under torchrun where there are several"""
     notes: Notes = field(default_factory=Notes)
     run_number: int = 0
     """Runs of the same name that came before the present one"""
@@ -173,7 +175,9 @@ class Cluster:
         settings = ["--config", str(self.root / "config.toml"), f"root={root}", f"name={RUN}"]
         ends = ["--announce", announce or ports[0], "--fetch", fetch or ports[1]]
         url = f"redis://{self.host}:{self.ports['redis']}"
-        return [sys.executable, "-m", "learner", "--redis", url, *settings, *ends]
+        split = ["--standalone", f"--nproc-per-node={self.ranks}"]
+        several = ["-m", "areal_q.system.torchrun", *split] if self.ranks > 1 else []
+        return [sys.executable, *several, "-m", "learner", "--redis", url, *settings, *ends]
 
     def next_run(self) -> None:
         """Ends the present run, has it judged, and lets the next start begin another of the same name, in a
@@ -215,7 +219,9 @@ class Cluster:
 
 
 @contextmanager
-def cluster(config: str, faketime: str | None, namespaces: bool = True) -> Iterator[Cluster]:
+def cluster(
+    config: str, faketime: str | None, namespaces: bool = True, ranks: int = 1
+) -> Iterator[Cluster]:
     """The processes of a run with settings `config` (TOML), not started yet: `tend` starts them."""
     root = Path(tempfile.mkdtemp(prefix="aq-chaos-"))
     network: Network | None = Network()
@@ -229,7 +235,7 @@ def cluster(config: str, faketime: str | None, namespaces: bool = True) -> Itera
     }
     try:
         (root / "config.toml").write_text(config)
-        made = _cluster(root, host, network, disks, faketime)
+        made = _cluster(root, host, network, disks, faketime, ranks)
         try:
             yield made
         finally:
@@ -247,7 +253,12 @@ def cluster(config: str, faketime: str | None, namespaces: bool = True) -> Itera
 
 
 def _cluster(
-    root: Path, host: str, network: Network | None, disks: dict[str, Path], faketime: str | None
+    root: Path,
+    host: str,
+    network: Network | None,
+    disks: dict[str, Path],
+    faketime: str | None,
+    ranks: int,
 ) -> Cluster:
     names: list[str] = ["redis", "announce", "fetch", "relay_announce", "relay_fetch"]
     ports: dict[str, int] = dict(zip(names, free_ports(len(names), host), strict=True))
@@ -274,7 +285,7 @@ def _cluster(
         for name, argv in commands.items()
     }
     services["learner"].env[LOG_LEVEL] = "debug"  # it names each version before it leaves
-    made = Cluster(root, host, ports, services, network, disks, clocks)
+    made = Cluster(root, host, ports, services, network, disks, clocks, ranks)
     services["learner"].argv = made.learner(made.run_root, at["announce"], at["fetch"])
     return made
 

@@ -71,6 +71,8 @@ def deadly(cluster: Cluster) -> list[Fault]:
         Fault(f"full disk: {name}", 0.8, (2, 6), partial(_fill, name)) for name in cluster.disks
     ]
     hit += [Fault(f"clock of {name}", 1.0, (0, 0), partial(_jump, name)) for name in cluster.clocks]
+    if cluster.ranks > 1:
+        hit.append(Fault("kill -9 a rank", 1.0, (0, 0), _kill_rank))
     hit.append(Fault("learner on another CPU", 0.6, (0, 0), _other_cpu, alone=True))
     hit.append(Fault("another run of the name", 0.3, (0, 0), _another_run, alone=True))
     return hit
@@ -110,6 +112,29 @@ def schedule(found: list[Fault], rng: random.Random) -> Iterator[Fault]:
 def _signal(name: str, number: signal.Signals, cluster: Cluster, rng: random.Random) -> None:
     cluster.services[name].send(signal.SIGCONT)
     cluster.services[name].send(number)
+
+
+def _kill_rank(cluster: Cluster, rng: random.Random) -> None:
+    """Kills one of the learner's processes; torchrun ends the others."""
+    if ranks := _ranks(cluster):
+        cluster.services["learner"].expected = True
+        _tell([rng.choice(ranks)], signal.SIGKILL)
+
+
+def _ranks(cluster: Cluster) -> list[int]:
+    """Returns the learner's processes, which are torchrun's children where there are several; rank 0 first."""
+    pid = cluster.services["learner"].pid
+    if pid is None or cluster.ranks == 1:
+        return [] if pid is None else [pid]
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
+    return []
+
+
+def _tell(pids: list[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def _freeze(name: str, cluster: Cluster, rng: random.Random) -> Undo:
@@ -319,8 +344,8 @@ def _second_learner(cluster: Cluster, rng: random.Random) -> None:
     """One in another directory, which is to be refused and to change nothing."""
     with _quietly(cluster) as client:
         before = _leader(client)
-        pid = cluster.services["learner"].pid
-        _refused(cluster, cluster.root / "second", f"process {pid} on host {socket.gethostname()}")
+        leader = f"process {next(iter(_ranks(cluster)), None)} on host {socket.gethostname()}"
+        _refused(cluster, cluster.root / "second", leader)
         if _leader(client) != before:
             cluster.notes.breaches.append("a second learner of the name changed who leads the run")
 
@@ -332,13 +357,14 @@ def _leader(client: redis.Redis) -> list[Any]:
 
 def _outlast_lease(cluster: Cluster, rng: random.Random) -> None:
     """The learner is stopped until its lease is over; nobody can follow in its directory, whose lock it has."""
-    cluster.services["learner"].send(signal.SIGSTOP)
+    ranks = _ranks(cluster)
+    _tell(ranks, signal.SIGSTOP)
     end = time.monotonic() + LEASE_S + 1.0
     _refused(cluster, cluster.run_root, "a run is going on there")
     while time.monotonic() < end:
         cluster.tend()
         time.sleep(0.1)
-    cluster.services["learner"].send(signal.SIGCONT)
+    _tell(ranks, signal.SIGCONT)
 
 
 def _refused(cluster: Cluster, root: Path, words: str) -> None:

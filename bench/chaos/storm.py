@@ -3,6 +3,7 @@
     python -m bench.chaos --faults 200                 the scripted engine: docs/survival.md
     python -m bench.chaos --engine torch --steps 120   the reward, beside an undisturbed run's
     python -m bench.chaos --soak-min 30                no fault that ends a process: does any of them grow?
+    python -m bench.chaos --ranks 2                    a learner of several processes, any of them killed
 
 | promise                                                  | how it is checked (bench/chaos/promises.py)   |
 |----------------------------------------------------------|-----------------------------------------------|
@@ -338,14 +339,14 @@ def main() -> None:
     parser.add_argument("--engine", choices=("scripted", "torch"), default="scripted")
     parser.add_argument("--steps", type=int, default=0, help="at least so many")
     parser.add_argument("--soak-min", type=float, default=0.0, help="minutes without a kill")
+    parser.add_argument("--ranks", type=int, default=1, help="processes of the learner")
     parser.add_argument("--faketime", default=find_faketime(), help="path of libfaketime")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unmounts, and removes the namespace
     config = SCRIPTED if args.engine == "scripted" else TORCH
     count = 0 if args.soak_min else args.faults
-    storm = survive(
-        config, args.seed, count, args.gap_s, args.steps, args.soak_min, faketime=args.faketime
-    )
+    options = {"faketime": args.faketime, "ranks": args.ranks}
+    storm = survive(config, args.seed, count, args.gap_s, args.steps, args.soak_min, **options)
     print("\n".join(lines_of(storm)))
     if args.engine == "torch":
         calm = survive(config, args.seed, 0, 1.0, args.steps, faketime=None)
