@@ -116,7 +116,7 @@ def _follow(run: Run) -> None:
     from learner.multi_process import exit_process, follow, join
 
     set_arithmetic(run.learner.threads, run.learner.device)
-    follow(run, join(run.learner))
+    follow(run, join(run))
     exit_process()
 
 
@@ -154,7 +154,7 @@ def _learn(
     if _has_ranks(run):
         from learner.multi_process import join
 
-        ranks = join(run.learner)
+        ranks = join(run)
     try:
         learner = build_learner(
             run, directory, redis, announce, fetch, resume, stop, ranks, progress

@@ -84,6 +84,7 @@ def build_policy(
     if run.learner.reference_kl and run.learner.reference_kl.path:
         policy.reference = build_reference(run.learner.reference_kl.path, model)
         set_precision(policy.reference, precision)
+        policy.fold()
     return policy, None
 
 

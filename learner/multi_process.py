@@ -88,11 +88,12 @@ def _shard(begin: Begin, run: Run, ranks: Ranks, whole: TorchPolicy | None) -> S
     return build(begin, run.learner, PrecisionSettings.of(run), ranks, whole)
 
 
-def join(cfg: LearnerConfig) -> Ranks:
+def join(run: Run) -> Ranks:
     """Joins the processes that torchrun started, and returns this one's rank among them. Raises ConfigError for
     settings that this number of processes, or the backend, does not support."""
+    cfg = run.learner
     size, device = int(os.environ.get("WORLD_SIZE", "1")), cfg.device
-    for name, asked in _refused(cfg, size).items():
+    for name, asked in _refused(run, size).items():
         if asked:
             kind = cfg.backend.__struct_config__.tag
             raise ConfigError(f"{name}: not with {size} processes of backend {kind} on {device}")
@@ -129,9 +130,9 @@ def _of_this_start(store: Store) -> Store:
     return PrefixStore(f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def _refused(cfg: LearnerConfig, size: int) -> dict[str, bool]:
+def _refused(run: Run, size: int) -> dict[str, bool]:
     """Returns for some settings, by name, whether they are set and not supported here."""
-    backend = cfg.backend
+    cfg, backend = run.learner, run.learner.backend
     sharing = size
     if isinstance(backend, MegatronBackend):
         sharing = size // (backend.tensor * backend.pipeline)
@@ -142,6 +143,10 @@ def _refused(cfg: LearnerConfig, size: int) -> dict[str, bool]:
         # A quantized forward computes in the numbers of the format.
         "learner.dtype": cfg.products == "bfloat16"
         and (cfg.precision != "full" or cfg.lora is not None),
+        # Rank 0 alone has the scales by channel, which every rank's forward pass would need.
+        "rollout.smoothing with learner.precision": run.rollout.smooths is not None
+        and cfg.precision != "full"
+        and size > 1,
     }
     if isinstance(backend, TorchBackend):
         found["learner.backend.offload"] = backend.offload and not cfg.device.startswith("cuda")

@@ -363,7 +363,7 @@ torch.set_num_threads(1)
 for job in sys.argv[1:]:
     directory, os.environ["MASTER_PORT"] = Path(job.split(":")[0]), job.split(":")[1]
     run = load(directory / "config.toml")
-    ranks = join(run.learner)
+    ranks = join(run)
     if ranks.rank:
         follow(run, ranks)
         continue

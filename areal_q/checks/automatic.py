@@ -82,8 +82,9 @@ def _unsmoothed(run: Run) -> str:
         return "a small model has no outliers"
     if run.rollout.format not in WORTH_SMOOTHING:
         return f"{run.rollout.format} is no nearer to a pretrained model with it"
-    why = run.learner.unsmoothed_forward
-    return why and f"with {why} the learner computes with the published weights"
+    if run.learner.precision != "full" or run.learner.lora:
+        return "the learner computes with the published weights"
+    return ""
 
 
 def _dtype(run: Run) -> tuple[Dtype, str]:

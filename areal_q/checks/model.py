@@ -122,7 +122,8 @@ def _noisy_activations(run: Run) -> Iterator[CheckResult]:
     """Yields a warning if a pretrained model's activations are to be rounded as they come."""
     rollout = settled(run).rollout
     exposed = rollout.format in ROUNDS_ACTIVATIONS and rollout.smooths is None
-    if isinstance(run.model, PretrainedModel) and exposed and not run.learner.unsmoothed_forward:
+    aligned = run.learner.precision != "full" or run.learner.lora
+    if isinstance(run.model, PretrainedModel) and exposed and not aligned:
         yield CheckResult(
             "activations",
             "warning",

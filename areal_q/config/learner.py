@@ -207,14 +207,6 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
     micro-batches side by side, and share `microbatch_tokens`; those of a larger one divide each product."""
 
     @property
-    def unsmoothed_forward(self) -> str:
-        """The setting for which the learner computes with the published weights, and could not if they were
-        smoothed; "" if there is none."""
-        if self.lora:
-            return "learner.lora"
-        return "" if self.precision == "full" else f"learner.precision = {self.precision!r}"
-
-    @property
     def has_own_code(self) -> bool:
         """True if the objective or the advantage is a function of the user's own."""
         return any(isinstance(it, PythonCode) for it in (self.objective, self.advantage))

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from areal_q.config.buffer import LONGEST_CLAIM_S, SHORTEST_CLAIM_S, Prioritized, Uniform
 from areal_q.config.engines import ScriptedEngine, SglangEngine, VllmEngine, no_adapters
 from areal_q.config.environments import SingleTurn
+from areal_q.config.learner import MegatronBackend
 from areal_q.config.objectives import Gae
 from areal_q.config.run import ROUNDS_ACTIVATIONS, Run, SmallModel
 from areal_q.config.tasks import Chat, Choice, Gsm8k, Math, Python, chat_of
@@ -213,14 +214,20 @@ def _sticky_scales_are_used(run: Run) -> str | None:
 
 
 def _smoothing_has_activations_to_smooth(run: Run) -> str | None:
-    rollout = run.rollout
+    rollout, cfg = run.rollout, run.learner
     if rollout.smooths is None:
         return None
     if rollout.format not in ROUNDS_ACTIVATIONS:
         formats = ", ".join(ROUNDS_ACTIVATIONS)
         return f"rollout.smoothing: {rollout.format} does not round activations, as {formats} do"
-    if why := run.learner.unsmoothed_forward:
-        return f"rollout.smoothing: not with {why}, whose forward pass knows no scales by channel"
+    unaware = {
+        "learner.lora": cfg.lora is not None,
+        "learner.precision = 'jet'": cfg.precision == "jet",
+        "learner.precision = 'qarl' of the Megatron backend": cfg.precision == "qarl"
+        and isinstance(cfg.backend, MegatronBackend),
+    }
+    for name in (name for name, on in unaware.items() if on):
+        return f"rollout.smoothing: not with {name}, whose forward pass knows no scales by channel"
     return None
 
 

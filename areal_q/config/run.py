@@ -176,7 +176,7 @@ class RolloutConfig(Settings, frozen=True, kw_only=True):
     smoothing: Smoothing | Literal["auto", "off"] = "auto"
     """Scales by channel for a format that rounds activations. off: outliers are rounded as they come, which
     costs a pretrained model much and a small one nothing. auto: on for a pretrained model in int8 or
-    fp8-channel with `learner.precision = "full"` and no LoRA, else off."""
+    fp8-channel with `learner.precision = "full"` and no LoRA, else off. "qarl" takes it in one process."""
     engine: EngineConfig = TorchEngine()
     """What generates."""
     sampling: Sampling = Sampling()

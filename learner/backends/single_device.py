@@ -14,7 +14,7 @@ from areal_q.config import KvScales, LearnerConfig
 from areal_q.models import Decoder, DecoderConfig, PackedLayout
 from areal_q.models.logprobs import head_logprobs
 from areal_q.models.low_bit.lora import adapters_off
-from areal_q.models.low_bit.quantized_forward import materialise
+from areal_q.models.low_bit.quantized_forward import fold, materialise
 from areal_q.models.smoothed_state import largest_inputs
 from areal_q.quant.smoothing import SmoothingScales
 from areal_q.quant.sticky_scales import StickyRanges
@@ -109,6 +109,13 @@ class TorchPolicy:
         assert self.smoothing
         inputs = largest_inputs(self.model, token_ids, layout)
         self.smoothing.update(self.model.state_dict(), inputs)
+        self.fold()
+
+    def fold(self) -> None:
+        """Makes a forward pass on published numbers that of the scales by channel in use."""
+        if self.smoothing and self.cfg.precision != "full":
+            for model in filter(None, (self.model, self.reference)):
+                fold(model, self.smoothing.folds(model.state_dict()))
 
     def reset_reference(self) -> None:
         """Makes the present policy the reference policy."""

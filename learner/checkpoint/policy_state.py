@@ -118,6 +118,7 @@ def _load(policy: TorchPolicy, tensors: dict[str, torch.Tensor]) -> None:
         policy.sticky.restore(_named(tensors, STICKY, policy.cfg.device))
     if policy.smoothing:
         policy.smoothing.restore(_named(tensors, SMOOTHING, policy.cfg.device))
+        policy.fold()
     torch.set_rng_state(tensors["rng"])
 
 

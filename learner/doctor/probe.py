@@ -17,7 +17,7 @@ from areal_q.models.low_bit.bf16_rounding import round_frozen, round_rest
 from areal_q.models.low_bit.engine_policy import perturbed
 from areal_q.models.low_bit.lora import adapted
 from areal_q.models.low_bit.published_state import published_state
-from areal_q.models.low_bit.quantized_forward import QuantLinear, linears, use
+from areal_q.models.low_bit.quantized_forward import QuantLinear, fold, linears, use
 from areal_q.quant import dequantize_state
 from areal_q.quant.aqn import noise_of, with_noise
 from areal_q.quant.smoothing import SmoothingScales
@@ -58,6 +58,7 @@ class VersionPolicies:
             self.noisy.load_state_dict(
                 {n: folds[n].of(t) if n in folds else t for n, t in state.items()}
             )
+            fold(self.noisy, {})  # its weights have the scales already
         if adapted(self.noisy):  # a model with adapters runs on the published tensors already
             if noise and settings.rounds_rest:
                 round_frozen(self.noisy)

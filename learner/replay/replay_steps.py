@@ -178,7 +178,10 @@ class Replay:
         old, self.policy = self.policy, with_settings(self.policy, run)
         if self.publishes:
             self.policy.calibrate, self.policy.kv_scales = old.calibrate, old.kv_scales
-            self.policy.sticky, self.policy.smoothing = old.sticky, old.smoothing
+            self.policy.sticky = old.sticky
+        if self.publishes or run.learner.precision != "full":
+            self.policy.smoothing = old.smoothing
+            self.policy.fold()
 
     def unequal_tensors(self, step: int) -> list[str] | None:
         """Returns the names of the tensors in which the policy, now at `step`, differs from the checkpoint of

@@ -91,9 +91,9 @@ def test_the_rest_is_published_in_the_dtype_of_the_model(tmp_path, config, rest)
         (
             ["rollout.format=int8", "learner.precision=qarl"],
             False,
-            "with learner.precision = 'qarl'",
+            "the learner computes with the published weights",
         ),
-        (["rollout.format=int8", "learner.lora={}"], False, "with learner.lora"),
+        (["rollout.format=int8", "learner.lora={}"], False, "computes with the published weights"),
         (["rollout.format=int8", "rollout.smoothing=off"], False, "as the settings say"),
         (["rollout.format=fp8", "rollout.smoothing={}"], True, "as the settings say"),
         (["rollout.format=int8", "model.type=small"], False, ""),

@@ -1,6 +1,8 @@
-"""Smoothing preserves the function bit for bit, changes nothing of the learner's, and makes INT8 nearer."""
+"""Smoothing preserves the function bit for bit, changes nothing of the learner's, and makes INT8 nearer; an
+aligned forward on smoothed weights has the engine's log-probs to the bit."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 from areal_q.config import Run, Smoothing
 from areal_q.errors import ConfigError
 from areal_q.models import Decoder, PackedLayout, load_decoder, save_decoder
+from areal_q.models.low_bit.engine_policy import engine_policy
 from areal_q.models.low_bit.quantized_forward import QuantLinear, use
 from areal_q.models.smoothed_state import largest_inputs
 from areal_q.quant import FORMATS, dequantize_state, quantize_state
@@ -21,8 +24,10 @@ from areal_q.quant.rescaling import apply_uaq, pairs_of
 from areal_q.quant.smoothing import SmoothingScales, wanted_log2
 from areal_q.quant.sticky_scales import StickyRanges
 from learner import checkpoint
+from learner.backends.precision import PrecisionSettings, set_precision
 from learner.backends.single_device import TorchPolicy
 from learner.doctor.probe import VersionPolicies
+from learner.multi_process import join
 from learner.policy_update import update_policy
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
 
@@ -251,7 +256,11 @@ def test_the_doctor_knows_the_smoothed_weights(make_run: MakeRun, tmp_path: Path
     ("settings", "reason"),
     [
         (("rollout.format=int4", "learner.precision=full"), "int4 does not round activations"),
-        (("rollout.format=int8", "learner.precision=qarl"), "learner.precision = 'qarl'"),
+        (("rollout.format=fp8", "learner.precision=jet"), "learner.precision = 'jet'"),
+        (
+            ("rollout.format=int8", "learner.precision=qarl", "learner.backend.type=megatron"),
+            "learner.precision = 'qarl' of the Megatron backend",
+        ),
         (("rollout.format=int8", "learner.lora={}", "learner.precision=full"), "learner.lora"),
     ],
 )
@@ -260,3 +269,71 @@ def test_smoothing_is_refused_where_nothing_reads_it(
 ):
     with pytest.raises(ConfigError, match=f"rollout.smoothing.*{reason}"):
         make_run(*settings, "rollout.smoothing={}")
+
+
+ALIGNED = ("learner.precision=qarl", "rollout.smoothing.every=1")
+
+
+@pytest.fixture
+def aligned(make_run: MakeRun, tmp_path: Path) -> Callable[..., tuple[Run, TorchPolicy]]:
+    """Returns a function of a family and settings: a run, and its policy with scales of some tokens."""
+
+    def build(family: str, *settings: str) -> tuple[Run, TorchPolicy]:
+        run = make_run(*ALIGNED, *settings)
+        model = outlying(family, tmp_path / "hf")
+        set_precision(model, PrecisionSettings.of(run))
+        policy = TorchPolicy(model, run.learner, 1.0)
+        assert run.rollout.smooths
+        policy.smoothing = SmoothingScales(run.rollout.smooths, 8)
+        policy.smooth(tokens(2), PackedLayout.of(LENGTHS))
+        return run, policy
+
+    return build
+
+
+def as_published(run: Run, policy: TorchPolicy) -> Decoder:
+    """Returns the policy that an engine runs with the version of `policy`."""
+    builder = VersionBuilder(VersionSettings.of(run), smoothing=policy.smoothing)
+    made = builder.build(policy.model, 0)
+    return engine_policy(policy.shape, made.tensors, run.rollout.format)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("format", ["int8", "fp8-channel", "fp8"])
+@pytest.mark.parametrize("rest", ["fp32", "bf16"])
+def test_the_smoothed_forward_is_the_engines(family: str, format: str, rest: str, aligned):
+    run, policy = aligned(family, f"rollout.format={format}", f"rollout.unquantized={rest}")
+    scales = policy.smoothing.tensors().values()
+    assert sum(int((s != 1).sum()) for s in scales) > 20
+    assert torch.equal(logits(policy.model), logits(as_published(run, policy)))
+
+
+def test_it_stays_so_through_updates_and_a_resumption(
+    aligned, make_samples: MakeSamples, tmp_path: Path
+):
+    run, policy = aligned("qwen2", "rollout.format=int8", "learner.reference_kl={}")
+    samples = make_samples(12)
+    for step in range(2):
+        update_policy(policy, samples)
+        policy.calibrate_smoothing(samples, step)
+        assert torch.equal(logits(policy.model), logits(as_published(run, policy)))
+    save_at(2, tmp_path / "checkpoints", policy)
+    _, resumed = aligned("qwen2", "rollout.format=int8", "learner.reference_kl={}")
+    checkpoint.restore(tmp_path / "checkpoints", resumed)
+    for one, other in ((resumed.model, policy.model), (resumed.reference, policy.reference)):
+        assert torch.equal(logits(one), logits(other))
+
+
+def test_the_doctors_engine_is_the_smoothed_forward(aligned):
+    run, policy = aligned("qwen3", "rollout.format=int8")
+    found = VersionPolicies(policy.model, VersionSettings.of(run), 0, smoothing=policy.smoothing)
+    for model in (found.learnt, found.noisy, found.engine):
+        assert torch.equal(logits(model), logits(policy.model))
+
+
+def test_ranks_without_the_scales_are_refused(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(
+        ConfigError, match=r"rollout\.smoothing with learner\.precision: not with 2"
+    ):
+        join(make_run(*ALIGNED, "rollout.format=int8"))

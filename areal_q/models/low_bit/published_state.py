@@ -36,7 +36,8 @@ def published_state(
     for name, tensor in state.items():
         linear = quantized.get(name.removesuffix(".weight"))
         if linear is None:
-            published[name] = tensor.detach()
+            fold = (folds or {}).get(name)
+            published[name] = fold.of(tensor) if fold else tensor.detach()
         else:
             prefix = name.removesuffix("weight")
             published |= {

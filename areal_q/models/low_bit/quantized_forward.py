@@ -11,8 +11,16 @@ straight-through estimator),
     y = Q(x) · Q(W)ᵀ + b,    ∂x = ∂y · W,    ∂W = ∂yᵀ · x,    ∂b = Σ ∂y
 
 with the master weights W, which are the only ones that the optimizer knows.
+
+Where what is published is smoothed (areal_q/quant/smoothing.py), the parts are those of W with its rows times r
+and its columns times c, and the norm or the linear before gives engines x / c. The learner's own gives x, so
+
+    y = (Q(x / c) · Q(r W c)ᵀ + r b) / r
+
+Both are powers of two, so that every number is the engine's to the bit, times a power of two.
 """
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
 from typing import Any
@@ -26,7 +34,22 @@ from areal_q.models.layers.linear import Linear
 from areal_q.models.low_bit.bf16_rounding import straight
 from areal_q.quant.format import Parts
 from areal_q.quant.registry import FORMATS
+from areal_q.quant.rescaling import Fold
 from areal_q.quant.state_dict import is_quantized, parts_of, quantize_state
+
+
+class Unfolded:
+    """The product with a weight that was multiplied by `fold`, for what comes and goes without it."""
+
+    def __init__(self, product: Product, fold: Fold) -> None:
+        self._product, self._fold = product, fold
+
+    def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
+        columns, rows = self._fold.columns, self._fold.rows
+        x = x if columns is None else x / columns
+        if rows is None:
+            return self._product(x, add)
+        return self._product(x, add if add is None else add * rows) / rows
 
 
 class QuantLinear(Linear):
@@ -36,10 +59,13 @@ class QuantLinear(Linear):
     format: str
     parts: Parts
     product: Product
+    fold: Fold | None = None
+    """What the weight is multiplied by before it is quantized, as in what is published."""
 
     def take(self, parts: Parts) -> None:
         """Uses `parts`, the codes and scales of the changed weights, from now on."""
-        self.parts, self.product = parts, linear_of(FORMATS[self.format], [parts])
+        product = linear_of(FORMATS[self.format], [parts])
+        self.parts, self.product = parts, Unfolded(product, self.fold) if self.fold else product
 
     @property
     def acting_bias(self) -> Tensor | None:
@@ -122,11 +148,20 @@ def materialise(model: nn.Module) -> None:
     # Layers are gathered one by one, so that no more than one is complete in memory.
     for _, names in groupby(found, key=lambda name: name.partition("layers.")[2].partition(".")[0]):
         layer = {name: found[name] for name in names}
-        published = quantize_state(
-            {f"{n}.weight": _whole(m.weight) for n, m in layer.items()}, format
-        )
+        weights = {f"{n}.weight": _whole(m.weight) for n, m in layer.items()}
+        folds = {f"{n}.weight": m.fold for n, m in layer.items() if m.fold}
+        published = quantize_state(weights, format, folds=folds)
         for name, linear in layer.items():
             linear.take(parts_of(published, name, format))
+
+
+def fold(model: nn.Module, folds: Mapping[str, Fold]) -> None:
+    """Makes the quantized linears of `model` run on weights that are multiplied by `folds`, by the parameters'
+    names; the function stays the same."""
+    for name, linear in linears(model).items():
+        if isinstance(linear, QuantLinear):
+            linear.fold = folds.get(f"{name}.weight")
+    materialise(model)
 
 
 def _whole(weight: Tensor) -> Tensor:
