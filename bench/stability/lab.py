@@ -175,7 +175,7 @@ async def train(run: Run, flaky: Reward | None = None) -> AsyncIterator[Values]:
     own = "bf16" if run.learner.precision == "full" else run.rollout.format
     builders = (
         VersionBuilder(VersionSettings.of(run), smoothing=policy.smoothing),
-        VersionBuilder(replace(VersionSettings.of(run), format=own)),
+        VersionBuilder(replace(VersionSettings.of(run), format=own), smoothing=policy.smoothing),
     )
     engines = build_engines(run)
     drawer = Drawer(engines[0], tokenizer, flaky or reward, run.rollout.format)
