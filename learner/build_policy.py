@@ -13,6 +13,7 @@ from areal_q.models import Decoder, init_weights, load_config, load_decoder
 from areal_q.models.shape import shape_of
 from areal_q.models.smoothed_state import packed
 from areal_q.observability.metrics_log import MetricsLog
+from areal_q.quant.awq import scales_for
 from areal_q.quant.rescaling import apply_uaq
 from areal_q.quant.smoothing import SmoothingScales
 from areal_q.tasks import (
@@ -69,7 +70,9 @@ def build_policy(
     policy.calibrate = run.rollout.kv_scales
     policy.sticky = VersionSettings.of(run).new_ranges()
     if run.rollout.smooths:
-        policy.smoothing = SmoothingScales(run.rollout.smooths, model.config.head_dim)
+        policy.smoothing = scales_for(
+            run.rollout.format, run.rollout.smooths, model.config.head_dim
+        )
     if resume:
         state = checkpoint.restore(directory / "checkpoints", policy)
         if policy.sticky and not policy.sticky.tensors():

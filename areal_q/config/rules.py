@@ -12,7 +12,7 @@ from areal_q.config.engines import ScriptedEngine, SglangEngine, VllmEngine, no_
 from areal_q.config.environments import SingleTurn
 from areal_q.config.learner import MegatronBackend
 from areal_q.config.objectives import Gae
-from areal_q.config.run import ROUNDS_ACTIVATIONS, Run, SmallModel
+from areal_q.config.run import ROUNDS_ACTIVATIONS, WEIGHT_SCALES, Run, SmallModel
 from areal_q.config.tasks import Chat, Choice, Gsm8k, Math, Python, chat_of
 
 _LAST_PORT = 65535
@@ -217,9 +217,9 @@ def _smoothing_has_activations_to_smooth(run: Run) -> str | None:
     rollout, cfg = run.rollout, run.learner
     if rollout.smooths is None:
         return None
-    if rollout.format not in ROUNDS_ACTIVATIONS:
-        formats = ", ".join(ROUNDS_ACTIVATIONS)
-        return f"rollout.smoothing: {rollout.format} does not round activations, as {formats} do"
+    formats = ROUNDS_ACTIVATIONS + WEIGHT_SCALES
+    if rollout.format not in formats:
+        return f"rollout.smoothing: not with {rollout.format}, only with {', '.join(formats)}"
     unaware = {
         "learner.lora": cfg.lora is not None,
         "learner.precision = 'jet'": cfg.precision == "jet",

@@ -45,6 +45,9 @@ WORTH_SMOOTHING: tuple[FormatName, ...] = ("int8", "fp8-channel")
 """Those of them that are nearer to a pretrained model with `rollout.smoothing` (docs/aligned.md): one scale a
 token is what outliers spoil most."""
 
+WEIGHT_SCALES: tuple[FormatName, ...] = ("int4", "int4-g32")
+"""Those that round weights alone, and may take `rollout.smoothing`: scales and clips by AWQ."""
+
 
 class SmallModel(TaggedSettings, frozen=True, kw_only=True, tag="small"):
     """A Qwen3-architecture decoder made from nothing, with a character tokenizer; a mixture of experts where
@@ -129,11 +132,13 @@ class KvScales(Settings, frozen=True, kw_only=True):
 
 
 class Smoothing(Settings, frozen=True, kw_only=True):
-    """SmoothQuant's scales by channel, which move activations' outliers into the published weights. The model
-    computes the same; the learner's own weights stay as they are."""
+    """Scales by channel in the published weights: SmoothQuant's, which move activations' outliers there; for
+    int4 and int4-g32 AWQ's, and clips of each group, chosen once. The model computes the same; the learner's
+    own weights stay as they are."""
 
     alpha: Fraction = 0.5
-    """Share of the outliers that goes into the weights: s = max|x|^alpha / max|W|^(1 - alpha)."""
+    """Share of the outliers that goes into the weights: s = max|x|^alpha / max|W|^(1 - alpha). AWQ's is
+    searched for each layer."""
     tokens: Count = 512
     """Tokens that are looked at, at least: whole prompts of training problems at first, then whole samples of
     the last batch."""

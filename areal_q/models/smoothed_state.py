@@ -1,7 +1,7 @@
 """Measures the inputs of a decoder's linear layers, from which smoothing's scales follow
 (areal_q/quant/smoothing.py)."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -11,19 +11,19 @@ from areal_q.config import Smoothing
 from areal_q.models.decoder import Decoder
 from areal_q.models.layers.linear import Linear
 from areal_q.models.packed_layout import PackedLayout
+from areal_q.quant.awq import scales_for
 from areal_q.quant.rescaling import Fold
-from areal_q.quant.smoothing import SmoothingScales
 
 
 def first_folds(
-    model: Decoder, prompts: Iterable[Sequence[int]], cfg: Smoothing
+    model: Decoder, prompts: Iterable[Sequence[int]], cfg: Smoothing, format: str
 ) -> Mapping[str, Fold]:
     """Returns what the parameters of `model` are multiplied by in a learner's first version. It is measured on
     the first `prompts`, token ids, with at least `cfg.tokens` tokens in all."""
-    scales = SmoothingScales(cfg, model.config.head_dim)
+    scales = scales_for(format, cfg, model.config.head_dim)
     state = model.state_dict()
     ids, layout = packed(prompts, cfg.tokens)
-    scales.update(state, largest_inputs(model, ids, layout))
+    scales.update(state, measured_inputs(model, ids, layout, scales.measure))
     return scales.folds(state)
 
 
@@ -44,15 +44,16 @@ def packed(
 
 
 @torch.no_grad()
-def largest_inputs(model: Decoder, token_ids: Tensor, layout: PackedLayout) -> dict[str, Tensor]:
-    """Returns the largest magnitude of each input channel of every linear layer within the decoder's layers,
-    float32 [in], by the name of its weight, on `token_ids` int64 [T]. The pass is in float32."""
+def measured_inputs(
+    model: Decoder, token_ids: Tensor, layout: PackedLayout, measure: Callable[[Tensor], Tensor]
+) -> dict[str, Tensor]:
+    """Returns what `measure` makes of the inputs, float32 [T, in], of every linear layer within the decoder's
+    layers, by the name of its weight, on `token_ids` int64 [T]. The pass is in float32."""
     found: dict[str, Tensor] = {}
 
     def observe(name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        found[name] = (
-            args[0].abs().amax(0) if len(args[0]) else args[0].new_zeros(args[0].shape[-1])
-        )
+        x = args[0]  # an expert's may be none
+        found[name] = measure(x if len(x) else x.new_zeros(1, x.shape[-1]))
 
     hooks = [
         module.register_forward_pre_hook(partial(observe, f"{name}.weight"))

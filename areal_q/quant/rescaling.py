@@ -107,6 +107,8 @@ class Fold:
     """float32 [out], also of a norm or a bias."""
     columns: Tensor | None = None
     """float32 [in]"""
+    clip: Tensor | None = None
+    """Share, 0 … 1, of the ranges of the product that int4's scales cover, float32 [out, ⌈in/group⌉]."""
 
     def of(self, parameter: Tensor) -> Tensor:
         """Returns the product, [out] or [out, in]."""

@@ -52,6 +52,11 @@ class SmoothingScales:
         """Returns True if the scales are to be measured after step `step`."""
         return bool(self.cfg.every) and (step + 1) % self.cfg.every == 0
 
+    @staticmethod
+    def measure(inputs: Tensor) -> Tensor:
+        """Returns the largest magnitude of each channel of `inputs` [T, in], [in]."""
+        return inputs.abs().amax(0)
+
     @torch.no_grad()
     def update(self, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> None:
         """Chooses scales for the weights `state`, whose linears have inputs of the largest magnitudes `inputs`,

@@ -25,8 +25,8 @@ import numpy as np
 from areal_q.config import Run, Sampling, TorchEngine
 from areal_q.messages import Array, Group, Ticket, Trajectory
 from areal_q.models import Decoder
+from areal_q.quant.awq import scales_for
 from areal_q.quant.rescaling import apply_uaq
-from areal_q.quant.smoothing import SmoothingScales
 from areal_q.tasks import (
     Problem,
     Reward,
@@ -165,7 +165,7 @@ async def train(run: Run, flaky: Reward | None = None) -> AsyncIterator[Values]:
     set_precision(model, PrecisionSettings.of(run))
     policy = TorchPolicy(model, run.learner, run.rollout.sampling.temperature)
     if run.rollout.smooths:
-        scales = SmoothingScales(run.rollout.smooths, policy.model.config.head_dim)
+        scales = scales_for(run.rollout.format, run.rollout.smooths, policy.model.config.head_dim)
         begin_smoothing(policy, scales, run, task, tokenizer)
     tickets = Tickets(run.name)
     buffer = cast(LearnerBuffer, tickets)

@@ -15,7 +15,7 @@ from areal_q.models import Decoder, DecoderConfig, PackedLayout
 from areal_q.models.logprobs import head_logprobs
 from areal_q.models.low_bit.lora import adapters_off
 from areal_q.models.low_bit.quantized_forward import fold, materialise
-from areal_q.models.smoothed_state import largest_inputs
+from areal_q.models.smoothed_state import measured_inputs
 from areal_q.quant.smoothing import SmoothingScales
 from areal_q.quant.sticky_scales import StickyRanges
 from learner.backends.base import LossOf, Scores
@@ -107,7 +107,7 @@ class TorchPolicy:
     def smooth(self, token_ids: torch.Tensor, layout: PackedLayout) -> None:
         """Chooses the scales by channel for the present weights, on these tokens, int64 [T]."""
         assert self.smoothing
-        inputs = largest_inputs(self.model, token_ids, layout)
+        inputs = measured_inputs(self.model, token_ids, layout, self.smoothing.measure)
         self.smoothing.update(self.model.state_dict(), inputs)
         self.fold()
 

@@ -20,6 +20,7 @@ from areal_q.models.low_bit.published_state import published_state
 from areal_q.models.low_bit.quantized_forward import QuantLinear, fold, linears, use
 from areal_q.quant import dequantize_state
 from areal_q.quant.aqn import noise_of, with_noise
+from areal_q.quant.rescaling import Fold
 from areal_q.quant.smoothing import SmoothingScales
 from areal_q.quant.state_dict import parts_of, rest_in_bf16
 from areal_q.quant.sticky_scales import StickyRanges
@@ -50,7 +51,7 @@ class VersionPolicies:
         format = settings.format
         noise = noise_of(settings.aqn, number, settings.seed)
         self.learnt = copy.deepcopy(model).requires_grad_(False)
-        self.noisy = self.learnt
+        self.noisy, clips = self.learnt, {}
         if noise or smoothing:
             self.noisy = copy.deepcopy(self.learnt)
             state = with_noise(model.state_dict(), noise, settings.uaq_scale)
@@ -58,20 +59,21 @@ class VersionPolicies:
             self.noisy.load_state_dict(
                 {n: folds[n].of(t) if n in folds else t for n, t in state.items()}
             )
-            fold(self.noisy, {})  # its weights have the scales already
+            clips = {n: Fold(clip=f.clip) for n, f in folds.items() if f.clip is not None}
+            fold(self.noisy, clips)  # its weights have the scales already
         if adapted(self.noisy):  # a model with adapters runs on the published tensors already
             if noise and settings.rounds_rest:
                 round_frozen(self.noisy)
             self.dequantized = self.engine = self.noisy
             return
-        published = published_state(self.noisy, format, sticky)
+        published = published_state(self.noisy, format, sticky, folds=clips)
         if settings.rounds_rest:
             published = rest_in_bf16(published, format)
         self.dequantized = copy.deepcopy(self.noisy)
         self.dequantized.load_state_dict(dequantize_state(published, format))
         self.engine = copy.deepcopy(self.noisy)
         use(QuantLinear, self.engine, format)
-        if sticky:
+        if sticky or clips:
             for name, linear in linears(self.engine).items():
                 linear.take(parts_of(published, name, format))  # type: ignore[attr-defined]
         round_rest(self.engine, settings.rounds_rest)

@@ -21,7 +21,7 @@ from areal_q.config import Run, as_before, load, override
 from areal_q.errors import CheckpointError, ConfigError, LogError
 from areal_q.messages import Group
 from areal_q.models import Decoder, DecoderConfig
-from areal_q.quant.smoothing import SmoothingScales
+from areal_q.quant.awq import scales_for
 from areal_q.system.run_dir import LEARNERS_CODE, differences, settings_of, with_digests
 from buffer.logs.step_log import StepRecord, iter_steps
 from buffer.logs.trajectory_log import iter_log, logged_steps
@@ -204,7 +204,7 @@ class Replay:
         policy.calibrate = run.rollout.kv_scales
         policy.sticky = VersionSettings.of(run).new_ranges()
         if smooths := run.rollout.smooths:
-            policy.smoothing = SmoothingScales(smooths, model.config.head_dim)
+            policy.smoothing = scales_for(run.rollout.format, smooths, model.config.head_dim)
         checkpoint.load(self.checkpoint, self.state, policy)
         return policy
 

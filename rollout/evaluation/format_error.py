@@ -70,7 +70,7 @@ class Reference:
     def published(self, format: str, smoothing: Smoothing | None = None) -> dict[str, Tensor]:
         """Returns the tensors that a learner publishes as its first version, smoothed by the prompts if there
         are settings for it. Raises QuantizationError, which names the tensor."""
-        folds = first_folds(self.model, self.prompts, smoothing) if smoothing else None
+        folds = first_folds(self.model, self.prompts, smoothing, format) if smoothing else None
         return quantize_state(self.model.state_dict(), format, folds=folds)
 
     def error_of(self, policy: Decoder) -> Error:

@@ -15,7 +15,7 @@ import typer
 from msgspec import Struct
 
 from areal_q.config import Chat, Smoothing
-from areal_q.config.run import ROUNDS_ACTIVATIONS
+from areal_q.config.run import ROUNDS_ACTIVATIONS, WEIGHT_SCALES
 from areal_q.errors import ConfigError, QuantizationError
 from areal_q.models import load_decoder
 from areal_q.models.hf.vllm_shapes import vllm_refuses
@@ -139,9 +139,10 @@ def prepared(model: Path, data: Path | None, problems: int) -> tuple[Path, Token
 
 
 def measured(reference: Reference, speed: bool) -> Iterator[Row]:
-    """Yields a row for each format, and for each that rounds activations a second one, smoothed."""
+    """Yields a row for each format, and for each that may be smoothed a second one."""
+    smoothed = ROUNDS_ACTIVATIONS + WEIGHT_SCALES
     for format in FORMATS:
-        for smoothing in (None, Smoothing()) if format in ROUNDS_ACTIVATIONS else (None,):
+        for smoothing in (None, Smoothing()) if format in smoothed else (None,):
             try:
                 published = reference.published(format, smoothing)
             except QuantizationError as error:
@@ -174,6 +175,7 @@ def _advice(row: Row, rows: Sequence[Row]) -> str:
         text += f": take {' or '.join(_better(row, e, rows)) or 'a format of 16-bit activations'}"
     elif e.error_mean > SMALL_NATS:
         text += ', none of it noise: learner.precision = "qarl" or learner.lora closes it'
+        text += "".join(f"; {less}" for less in _smoothed(row, e, rows))
     else:
         text += ": take it as it is"
     return f"{text}; {row.says}" if row.says else text
@@ -182,17 +184,22 @@ def _advice(row: Row, rows: Sequence[Row]) -> str:
 def _better(row: Row, e: Error, rows: Sequence[Row]) -> Iterator[str]:
     """Yields the settings that mend a noisy `row` of error `e`, each with what it leaves: smoothing if it pays,
     and the nearest format without noise, of those of no more bytes if there is one."""
+    yield from _smoothed(row, e, rows)
+    quiet = [(r, r.error) for r in rows if r.error and r.error.noise_mean < SMALL_NATS / 3]
+    quiet = [(r, found) for r, found in quiet if found.kl < e.kl]
+    small = [(r, found) for r, found in quiet if r.bytes <= 1.02 * row.bytes] or quiet
+    for other, found in sorted(small, key=lambda pair: pair[1].kl)[:1]:
+        yield f"rollout.format={other.format} ({found.error_mean:.2g} off, no noise)"
+
+
+def _smoothed(row: Row, e: Error, rows: Sequence[Row]) -> Iterator[str]:
+    """Yields the setting that smooths `row` of error `e`, with what it leaves, if that pays."""
     for other in rows:
         smoothed = other.error
         if other.format != row.format or not smoothed or row.smoothed or not other.smoothed:
             continue
         if smoothed.error_mean <= PAYS * e.error_mean:
             yield f"rollout.smoothing.alpha={Smoothing().alpha} ({smoothed.error_mean:.2g} off)"
-    quiet = [(r, r.error) for r in rows if r.error and r.error.noise_mean < SMALL_NATS / 3]
-    quiet = [(r, found) for r, found in quiet if found.kl < e.kl]
-    small = [(r, found) for r, found in quiet if r.bytes <= 1.02 * row.bytes] or quiet
-    for other, found in sorted(small, key=lambda pair: pair[1].kl)[:1]:
-        yield f"rollout.format={other.format} ({found.error_mean:.2g} off, no noise)"
 
 
 def shown(row: Row) -> str:

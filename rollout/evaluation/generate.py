@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from areal_q.config import Run, Sampling, TorchEngine
-from areal_q.config.run import ROUNDS_ACTIVATIONS
+from areal_q.config.run import ROUNDS_ACTIVATIONS, WEIGHT_SCALES
 from areal_q.errors import ConfigError
 from areal_q.evaluation.estimates import Answered, Reply
 from areal_q.messages import Array, Ticket
@@ -148,8 +148,8 @@ async def _load(engine: Engine, run: Run, path: Path, prompts: Iterable[Sequence
     """Loads the model as a learner publishes it; smoothing's scales are those of `prompts`."""
     model, smoothing = load_decoder(path).requires_grad_(False), run.rollout.smooths
     folds = None
-    if smoothing and run.rollout.format in ROUNDS_ACTIVATIONS:
-        folds = first_folds(model, prompts, smoothing)
+    if smoothing and run.rollout.format in ROUNDS_ACTIVATIONS + WEIGHT_SCALES:
+        folds = first_folds(model, prompts, smoothing, run.rollout.format)
     published = quantize_state(model.state_dict(), run.rollout.format, folds=folds)
     if run.rollout.unquantized == "bf16":
         published = rest_in_bf16(published, run.rollout.format)

@@ -24,7 +24,7 @@ from areal_q.config.engines import EngineConfig
 from areal_q.errors import CheckpointError, ConfigError, TaskError
 from areal_q.evaluation.estimates import Answered, estimates, read_evaluations, wilson
 from areal_q.models import load_decoder, save_decoder
-from areal_q.models.smoothed_state import smoothed_state
+from areal_q.models.smoothed_state import first_folds
 from areal_q.observability.metrics_log import MetricsLog
 from areal_q.quant import quantize_state
 from areal_q.tasks import build_task, build_tokenizer
@@ -415,7 +415,8 @@ def test_an_evaluation_is_smoothed_where_the_run_is(
     prompts = [tokenizer.encode_prompt(problem.asked) for problem in task.heldout[:2]]
     model = load_decoder(run_dir / "hf").requires_grad_(False)
     assert run.rollout.smooths
-    wanted = quantize_state(smoothed_state(model, prompts, run.rollout.smooths), "int8")
+    folds = first_folds(model, prompts, run.rollout.smooths, "int8")
+    wanted = quantize_state(model.state_dict(), "int8", folds=folds)
     (version,) = loaded
     assert all(torch.equal(version.tensors[name], tensor) for name, tensor in wanted.items())
     norm = "model.layers.0.input_layernorm.weight"

@@ -12,7 +12,7 @@ from helpers.paths import REAL_MODEL
 from transformers import AutoModelForCausalLM
 
 from areal_q.config import Smoothing, load
-from areal_q.config.run import ROUNDS_ACTIVATIONS
+from areal_q.config.run import ROUNDS_ACTIVATIONS, WEIGHT_SCALES
 from areal_q.errors import TaskError
 from areal_q.models import Decoder, DecoderConfig, PackedLayout, init_weights, save_decoder
 from areal_q.quant import FORMATS, dequantize_state
@@ -126,7 +126,7 @@ def test_every_format_has_a_row_and_a_refusal_is_one_line(model):
         name
         for format in FORMATS
         for name in (format, f"{format}, smoothed")
-        if name == format or format in ROUNDS_ACTIVATIONS
+        if name == format or format in ROUNDS_ACTIVATIONS + WEIGHT_SCALES
     ]
     assert all(len(shown(row).splitlines()) == 1 and row.says for row in rows)
     sizes = {row.name: row.bytes for row in rows}
@@ -155,10 +155,12 @@ def test_the_advice_tells_noise_and_names_quiet_formats():
             Row(format="fp8", error=error(0.3, 0.2), bytes=100),
             Row(format="fp8", smoothed=True, error=error(0.29, 0.2), bytes=100),
             Row(format="four bits", error=error(0.9, 0.2), bytes=50),
+            Row(format="int4", error=error(0.9, 1e-5), bytes=90),
+            Row(format="int4", smoothed=True, error=error(0.5, 1e-5), bytes=90),
             Row(format="refused", says="not for this model: …"),
         ]
     )
-    bf16, int8, smoothed, weight_only, fp8, _, four, refused = (row.says for row in rows)
+    bf16, int8, smoothed, weight_only, fp8, _, four, int4, _, refused = (row.says for row in rows)
     assert "0.27 of it noise that no kernel and no alignment removes" in int8
     quiet = "take rollout.format=weight-only (0.06 off, no noise)"
     assert int8.endswith(
@@ -166,6 +168,7 @@ def test_the_advice_tells_noise_and_names_quiet_formats():
     )
     assert smoothed.endswith(quiet) and fp8.endswith(quiet)
     assert four.endswith("take rollout.format=bf16 (0.002 off, no noise)")
+    assert int4.endswith("closes it; rollout.smoothing.alpha=0.5 (0.5 off)")
     assert "qarl" in weight_only and "as it is" in bf16 and refused.startswith("not for")
 
 
@@ -195,7 +198,8 @@ def test_a_pretrained_model_is_noisy_in_eight_bits(tmp_path):
     smoothed = {row["format"]: row["error"] for row in found if row["smoothed"]}
     rows = {row["format"]: row["error"] for row in found if not row["smoothed"]}
     assert {*rows} == {*FORMATS} and all(f"\n{name} " in text for name in FORMATS)
-    assert {*smoothed} == {*ROUNDS_ACTIVATIONS}
+    assert {*smoothed} == {*ROUNDS_ACTIVATIONS, *WEIGHT_SCALES}
+    assert smoothed["int4-g32"]["kl"] < 0.8 * rows["int4-g32"]["kl"]
     assert smoothed["int8"]["error_mean"] < rows["int8"]["error_mean"]
     assert rows["int8"]["noise_mean"] > 0.03
     assert rows["int8"]["noise_mean"] > 0.4 * rows["int8"]["error_mean"]

@@ -2,7 +2,7 @@
 aligned forward on smoothed weights has the engine's log-probs to the bit."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,12 @@ from areal_q.errors import ConfigError
 from areal_q.models import Decoder, PackedLayout, load_decoder, save_decoder
 from areal_q.models.low_bit.engine_policy import engine_policy
 from areal_q.models.low_bit.quantized_forward import QuantLinear, use
-from areal_q.models.smoothed_state import largest_inputs
+from areal_q.models.smoothed_state import measured_inputs
 from areal_q.quant import FORMATS, dequantize_state, quantize_state
-from areal_q.quant.rescaling import apply_uaq, pairs_of
+from areal_q.quant.awq import CLIPS, AwqScales, _clips, scales_for
+from areal_q.quant.formats.int4 import Int4G32
+from areal_q.quant.linears import is_quantized
+from areal_q.quant.rescaling import Fold, apply_uaq, pairs_of
 from areal_q.quant.smoothing import SmoothingScales, wanted_log2
 from areal_q.quant.sticky_scales import StickyRanges
 from learner import checkpoint
@@ -78,9 +81,9 @@ def logits(model: Decoder) -> Tensor:
         return model.logits(model.model(tokens(), PackedLayout.of(LENGTHS)))
 
 
-def measured(model: Decoder, head_dim: int = 8) -> SmoothingScales:
-    scales = SmoothingScales(Smoothing(), head_dim)
-    inputs = largest_inputs(model, tokens(2), PackedLayout.of(LENGTHS))
+def measured(model: Decoder, format: str = "int8") -> SmoothingScales:
+    scales = scales_for(format, Smoothing(), 8)
+    inputs = measured_inputs(model, tokens(2), PackedLayout.of(LENGTHS), scales.measure)
     scales.update(model.state_dict(), inputs)
     return scales
 
@@ -192,6 +195,46 @@ def test_int8_is_nearer_to_a_smoothed_model(family: str, tmp_path: Path):
     assert errors[1] < errors[0]
 
 
+@every_family
+@pytest.mark.parametrize("format", ["int4", "int4-g32"])
+def test_four_bits_lose_less_with_scales_and_clips(family: str, format: str, tmp_path: Path):
+    model = outlying(family, tmp_path)
+    state, folds = model.state_dict(), measured(model, format).folds(model.state_dict())
+    inputs = measured_inputs(model, tokens(2), PackedLayout.of(LENGTHS), AwqScales.measure)
+
+    def errors(used: Mapping[str, Fold]) -> Tensor:
+        found = dequantize_state(quantize_state(state, format, folds=used), format)
+        lost = {}
+        for pair in pairs_of(state):
+            for name in filter(is_quantized, pair.readers):
+                fold = used.get(name, Fold())
+                # Rows are powers of two, which change no code: only columns are undone.
+                gap = found[name] - fold.of(state[name])
+                rows, columns = fold.factors(state[name])[::-1]
+                gap = gap / rows[:, None] / columns
+                lost[pair.writer] = (
+                    lost.get(pair.writer, 0) + (gap.square() @ inputs[name][1]).sum()
+                )
+        return torch.stack(list(lost.values()))
+
+    chosen, plain = errors(folds), errors({})
+    assert bool((chosen <= plain * (1 + 1e-5)).all())
+    assert float(chosen.sum()) < 0.9 * float(plain.sum())
+
+
+def test_clips_are_the_best_of_those_tried():
+    torch.manual_seed(0)
+    weight, counts = torch.randn(6, 2, 32), torch.rand(2, 32) ** 4
+    errors = []
+    for tried in CLIPS:
+        scale = (weight.abs().amax(2, keepdim=True) * tried / 7.5).bfloat16().float()
+        rounded = (weight / scale).round().clamp(-8, 7) * scale
+        errors.append(((rounded - weight).square() * counts).sum(2))
+    best = torch.tensor(CLIPS)[torch.stack(errors).argmin(0)]
+    assert torch.equal(_clips(Int4G32(), weight.flatten(1), counts.flatten()), best)
+    assert len(best.unique()) > 2
+
+
 SMOOTH = ("rollout.format=int8", "learner.precision=full", "rollout.smoothing.every=1")
 
 
@@ -242,12 +285,14 @@ def test_smoothing_composes_with_uaq_and_noise(make_run: MakeRun, tmp_path: Path
     )
 
 
-def test_the_doctor_knows_the_smoothed_weights(make_run: MakeRun, tmp_path: Path):
-    run, model = make_run(*SMOOTH), outlying("qwen2", tmp_path)
-    settings, scales = VersionSettings.of(run), measured(model)
+@pytest.mark.parametrize("format", ["int8", "int4-g32"])
+def test_the_doctor_knows_the_smoothed_weights(format: str, make_run: MakeRun, tmp_path: Path):
+    run = make_run(*SMOOTH[1:], f"rollout.format={format}")
+    model = outlying("qwen2", tmp_path)
+    settings, scales = VersionSettings.of(run), measured(model, format)
     made = VersionBuilder(settings, smoothing=scales).build(model, 0)
     policies = VersionPolicies(model, settings, 0, smoothing=scales)
-    published = dequantize_state(made.tensors, "int8")
+    published = dequantize_state(made.tensors, format)
     for name, tensor in policies.dequantized.state_dict().items():
         assert torch.equal(tensor, published[name].float()), name
 
@@ -255,7 +300,7 @@ def test_the_doctor_knows_the_smoothed_weights(make_run: MakeRun, tmp_path: Path
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        (("rollout.format=int4", "learner.precision=full"), "int4 does not round activations"),
+        (("rollout.format=nvfp4", "learner.precision=full"), "not with nvfp4"),
         (("rollout.format=fp8", "learner.precision=jet"), "learner.precision = 'jet'"),
         (
             ("rollout.format=int8", "learner.precision=qarl", "learner.backend.type=megatron"),
@@ -284,7 +329,7 @@ def aligned(make_run: MakeRun, tmp_path: Path) -> Callable[..., tuple[Run, Torch
         set_precision(model, PrecisionSettings.of(run))
         policy = TorchPolicy(model, run.learner, 1.0)
         assert run.rollout.smooths
-        policy.smoothing = SmoothingScales(run.rollout.smooths, 8)
+        policy.smoothing = scales_for(run.rollout.format, run.rollout.smooths, 8)
         policy.smooth(tokens(2), PackedLayout.of(LENGTHS))
         return run, policy
 
@@ -299,7 +344,7 @@ def as_published(run: Run, policy: TorchPolicy) -> Decoder:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("format", ["int8", "fp8-channel", "fp8"])
+@pytest.mark.parametrize("format", ["int8", "fp8-channel", "fp8", "int4-g32"])
 @pytest.mark.parametrize("rest", ["fp32", "bf16"])
 def test_the_smoothed_forward_is_the_engines(family: str, format: str, rest: str, aligned):
     run, policy = aligned(family, f"rollout.format={format}", f"rollout.unquantized={rest}")
@@ -308,24 +353,27 @@ def test_the_smoothed_forward_is_the_engines(family: str, format: str, rest: str
     assert torch.equal(logits(policy.model), logits(as_published(run, policy)))
 
 
+@pytest.mark.parametrize("format", ["int8", "int4"])
 def test_it_stays_so_through_updates_and_a_resumption(
-    aligned, make_samples: MakeSamples, tmp_path: Path
+    format: str, aligned, make_samples: MakeSamples, tmp_path: Path
 ):
-    run, policy = aligned("qwen2", "rollout.format=int8", "learner.reference_kl={}")
+    settings = f"rollout.format={format}", "learner.reference_kl={}"
+    run, policy = aligned("qwen2", *settings)
     samples = make_samples(12)
     for step in range(2):
         update_policy(policy, samples)
         policy.calibrate_smoothing(samples, step)
         assert torch.equal(logits(policy.model), logits(as_published(run, policy)))
     save_at(2, tmp_path / "checkpoints", policy)
-    _, resumed = aligned("qwen2", "rollout.format=int8", "learner.reference_kl={}")
+    _, resumed = aligned("qwen2", *settings)
     checkpoint.restore(tmp_path / "checkpoints", resumed)
     for one, other in ((resumed.model, policy.model), (resumed.reference, policy.reference)):
         assert torch.equal(logits(one), logits(other))
 
 
-def test_the_doctors_engine_is_the_smoothed_forward(aligned):
-    run, policy = aligned("qwen3", "rollout.format=int8")
+@pytest.mark.parametrize("format", ["int8", "int4-g32"])
+def test_the_doctors_engine_is_the_smoothed_forward(format: str, aligned):
+    run, policy = aligned("qwen3", f"rollout.format={format}")
     found = VersionPolicies(policy.model, VersionSettings.of(run), 0, smoothing=policy.smoothing)
     for model in (found.learnt, found.noisy, found.engine):
         assert torch.equal(logits(model), logits(policy.model))

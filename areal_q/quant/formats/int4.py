@@ -55,7 +55,8 @@ class Int4:
         self, weight: Tensor, name: str, ranges: Ranges | None = None, fold: Fold | None = None
     ) -> Parts:
         w = as_float32(weight, name, fold)
-        scale = self.scales((ranges or checked_ranges(self.ranges, w, name)).blocks)
+        blocks = (ranges or checked_ranges(self.ranges, w, name)).blocks
+        scale = self.scales(blocks if fold is None or fold.clip is None else blocks * fold.clip)
         effective = self.effective(scale)
         divisor = torch.where(effective > 0, effective, torch.inf)
         words = -(-w.shape[1] // 8)
