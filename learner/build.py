@@ -22,6 +22,7 @@ from areal_q.tasks import (
     build_tokenizer,
     check_characters,
     check_reward,
+    columns_for,
     stops_text,
 )
 from areal_q.tasks.stops import write_stops
@@ -146,7 +147,7 @@ def build_learner(
     check_reward(run)
     _check_broadcast(run.broadcast, announce, fetch)
     tokenizer = build_tokenizer(run.model, run.task)
-    task = build_task(run.task)
+    task = build_task(run.task, columns_for(run))
     check_characters(run.model, run.warmstart, task)
     check_data(directory, run.task, task)
     task = check_fit(run, shape_of(run.model, tokenizer), tokenizer, task)

@@ -266,7 +266,7 @@ class Worker:
         score = response.score
         if score is None:
             text = response.text(self._tokenizer, ticket.sampling)
-            problem = Problem(ticket.prompt, ticket.answer)
+            problem = Problem.of_ticket(ticket)
             score = await self._reward(problem, text, response.drawn)
         wanted = self._routes and ticket.purpose == "train"
         return response.trajectory(index, score, routes=wanted)

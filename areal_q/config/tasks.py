@@ -212,6 +212,8 @@ class RewardConfig(Settings, frozen=True, kw_only=True):
     """Hash of that file and of those beside it that it imports, which a run fills in whenever it starts."""
     function: str = "reward"
     """Its name there: (prompt, response, answer) → a number, or a table with `reward` and other numbers."""
+    columns: tuple[str, ...] | None = None
+    """Columns of a problem's row that a reward of one's own gets; every ticket carries them. None: all."""
     timeout_s: Seconds = 10.0
     """After so long a slow reward has failed, and its process is killed."""
     on_error: Literal["drop", "retry", "zero"] = "drop"

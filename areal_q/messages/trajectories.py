@@ -110,6 +110,11 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     """Response i of the group draws with `seed + i`."""
     run_id: str = ""
     """Id of the run that admitted it, which its name alone does not tell; "" before there were ids."""
+    messages: tuple[dict[str, str], ...] = ()
+    """The prompt as a conversation; empty if it is one text."""
+    columns: str = ""
+    """All that the data have in the problem's row, as a JSON object, for a reward of the user's own; "" if the
+    reward is a built-in one."""
 
     def validate(self) -> "Ticket":
         """This ticket, if its prompt keeps the contract. Raises RecordError."""

@@ -9,6 +9,7 @@ from areal_q.tasks.grading.rewards import (
     build_reward,
     build_score,
     check_reward,
+    columns_for,
     second_opinion,
     unscored,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "build_tokenizer",
     "check_characters",
     "check_reward",
+    "columns_for",
     "load_tokenizer",
     "permute",
     "problem_at",

@@ -3,9 +3,10 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from msgspec import Struct
+from msgspec import Struct, json
 
-from areal_q.messages.trajectories import FailureCause
+from areal_q.errors import TaskError
+from areal_q.messages.trajectories import FailureCause, Ticket
 
 Variables = Mapping[str, bool | int | float | str]
 """Variables of a chat template, such as {"enable_thinking": False}"""
@@ -24,6 +25,8 @@ class Problem(Struct, frozen=True):
     answer: str
     messages: tuple[Message, ...] = ()
     """The prompt as a conversation, whose contents are `prompt`; empty if the prompt is one text"""
+    columns: str = ""
+    """The row of the data that it comes from, as a JSON object; "" if there is none, or nobody asks for it"""
 
     @property
     def asked(self) -> str | Sequence[Message]:
@@ -34,6 +37,22 @@ class Problem(Struct, frozen=True):
     def of(cls, messages: Sequence[Message], answer: str) -> "Problem":
         """Returns a problem whose prompt is a conversation."""
         return cls("\n\n".join(m["content"] for m in messages), answer, tuple(messages))
+
+    @classmethod
+    def of_ticket(cls, ticket: Ticket) -> "Problem":
+        """Returns the problem that a ticket asks for, as the learner read it."""
+        return cls(ticket.prompt, ticket.answer, ticket.messages, ticket.columns)
+
+
+def columns_of(row: Mapping[str, Any], where: str) -> str:
+    """Returns a row of data as the JSON of `Problem.columns`: times and decimals become text, bytes base64.
+    Raises TaskError, which names the place, for what JSON does not know."""
+    try:
+        return json.encode(row).decode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TaskError(
+            f"{where}: a column is neither text, number, list nor table: {error}"
+        ) from error
 
 
 class Score(Struct, frozen=True):

@@ -1,7 +1,6 @@
 """The built-in tasks. To add one: a Struct in areal_q/config/tasks.py, a class here, a line below."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from areal_q.config import (
     Arithmetic,
@@ -19,12 +18,12 @@ from areal_q.tasks.base import Problem, Task, Tokenizer
 from areal_q.tasks.datasets.arithmetic import ArithmeticTask
 from areal_q.tasks.datasets.calculator import CalculatorTask
 from areal_q.tasks.datasets.countdown import CountdownTask
-from areal_q.tasks.datasets.row_tasks import READERS, FileTask
+from areal_q.tasks.datasets.row_tasks import READERS, FileTask, with_columns
 from areal_q.tasks.datasets.tool_calculator import ToolCalculatorTask
 from areal_q.tasks.lazy import Lazy
 from areal_q.tasks.tokenizer import CharTokenizer, load_tokenizer
 
-TASKS: dict[type, Callable[[Any], Task]] = {
+TASKS: dict[type, Callable[..., Task]] = {
     Arithmetic: ArithmeticTask,
     Calculator: CalculatorTask,
     Countdown: CountdownTask,
@@ -38,17 +37,18 @@ def task_types() -> list[str]:
     return [str(cfg.__struct_config__.tag) for cfg in TASKS]
 
 
-def build_task(cfg: TaskConfig) -> Task:
-    """Returns the task with its problems. Raises TaskError naming file and line, ConfigError for an extra."""
-    return TASKS[type(cfg)](cfg)
+def build_task(cfg: TaskConfig, columns: Sequence[str] | None = ()) -> Task:
+    """Returns the task with its problems, and these columns of their rows (rewards.py, `columns_for`). Raises
+    TaskError naming file and line, ConfigError for an extra."""
+    return TASKS[type(cfg)](cfg, columns) if type(cfg) in READERS else TASKS[type(cfg)](cfg)
 
 
-def all_problems(cfg: TaskConfig) -> list[Problem]:
+def all_problems(cfg: TaskConfig, columns: Sequence[str] | None = ()) -> list[Problem]:
     """Returns every row of the task's file, since a benchmark has nothing to train on. Raises as `build_task`
     does."""
     if type(cfg) not in READERS:
         raise ConfigError(f"task.type = {cfg.__struct_config__.tag!r} reads no such file")
-    return READERS[type(cfg)](cfg)
+    return with_columns(READERS[type(cfg)](cfg), columns, getattr(cfg, "path", ""))
 
 
 def check_characters(model: ModelConfig, warmstart: WarmStart, task: Task) -> None:

@@ -100,7 +100,7 @@ class Drawer:
                 stop_ids=frozenset(self.tokenizer.stops),
             )
         )
-        problem = Problem(ticket.prompt, ticket.answer)
+        problem = Problem.of_ticket(ticket)
         return Group(
             ticket=ticket,
             worker="lab",

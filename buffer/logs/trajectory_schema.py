@@ -2,7 +2,8 @@
 
 Of the step:        step, version (the learner's, when it took the group), place (of the group in the batch)
 Of the ticket:      ticket_schema, run, number, purpose, admitted (the ticket's `step`), prompt, answer,
-                    prompt_ids, group_size, seed, sampling, stop (of the sampling, as JSON), run_id
+                    prompt_ids, group_size, seed, sampling, stop (of the sampling, as JSON), run_id,
+                    messages (as JSON; empty if there are none), columns
 Of the group:       group_schema, worker, engine, weight_format, started_s, finished_s
 Of the trajectory:  index, response_ids, behavior_logprobs, loss_mask, spans, finish_reason, reward,
                     reward_parts, routes (raw little-endian bytes, empty where there are none), routes_shape
@@ -28,7 +29,7 @@ from areal_q.errors import RecordError
 from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan
 from buffer.logs.parquet_log import LogFormat
 
-_SCHEMA_VERSION = 1
+_SCHEMA_VERSION = 2
 _METADATA_KEY = b"areal-q-log-schema"
 
 _SAMPLING = pa.struct(
@@ -79,6 +80,8 @@ TRAJECTORY_SCHEMA = pa.schema(
         ("valid", pa.bool_()),
         ("failure", pa.string()),
         ("run_id", pa.string()),
+        ("messages", pa.string()),
+        ("columns", pa.string()),
     ],
     metadata={_METADATA_KEY: str(_SCHEMA_VERSION)},
 )
@@ -103,6 +106,10 @@ def groups_to_table(step: int, version: int, groups: Sequence[Group]) -> pa.Tabl
         "prompt_ids": _lists([t.prompt_ids for t in tickets]),
         "sampling": [msgspec.to_builtins(t.sampling) for t in tickets],
         "stop": [msgspec.json.encode(t.sampling.stop).decode() for t in tickets],
+        "messages": [
+            msgspec.json.encode(t.messages).decode() if t.messages else "" for t in tickets
+        ],
+        "columns": [t.columns for t in tickets],
         "group_schema": [g.schema for _, g, _ in rows],
         "spans": [msgspec.to_builtins(t.spans) for _, _, t in rows],
         "reward_parts": [list(t.reward_parts.items()) for _, _, t in rows],
@@ -141,6 +148,8 @@ def _group(rows: list[dict[str, Any]]) -> Group:
         step=first["admitted"],
         sampling=_sampling(first),
         prompt_ids=first["prompt_ids"],
+        messages=_messages(first),
+        columns=first.get("columns", ""),
         **{name: first[name] for name in _TICKET_FIELDS},
     )
     return Group(
@@ -159,6 +168,13 @@ def _sampling(row: dict[str, Any]) -> Sampling:
         raise RecordError(
             f"sampling settings of ticket {row['number']}: {in_words(error)}"
         ) from error
+
+
+def _messages(row: dict[str, Any]) -> tuple[dict[str, str], ...]:
+    try:
+        return msgspec.json.decode(row.get("messages") or "[]", type=tuple[dict[str, str], ...])
+    except msgspec.DecodeError as error:
+        raise RecordError(f"messages of ticket {row['number']}: {in_words(error)}") from error
 
 
 def _trajectory(row: dict[str, Any]) -> Trajectory:

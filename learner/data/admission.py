@@ -174,6 +174,8 @@ class Admission:
             step=version,
             prompt=problem.prompt,
             answer=problem.answer,
+            messages=problem.messages,
+            columns=problem.columns,
             prompt_ids=Array.of(self._tokenizer.encode_prompt(problem.asked), "int32"),
             seed=ticket_seed(self._settings.seed, number),
             **fields,

@@ -87,5 +87,6 @@ def _digest_of(path: Path, task: Task | None) -> str:
         digest.update(path.read_bytes())
     else:
         for problem in (*task.train, *task.heldout):
-            digest.update(msgspec.json.encode((problem.prompt, problem.answer)))
+            row = (problem.columns,) if problem.columns else ()
+            digest.update(msgspec.json.encode((problem.prompt, problem.answer, *row)))
     return digest.hexdigest()

@@ -26,7 +26,7 @@ class RewardCheck:
             for t in group.valid_trajectories[:1]:
                 said = without_end(t.response_ids.numpy().tolist(), self._tokenizer.stops)
                 text = self._tokenizer.prefill + self._tokenizer.decode(said)
-                opinion = self._opinion(Problem(group.ticket.prompt, group.ticket.answer), text)
+                opinion = self._opinion(Problem.of_ticket(group.ticket), text)
                 correct = bool(t.reward_parts.get("correct"))
                 counts[right] += opinion is True
                 counts[refused] += opinion is True and not correct

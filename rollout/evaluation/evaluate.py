@@ -33,6 +33,7 @@ from areal_q.tasks import (
     build_task,
     build_tokenizer,
     check_reward,
+    columns_for,
     task_types,
 )
 
@@ -96,7 +97,8 @@ def main(
     if not samples and not greedy:
         raise ConfigError("--no-greedy needs --samples")
     check_reward(run)
-    asked = all_problems(run.task) if data else build_task(run.task).heldout
+    columns = columns_for(run)
+    asked = all_problems(run.task, columns) if data else build_task(run.task, columns).heldout
     asked = asked[: problems or (len(asked) if data else 512)]
     about = Evaluation(
         model=str(model),

@@ -110,6 +110,8 @@ class _Answering:
             step=0,
             prompt=problem.prompt,
             answer=problem.answer,
+            messages=problem.messages,
+            columns=problem.columns,
             prompt_ids=Array.of(self._tokenizer.encode_prompt(problem.asked), "int32"),
             group_size=count,
             sampling=sampling,

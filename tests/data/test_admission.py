@@ -1,7 +1,9 @@
 """Admission: over any interleaving, and over resumptions with and without what Redis held."""
 
 import asyncio
+import json
 from collections import Counter
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -10,11 +12,12 @@ from helpers.fixture_types import MakeGroup, MakeRun
 from helpers.policies import new_admission
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from areal_q.config import Run
-from areal_q.errors import BufferFull
-from areal_q.messages import Ticket
-from areal_q.tasks import build_task, build_tokenizer, problem_at
+from areal_q.errors import BufferFull, RecordError
+from areal_q.messages import Ticket, decode_ticket, encode
+from areal_q.tasks import Problem, build_task, build_tokenizer, columns_for, problem_at
 from bench.stability.memory_buffer import MemoryBuffer, MemoryLearner
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
 from learner import checkpoint
@@ -137,6 +140,34 @@ def test_a_ticket_is_a_function_of_the_seed_and_its_number(make_run: MakeRun):
     seeds = {ticket_seed(seed, n) for seed in range(20) for n in range(500)}
     assert len(seeds) == 10_000
     assert 2**61 < max(seeds) < 2**62
+
+
+@pytest.mark.parametrize(
+    ("more", "row"),
+    [
+        ([], {"prompt": "2=", "answer": "2", "level": [1.5]}),
+        (["reward.columns=['level']"], {"level": [1.5]}),
+        (["reward.columns=[]"], None),
+    ],
+)
+def test_a_row_of_the_data_travels_with_its_ticket(
+    make_run: MakeRun, make_group: MakeGroup, tmp_path: Path, more: list[str], row: object
+):
+    (tmp_path / "mine.py").write_text(
+        "def problems():\n"
+        "    return [{'prompt': f'{n}=', 'answer': '2', 'level': [1.5]} for n in (2, 2, 3)]\n"
+    )
+    run = make_run("task={type='python', heldout=0.4, path='" + f"{tmp_path}/mine.py'}}", *more)
+    store = MemoryBuffer(run.name)
+    admission = admission_of(run, store)
+    admission.admit(0)
+    ticket = decode_ticket(encode(tickets_in(store)[0]))
+    problem = Problem.of_ticket(ticket)
+    assert problem in build_task(run.task, columns_for(run)).train
+    assert (json.loads(ticket.columns) if ticket.columns else None) == row
+    admission.check(make_group(ticket))
+    with pytest.raises(RecordError, match="its ticket is not the one admitted"):
+        admission.check(make_group(replace(ticket, columns='{"level": 2}')))
 
 
 def test_evaluation_is_greedy_on_held_out_and_takes_no_place(make_run: MakeRun):

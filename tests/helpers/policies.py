@@ -10,7 +10,7 @@ import torch
 from areal_q.config import Run
 from areal_q.models import Decoder
 from areal_q.quant import quantize_state
-from areal_q.tasks import build_task, build_tokenizer
+from areal_q.tasks import build_task, build_tokenizer, columns_for
 from areal_q.weights.version import WeightVersion, pack_version
 from buffer.redis_store import LearnerBuffer
 from buffer.sampling.replay_pool import ReplayPool
@@ -64,7 +64,10 @@ def new_admission(
     run: Run, buffer: LearnerBuffer, cursor: int = 0, outstanding: set[int] | None = None
 ) -> Admission:
     """Returns the admission of `run`, which goes on at ticket `cursor` with tickets that are outstanding."""
-    task, tokenizer = build_task(run.task), build_tokenizer(run.model, run.task)
+    task, tokenizer = (
+        build_task(run.task, columns_for(run)),
+        build_tokenizer(run.model, run.task),
+    )
     settings = AdmissionSettings.of(run)
     return Admission(settings, task, tokenizer, buffer, cursor, outstanding or set())
 

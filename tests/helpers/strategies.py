@@ -55,6 +55,10 @@ def groups(draw, numbers=INT64, purposes=PURPOSES) -> Group:
             stop=draw(st.sampled_from([(), ("\n\n", (5, 6)), ("’",)])),
         ),
         seed=draw(INT64),
+        messages=tuple(
+            draw(st.lists(st.fixed_dictionaries({"role": st.text(), "content": st.text()})))
+        ),
+        columns=draw(st.sampled_from(["", '{"level": 3}'])),
     )
     return Group(
         ticket=ticket,

@@ -462,10 +462,10 @@ def test_a_task_of_ones_own_is_one_file_and_one_line(tmp_path: Path):
     assert (len(task.train), len(task.heldout)) == (90, 10)
     assert task.heldout[0] == Problem("90*2=", "180")
     assert scored(run, "4", "5") == [Score(1.0, True), Score(0.0, False)]
-    for rows in ("[1]", "[('1*2=', '2', '')]", "[('1*2=', 2)]"):
+    for rows in ("[1]", "[('1*2=', '2', '')]", "[('1*2=', 2)]", "[{'prompt': '1*2='}]"):
         file.write_text(f"def problems():\n    return {rows}\n")
         with pytest.raises(
-            TaskError, match=r"doubling\.py: problems\(\) must give pairs: a prompt"
+            TaskError, match=r"doubling\.py: problems\(\)\[0\]: must be a pair, or a table with"
         ):
             build_task(run.task)
     file.write_text("def problems():\n    return [('1*2=', '2'), (' ', '')]\n")

@@ -331,10 +331,18 @@ def formats(tmp_path: Path) -> Path:
     ],
 )
 def test_rows_are_the_same_in_every_format(formats: Path, name: str) -> None:
-    task = build_task(Gsm8k(path=str(formats / name), template="plain"))
-    problems = [*task.train, *task.heldout]
-    assert [p.answer for p in problems] == [str(n) for n in range(10)]
-    assert all(row["question"] in p.prompt for row, p in zip(ROWS, problems, strict=True))
+    cfg = Gsm8k(path=str(formats / name), template="plain")
+    for columns, kept in ((None, ROWS), (("answer",), [{"answer": r["answer"]} for r in ROWS])):
+        task = build_task(cfg, columns)
+        problems = [*task.train, *task.heldout]
+        assert [p.answer for p in problems] == [str(n) for n in range(10)]
+        assert all(row["question"] in p.prompt for row, p in zip(ROWS, problems, strict=True))
+        assert [json.loads(p.columns) for p in problems] == kept
+    assert {p.columns for p in build_task(cfg).train} == {""}
+    with pytest.raises(
+        TaskError, match=r"no column `label`, which reward.columns names; there are"
+    ):
+        build_task(cfg, ["label"])
 
 
 @pytest.mark.timeout(60)

@@ -19,7 +19,7 @@ from typing import Any
 
 from areal_q.config.tasks import Choice, Jsonl, Math
 from areal_q.errors import TaskError
-from areal_q.tasks.base import Problem
+from areal_q.tasks.base import Problem, columns_of
 from areal_q.tasks.datasets.conversations import problem_of
 from areal_q.tasks.datasets.jsonl_rows import read_objects
 from areal_q.tasks.grading.boxed import last_boxed
@@ -42,7 +42,9 @@ def math_problems(cfg: Math) -> list[Problem]:
     """Returns all problems of the file. Raises TaskError naming file and line."""
     return [
         Problem(
-            MATH_PROMPTS[cfg.template].format(_first(row, QUESTION, where)), _answer(row, where)
+            MATH_PROMPTS[cfg.template].format(_first(row, QUESTION, where)),
+            _answer(row, where),
+            columns=columns_of(row, where),
         )
         for where, row in read_objects(cfg.path)
     ]
@@ -57,7 +59,11 @@ def jsonl_problems(cfg: Jsonl) -> list[Problem]:
     """Returns all problems of the file. Raises TaskError naming a line that lacks one of the two fields."""
     return [
         problem_of(
-            _prompt(row, cfg.prompt, where), text_of(row, cfg.answer, where), cfg.template, where
+            _prompt(row, cfg.prompt, where),
+            text_of(row, cfg.answer, where),
+            cfg.template,
+            where,
+            columns_of(row, where),
         )
         for where, row in read_objects(cfg.path)
     ]
@@ -117,7 +123,11 @@ def _choice(row: _Row, template: str, where: str) -> Problem:
         raise TaskError(f"{where}: choice {right + 1} of {len(options)} cannot be the right one")
     lines = [f"{ascii_uppercase[i]}. {text}" for i, text in enumerate(options)]
     asked = "\n".join([question.strip(), *lines])
-    return Problem(CHOICE_PROMPTS[template].format(asked), ascii_uppercase[right])
+    return Problem(
+        CHOICE_PROMPTS[template].format(asked),
+        ascii_uppercase[right],
+        columns=columns_of(row, where),
+    )
 
 
 def _gpqa(row: _Row, where: str) -> tuple[str, list[str], int]:

@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from areal_q.errors import TaskError
 from areal_q.tasks.base import Message, Problem
 
 
-def problem_of(prompt: Any, answer: str, template: str, where: str) -> Problem:
+def problem_of(prompt: Any, answer: str, template: str, where: str, columns: str = "") -> Problem:
     """Returns the problem with a prompt that is a text or a list of messages, the last of them not the
     assistant's. Raises TaskError, which names the place, for anything else."""
     problem = (
@@ -17,7 +19,7 @@ def problem_of(prompt: Any, answer: str, template: str, where: str) -> Problem:
     )
     if not problem.prompt.strip():
         raise TaskError(f"{where}: the prompt is empty: there is nothing to answer")
-    return problem
+    return replace(problem, columns=columns)
 
 
 def _asked(prompt: Sequence[Any], answer: str, template: str, where: str) -> Problem:

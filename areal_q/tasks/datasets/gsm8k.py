@@ -105,4 +105,4 @@ def _problem(row: Row, template: str) -> Problem:
     _, mark, answer = row.answer.rpartition("####")
     if not mark or _stated(answer) is None:
         raise TaskError(f"{row.where}: the answer does not end with a line `#### number`")
-    return Problem(_PROMPTS[template].format(row.question), answer.strip())
+    return Problem(_PROMPTS[template].format(row.question), answer.strip(), columns=row.columns)

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from areal_q.errors import ConfigError, TaskError
-from areal_q.tasks.datasets.row_files import read_rows_as
+from areal_q.tasks.base import columns_of
+from areal_q.tasks.datasets.row_files import converted, read_rows_as
 
 T = TypeVar("T")
 
@@ -21,6 +22,8 @@ class Row(msgspec.Struct, frozen=True):
     """File and line, for messages: `train.jsonl:12`"""
     question: str
     answer: str
+    columns: str = ""
+    """The whole row, as Problem.columns"""
 
 
 class _Line(msgspec.Struct, frozen=True):
@@ -39,7 +42,11 @@ def read_rows(path: str) -> list[Row]:
 
 def read_jsonl(path: str) -> list[Row]:
     """Returns the rows of a file in a format that row_files.py reads. Raises TaskError naming file and line."""
-    return [Row(where, line.question, line.answer) for where, line in read_rows_as(path, _Line)]
+    rows = read_objects(path)
+    return [
+        Row(where, line.question, line.answer, columns_of(row, where))
+        for (where, row), (_, line) in zip(rows, converted(rows, _Line), strict=True)
+    ]
 
 
 def read_objects(path: str) -> list[tuple[str, dict[str, Any]]]:
@@ -68,7 +75,8 @@ def _read_hub(name: str) -> list[Row]:
     try:
         table: Iterable[dict[str, str]] = datasets.load_dataset(name, "main", split="train")
         return [
-            Row(f"{name}:{i}", row["question"], row["answer"]) for i, row in enumerate(table, 1)
+            Row(where := f"{name}:{i}", row["question"], row["answer"], columns_of(row, where))
+            for i, row in enumerate(table, 1)
         ]
     except (OSError, ValueError, KeyError) as error:
         raise TaskError(f"{name}: cannot be loaded: {str(error).splitlines()[0]}") from error

@@ -1,7 +1,7 @@
 """Tasks and rewards from the user's own Python file, which is trusted code.
 
     def problems():                          # for task.type = "python"
-        return [("2+2=", "4"), …]            # (prompt or list of messages, answer)
+        return [("2+2=", "4"), …]            # (prompt or list of messages, answer), or tables of more columns
 
     def reward(prompt, response, answer):    # or the name in reward.function
         return 1.0 if response.strip() == answer else 0.0
@@ -21,7 +21,7 @@ from areal_q.config.tasks import Python
 from areal_q.errors import TaskError
 from areal_q.messages.trajectories import LARGEST_REWARD
 from areal_q.plugins import load_function, place_of, user_code
-from areal_q.tasks.base import Problem, Score
+from areal_q.tasks.base import Problem, Score, columns_of
 from areal_q.tasks.datasets.conversations import problem_of
 
 _PLACES = ("prompt", "response", "answer")
@@ -116,23 +116,23 @@ def problems(cfg: Python) -> list[Problem]:
     function = load_function(cfg.path, "problems")
     with user_code(cfg.path, "problems(): "):
         rows = list(function(**cfg.settings))
-    if not all(_is_pair(row) for row in rows):
-        raise TaskError(
-            f"{cfg.path}: problems() must give pairs: a prompt, which is a text or a list of messages, and an "
-            "answer, which is a text"
-        )
     return [
-        problem_of(prompt, answer, cfg.template, f"{cfg.path}: problems()[{index}]")
-        for index, (prompt, answer) in enumerate(rows)
+        _problem(row, cfg, f"{cfg.path}: problems()[{index}]") for index, row in enumerate(rows)
     ]
 
 
-def _is_pair(row: Any) -> bool:
+def _problem(row: Any, cfg: Python, where: str) -> Problem:
+    """Returns the problem of a pair, or of a table, whose other columns go to the reward."""
     match row:
-        case (str() | list(), str()):
-            return True
+        case (str() | list() as prompt, str(answer)):
+            return problem_of(prompt, answer, cfg.template, where)
+        case {"prompt": str() | list() as prompt, "answer": str(answer)}:
+            return problem_of(prompt, answer, cfg.template, where, columns_of(row, where))
         case _:
-            return False
+            raise TaskError(
+                f"{where}: must be a pair, or a table with `prompt` and `answer`: the prompt is a text or a "
+                "list of messages, the answer a text"
+            )
 
 
 def _number(name: str, value: Any) -> float:

@@ -11,7 +11,7 @@ import codecs
 import csv
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,16 +30,16 @@ def read_rows_as(path: str, kind: type[T]) -> list[tuple[str, T]]:
     Raises TaskError with the place, for data that cannot be read or do not fit the kind."""
     try:
         if Path(path).is_dir():
-            return _converted(_saved_rows(path), kind)
+            return converted(_saved_rows(path), kind)
         data = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8)
         if data.startswith(b"PAR1"):
-            return _converted(_parquet_rows(path), kind)
+            return converted(_parquet_rows(path), kind)
         if path.endswith((".csv", ".tsv")):
-            return _converted(_text_rows(path, data), kind)
+            return converted(_text_rows(path, data), kind)
     except OSError as error:
         raise TaskError(f"{path}: {error.strerror or error}") from error
     if data.lstrip().startswith(b"[") and isinstance(rows := untyped(data), list):
-        return _converted(((f"{path}[{i}]", row) for i, row in enumerate(rows)), kind)
+        return converted(((f"{path}[{i}]", row) for i, row in enumerate(rows)), kind)
     return _lines(path, data, kind)
 
 
@@ -58,7 +58,8 @@ def _lines(path: str, data: bytes, kind: type[T]) -> list[tuple[str, T]]:
     return rows
 
 
-def _converted(rows: Iterator[tuple[str, Any]], kind: type[T]) -> list[tuple[str, T]]:
+def converted(rows: Iterable[tuple[str, Any]], kind: type[T]) -> list[tuple[str, T]]:
+    """Returns pairs of a place and a row, the rows as a `kind`. Raises TaskError with the place."""
     found = []
     for where, row in rows:
         try:

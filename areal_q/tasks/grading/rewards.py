@@ -177,6 +177,12 @@ def _without_stop(text: str, stops: Sequence[str]) -> str:
     return next((text.removesuffix(stop) for stop in stops if text.endswith(stop)), text)
 
 
+def columns_for(run: Run) -> tuple[str, ...] | None:
+    """Returns the columns of a problem's row that its ticket carries: all, which is None, or those that
+    `reward.columns` names for a user's own reward, and none for a built-in one."""
+    return () if _reward_file(run) is None else run.reward.columns
+
+
 def _reward_file(run: Run) -> str | None:
     return parted(run.task.path)[0] if isinstance(run.task, Python) else run.reward.path
 
