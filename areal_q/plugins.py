@@ -41,17 +41,17 @@ def absolute(path: str) -> str:
     return str(Path(where).resolve()) + (f":{name}" if name else "")
 
 
-def load_function(path: str, default: str) -> Callable[..., Any]:
-    """Runs the code and returns the function that `path` names, or that with the name `default`. Raises
-    TaskError with the file, and the line if there is one at fault."""
+def load_function(path: str, *defaults: str) -> Callable[..., Any]:
+    """Runs the code and returns the function that `path` names, or the first that there is of `defaults`.
+    Raises TaskError with the file, and the line if there is one at fault."""
     where, name = parted(path)
-    name = name or default
+    names = [name] if name else defaults
     with user_code(path):
         module = _load_file(where) if where.endswith(".py") else _import(where)
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise TaskError(f"{where}: no function {name!r}")
-    return function
+    found = (function for name in names if callable(function := getattr(module, name, None)))
+    if function := next(found, None):
+        return function
+    raise TaskError(f"{where}: no function {' or '.join(map(repr, names))}")
 
 
 def place_of(function: Callable[..., Any]) -> str:

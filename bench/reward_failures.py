@@ -20,7 +20,7 @@ from statistics import mean
 import torch
 
 from areal_q.config import Run, load
-from areal_q.tasks import Problem, Reward, Score, build_reward
+from areal_q.tasks import Completed, Problem, Reward, Score, build_reward
 from bench.common import RESULTS, ROOT, commit, device, say
 from bench.stability.lab import train
 
@@ -50,8 +50,12 @@ class NearReward:
     async def start(self) -> None:
         await self.reward.start()
 
-    async def __call__(self, problem: Problem, response: str, tokens: int) -> Score:
-        score = await self.reward(problem, response, tokens)
+    async def __call__(self, problem: Problem, responses: Sequence[Completed]) -> list[Score]:
+        scores = await self.reward(problem, responses)
+        pairs = zip(responses, scores, strict=True)
+        return [self._near(problem, response.text, score) for response, score in pairs]
+
+    def _near(self, problem: Problem, response: str, score: Score) -> Score:
         if not score.correct:
             return Score(NEAR if nearly(problem.answer, response) else 0.0, False)
         if self.on_error is None or self.random.random() >= SHARE:

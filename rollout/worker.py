@@ -231,9 +231,7 @@ class Worker:
             worker=self.name,
             engine=self._engine.name,
             weight_format=self._format,
-            trajectories=await asyncio.gather(
-                *(self._trajectory(ticket, i, r) for i, r in enumerate(responses))
-            ),
+            trajectories=await self._scored(ticket, responses),
             started_s=started,
             finished_s=time.time(),
         )
@@ -262,14 +260,15 @@ class Worker:
                 work.responses[index] = Response.of(half)
                 self._resumed += 1
 
-    async def _trajectory(self, ticket: Ticket, index: int, response: Response) -> Trajectory:
-        score = response.score
-        if score is None:
-            text = response.text(self._tokenizer, ticket.sampling)
-            problem = Problem.of_ticket(ticket)
-            score = await self._reward(problem, text, response.drawn)
+    async def _scored(self, ticket: Ticket, responses: list[Response]) -> list[Trajectory]:
+        """Returns the records of the responses. Agents have scored theirs already."""
+        open_ones = [r for r in responses if r.score is None]
+        completed = [r.completed(self._tokenizer, ticket.sampling) for r in open_ones]
+        scores = iter(await self._reward(Problem.of_ticket(ticket), completed))
         wanted = self._routes and ticket.purpose == "train"
-        return response.trajectory(index, score, routes=wanted)
+        return [
+            r.trajectory(i, r.score or next(scores), routes=wanted) for i, r in enumerate(responses)
+        ]
 
     async def _swap(self) -> None:
         while True:

@@ -23,6 +23,9 @@ CHECKED_TOKENS = 16384
 """Tokens that are checked with one call. A call costs more than the tokens of a short response do, but to join
 long ones takes fresh memory each time, at five times the cost of the check."""
 
+LONGEST_NOTE = 16384
+"""Characters of a text that a reward gives for the log"""
+
 MESSAGE_SCHEMA = 1
 FinishReason = Literal["stop", "length", "timeout"]
 """A stop was drawn; the budget of tokens was spent; `rollout.request_timeout_s` had passed."""
@@ -164,6 +167,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     finish_reason: FinishReason
     reward: float
     reward_parts: dict[str, float] = {}
+    reward_notes: dict[str, str] = {}
+    """Texts that the reward gave beside its numbers, such as a judge's words."""
     valid: bool = True
     """True if the reward says something about the response; an invalid response enters no advantage, no loss
     and no mean."""

@@ -1,6 +1,6 @@
 """Tasks: problems, their rewards, and tokenizers. Imports no torch."""
 
-from areal_q.tasks.base import Grader, Problem, Score, Stop, Task, Tokenizer
+from areal_q.tasks.base import Completed, Grader, Problem, Score, Stop, Task, Tokenizer
 from areal_q.tasks.grading.graders import GRADERS
 from areal_q.tasks.grading.rewards import (
     Opinion,
@@ -30,6 +30,7 @@ __all__ = [
     "GRADERS",
     "TASKS",
     "CharTokenizer",
+    "Completed",
     "Grader",
     "HFTokenizer",
     "Opinion",

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from msgspec import Struct, json
 
 from areal_q.errors import TaskError
-from areal_q.messages.trajectories import FailureCause, Ticket
+from areal_q.messages.trajectories import FailureCause, FinishReason, Ticket
 
 Variables = Mapping[str, bool | int | float | str]
 """Variables of a chat template, such as {"enable_thinking": False}"""
@@ -55,6 +55,17 @@ def columns_of(row: Mapping[str, Any], where: str) -> str:
         ) from error
 
 
+class Completed(Struct, frozen=True):
+    """A response as rewards judge it."""
+
+    text: str
+    tokens: int = 0
+    """Number of tokens that the model drew"""
+    ids: Sequence[int] = ()
+    """All its tokens, the end token and what tools inserted among them"""
+    finish_reason: FinishReason = "stop"
+
+
 class Score(Struct, frozen=True):
     """A reward and the parts that it is the sum of. `correct` counts as the accuracy in evaluations."""
 
@@ -65,6 +76,8 @@ class Score(Struct, frozen=True):
     """False if nothing is known about the response, since the reward function failed"""
     failure: FailureCause | None = None
     """Why the reward function failed; None if it did not"""
+    notes: dict[str, str] = {}
+    """Texts for the log, such as a judge's words"""
 
     @classmethod
     def failed(cls, cause: FailureCause) -> "Score":

@@ -28,6 +28,7 @@ from areal_q.models import Decoder
 from areal_q.quant.awq import scales_for
 from areal_q.quant.rescaling import apply_uaq
 from areal_q.tasks import (
+    Completed,
     Problem,
     Reward,
     Task,
@@ -129,7 +130,9 @@ class Drawer:
 
     async def score(self, problem: Problem, completion: Completion):
         ids = [i for i in completion.response_ids.tolist() if i not in self.tokenizer.stops]
-        return await self.reward(problem, self.tokenizer.decode(ids), len(ids))
+        completed = Completed(self.tokenizer.decode(ids), len(ids))
+        (score,) = await self.reward(problem, [completed])
+        return score
 
     async def accuracy(self, problems: Sequence[Problem], max_tokens: int) -> float:
         """Share of `problems` that greedy decoding answers correctly."""

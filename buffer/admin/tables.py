@@ -94,6 +94,7 @@ def group_facts(group: Group) -> _Row:
                 "index": t.index,
                 "reward": t.reward,
                 "reward_parts": t.reward_parts,
+                "reward_notes": t.reward_notes,
                 "valid": t.valid,
                 "failure": t.failure,
                 "finish_reason": t.finish_reason,
@@ -187,6 +188,8 @@ def _response(t: Trajectory, tokenizer: Tokenizer | None) -> Text:
     text = Text(f"response {t.index}  ", style="bold")
     reward = f"reward {t.reward:g} ({parts})" if t.valid else f"reward failed ({t.failure})"
     text.append(f"{reward}, {t.finish_reason}", style="not bold")
+    for name, note in t.reward_notes.items():
+        text.append(f"\n{escaped(name)}: {escaped(note[:_MAX_TEXT])}", style="not bold")
     if tokenizer:
         decoded = _decoded(tokenizer, t.response_ids.numpy().tolist())
         text.append(f"\n{decoded[:_MAX_TEXT]}", style="not bold")

@@ -6,9 +6,9 @@ Of the ticket:      ticket_schema, run, number, purpose, admitted (the ticket's 
                     messages (as JSON; empty if there are none), columns
 Of the group:       group_schema, worker, engine, weight_format, started_s, finished_s
 Of the trajectory:  index, response_ids, behavior_logprobs, loss_mask, spans, finish_reason, reward,
-                    reward_parts, routes (raw little-endian bytes, empty where there are none), routes_shape
-                    ([N, L, K]; [] where there are none), valid, failure (the cause; empty where the reward did
-                    not fail)
+                    reward_parts, reward_notes, routes (raw little-endian bytes, empty where there are none),
+                    routes_shape ([N, L, K]; [] where there are none), valid, failure (the cause; empty where
+                    the reward did not fail)
 
 The names are those of areal_q.messages, which gives their units and shapes. After the first release a column
 that is added needs a default for the files that lack it, and a higher _SCHEMA_VERSION.
@@ -82,6 +82,7 @@ TRAJECTORY_SCHEMA = pa.schema(
         ("run_id", pa.string()),
         ("messages", pa.string()),
         ("columns", pa.string()),
+        ("reward_notes", pa.map_(pa.string(), pa.string())),
     ],
     metadata={_METADATA_KEY: str(_SCHEMA_VERSION)},
 )
@@ -113,6 +114,7 @@ def groups_to_table(step: int, version: int, groups: Sequence[Group]) -> pa.Tabl
         "group_schema": [g.schema for _, g, _ in rows],
         "spans": [msgspec.to_builtins(t.spans) for _, _, t in rows],
         "reward_parts": [list(t.reward_parts.items()) for _, _, t in rows],
+        "reward_notes": [list(t.reward_notes.items()) for _, _, t in rows],
         "failure": [t.failure or "" for _, _, t in rows],
         "routes": [bytes(t.routes.data) if t.routes else b"" for _, _, t in rows],
         "routes_shape": [list(t.routes.shape) if t.routes else [] for _, _, t in rows],
@@ -181,6 +183,7 @@ def _trajectory(row: dict[str, Any]) -> Trajectory:
     return Trajectory(
         spans=[VersionSpan(**span) for span in row["spans"]],
         reward_parts=dict(row["reward_parts"]),
+        reward_notes=dict(row.get("reward_notes", ())),
         routes=_routes(row),
         failure=row["failure"] or None,
         **{name: row[name] for name in (*_TRAJECTORY_FIELDS, *_TOKEN_FIELDS)},

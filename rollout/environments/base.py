@@ -21,7 +21,7 @@ from areal_q.messages import (
     VersionSpan,
     merge_spans,
 )
-from areal_q.tasks import Score, Tokenizer, without_end
+from areal_q.tasks import Completed, Score, Tokenizer, without_end
 from rollout.engines.base import Completion
 from rollout.engines.stop_conditions import cut_after_stop, stop_strings
 
@@ -67,6 +67,10 @@ class Response:
         text = tokenizer.decode(without_end(self.ids, tokenizer.stops))
         return tokenizer.prefill + cut_after_stop(text, stop_strings(sampling))
 
+    def completed(self, tokenizer: Tokenizer, sampling: Sampling) -> Completed:
+        """Returns the response as rewards judge it."""
+        return Completed(self.text(tokenizer, sampling), self.drawn, self.ids, self.finish_reason)
+
     def add_drawn(self, completion: Completion) -> None:
         """Appends what the engine drew. A completion without a finish reason was cut off and has to be
         continued."""
@@ -107,6 +111,7 @@ class Response:
             finish_reason=self.finish_reason,
             reward=score.reward,
             reward_parts={**score.parts, "correct": float(score.correct)} if score.valid else {},
+            reward_notes=score.notes,
             valid=score.valid,
             failure=score.failure,
             routes=Array.of(self.routes) if routes and self.routes is not None else None,

@@ -124,21 +124,20 @@ class _Answering:
             ExceptionGroup
         ) as several:  # an environment that plays responses concurrently raises a group
             raise several.exceptions[0] from several
-        return await asyncio.gather(*(self._reply(problem, sampling, r) for r in responses))
-
-    async def _reply(self, problem: Problem, sampling: Sampling, response: Response) -> Reply:
-        """Returns the answer with its score, which is computed as a worker computes it."""
-        text = response.text(self._tokenizer, sampling)
-        score = await self._reward(problem, text, response.drawn)
-        return Reply(
-            response=text,
-            given=self._given(text),
-            correct=score.correct,
-            reward=score.reward,
-            tokens=response.drawn,
-            finished=response.finish_reason == "stop",
-            failed=not score.valid,
-        )
+        completed = [response.completed(self._tokenizer, sampling) for response in responses]
+        scores = await self._reward(problem, completed)
+        return [
+            Reply(
+                response=response.text,
+                given=self._given(response.text),
+                correct=score.correct,
+                reward=score.reward,
+                tokens=response.tokens,
+                finished=response.finish_reason == "stop",
+                failed=not score.valid,
+            )
+            for response, score in zip(completed, scores, strict=True)
+        ]
 
 
 def _engine_config(run: Run) -> TorchEngine:

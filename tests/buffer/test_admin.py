@@ -13,6 +13,7 @@ from helpers.commands import refused
 from helpers.strategies import groups
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from areal_q.config import Run, dump_toml
 from areal_q.messages import encode
@@ -60,7 +61,9 @@ def filled(client, redis_url, make_ticket, make_group, make_run) -> list[str]:
         worker = WorkerBuffer(redis_url, "run", "w")
         claims = await worker.claim(3, 0.0)
         for claim in claims[:2]:
-            await worker.commit(claim, make_group(claim.ticket))
+            group = make_group(claim.ticket)
+            judged = [replace(t, reward_notes={"judge": HOSTILE}) for t in group.trajectories]
+            await worker.commit(claim, replace(group, trajectories=judged))
         await worker.close()
 
     asyncio.run(work())
@@ -87,6 +90,7 @@ def test_peek_shows_every_token_and_no_control_character(filled, make_group, mak
     shown = tool("peek", *filled, "--ticket", "1")
     assert shown.returncode == 0, shown.stderr
     assert r"\x1b[2J[bold]</script>\u202egnp.exe\x07\n[/]" in shown.stdout
+    assert r"judge: \x1b[2J[bold]</script>\u202egnp.exe\x07\n[/]" in shown.stdout
     assert all(c.isprintable() or c == "\n" for c in shown.stdout)
     group = make_group(make_ticket(1, prompt=HOSTILE))
     for t in group.trajectories:
@@ -98,6 +102,7 @@ def test_peek_shows_every_token_and_no_control_character(filled, make_group, mak
         t.response_ids.numpy().tolist() for t in group.trajectories
     ]
     assert facts["trajectories"][0]["spans"][1]["digest"] == "b1"
+    assert facts["trajectories"][0]["reward_notes"] == {"judge": HOSTILE}
 
 
 @pytest.mark.parametrize(

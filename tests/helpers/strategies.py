@@ -31,6 +31,7 @@ def trajectories(draw, index: int) -> Trajectory:
         finish_reason=draw(st.sampled_from(["stop", "length"])),
         reward=draw(st.floats(-1e15, 1e15)),
         reward_parts=draw(st.dictionaries(st.text(max_size=5), st.floats(-9, 9), max_size=3)),
+        reward_notes=draw(st.dictionaries(st.text(max_size=5), st.text(), max_size=2)),
     )
 
 

@@ -24,6 +24,7 @@ from areal_q.errors import ConfigError, LogError, RecordError
 from areal_q.observability.metrics_log import read_metrics
 from buffer.logs.token_log import TokenLog, iter_tokens
 from buffer.logs.trajectory_log import TrajectoryLog, iter_log
+from buffer.logs.trajectory_schema import groups_to_table
 from buffer.report import cli as command
 from buffer.report import page
 from buffer.report.cli import elsewhere
@@ -273,6 +274,20 @@ def test_the_list_says_which_responses_were_not_scored(tmp_path, make_ticket, ma
 
     causes = [meta["causes"][code] for code in arrays["trajectory/failed"]]
     assert causes == ["", "timeout"]
+
+
+@pytest.mark.parametrize("dropped", [[], ["reward_notes", "messages", "columns"]])
+def test_a_response_comes_with_the_words_of_its_reward(tmp_path, write_run, make_group, dropped):
+    """Logs of the first schema had none."""
+    group = make_group()
+    judged = [replace(t, reward_notes={"judge": f"so {t.index}"}) for t in group.trajectories]
+    table = groups_to_table(1, 1, [replace(group, trajectories=judged)]).drop_columns(dropped)
+    key = {b"areal-q-log-schema": b"1" if dropped else b"2"}
+    run = write_run(tmp_path / "run", 1)
+    pq.write_table(table.replace_schema_metadata(key), run / "trajectories/part-000001.parquet")
+    meta, _ = unpack_arrays(read_runs([run])[0].groups.chunk(1))
+    found = [t["notes"] for t in meta["groups"][0]["trajectories"]]
+    assert found == ([[]] * 2 if dropped else [[["judge", f"so {i}"]] for i in range(2)])
 
 
 @given(

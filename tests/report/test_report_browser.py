@@ -315,6 +315,7 @@ def hostile(write_run, make_group, make_ticket, tmp_path):
             loss_mask=Array.of(ones, "uint8"),
             spans=[msgspec.structs.replace(t.spans[0], tokens=len(EVIL))],
             reward_parts={text: 1.0},
+            reward_notes={text: text},
         )
         for t in group.trajectories
     ]

@@ -9,7 +9,7 @@ import pytest
 from helpers.commands import stretched
 
 from areal_q.config import load
-from areal_q.tasks import Problem, Score, build_reward
+from areal_q.tasks import Completed, Problem, Score, build_reward
 
 PROBLEM = Problem("2+2=", "4")
 MARK = "REWARD_OF_THIS_TEST"
@@ -50,14 +50,14 @@ def reward(prompt, response, answer):
 WORKER = """
 import asyncio, sys
 from areal_q.config import load
-from areal_q.tasks import Problem, build_reward
+from areal_q.tasks import Completed, Problem, build_reward
 
 async def main():
     reward = build_reward(load(None, sys.argv[1:]))
     await reward.start()
-    await reward(Problem("2+2=", "4"), "start", 1)
+    await reward(Problem("2+2=", "4"), [Completed("start")])
     print("started", flush=True)
-    await reward(Problem("2+2=", "4"), "hang", 1)
+    await reward(Problem("2+2=", "4"), [Completed("hang")])
 
 asyncio.run(main())
 """
@@ -93,10 +93,10 @@ async def test_all_that_a_reward_started_ends_with_its_process(
     reward = build_reward(load(None, [*settings, f"reward.timeout_s={stretched(4.0)}"]))
     try:
         await reward.start()
-        assert await reward(PROBLEM, response, 1) == outcome
+        assert await reward(PROBLEM, [Completed(response)]) == [outcome]
         left = len(alive(tmp_path))
         assert left >= STARTED if outcome.valid else left == 0, alive(tmp_path)
-        assert await reward(PROBLEM, "4", 1) == Score(1.0, True)
+        assert await reward(PROBLEM, [Completed("4")]) == [Score(1.0, True)]
     finally:
         await reward.close()
     assert alive(tmp_path) == []

@@ -10,17 +10,20 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from helpers.commands import stretched
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from areal_q.checks.settings import preflight
 from areal_q.config import Overlong, Run, load
 from areal_q.errors import ConfigError, TaskError
 from areal_q.messages.trajectories import FailureCause
 from areal_q.tasks import (
+    Completed,
     Problem,
     Reward,
     Score,
@@ -29,7 +32,7 @@ from areal_q.tasks import (
     check_reward,
     second_opinion,
 )
-from areal_q.tasks.datasets.python_file import as_score, load_score
+from areal_q.tasks.grading.own_reward import as_score, load_reward
 from areal_q.tasks.grading.rewards import STYLES, overlong_penalty
 
 PROBLEM = Problem("2+2=", "4")
@@ -140,10 +143,15 @@ async def using(run: Run) -> AsyncIterator[Reward]:
         await reward.close()
 
 
+async def one(reward: Reward, problem: Problem, response: str, tokens: int = 1) -> Score:
+    (score,) = await reward(problem, [Completed(response, tokens)])
+    return score
+
+
 def scored(run: Run, *responses: str) -> list[Score]:
     async def work() -> list[Score]:
         async with using(run) as reward:
-            return [await reward(PROBLEM, response, len(response)) for response in responses]
+            return [await one(reward, PROBLEM, response, len(response)) for response in responses]
 
     return asyncio.run(work())
 
@@ -226,7 +234,10 @@ def test_a_file_of_dataclasses_can_pickle_them(tmp_path: Path):
     assert [s.reward for s in scored(run, "here", "elsewhere")] == [2.0, 3.0]
 
 
-CHAT = Problem.of(({"role": "system", "content": "s"}, {"role": "user", "content": "q"}), "4")
+ROW = '{"prompt": "q", "answer": "#### 4", "level": 3}'
+USER = {"role": "user", "content": "q"}
+CHAT = Problem.of(({"role": "system", "content": "s"}, USER), "4")
+TWO = (Completed("r", 2, [7, 8], "length"), Completed("s", 1, [9]))
 SIGNATURES = {
     "prompt, response, answer": "('q', 'r', '4')",
     "p, r, a": "('q', 'r', '4')",
@@ -236,9 +247,16 @@ SIGNATURES = {
     "answer, response": "('4', 'r')",
     "response, *, answer='', scale=2": "('r', '4', 2)",
     "response": "('r',)",
-    "response, **more": "('r', {'prompt': 'q', 'answer': '4'})",
+    "row, group": f"({ROW}, ['r', 's'])",
+    "messages, completion_ids, finish_reason='stop'": f"([{USER}], [7, 8], 'length')",
+    "response, **more": f"""('r', {{'prompt': 'q', 'answer': '4', 'row': {ROW}, 'messages': [{USER}],
+        'completion_ids': [7, 8], 'finish_reason': 'length'}})""",
 }
 """Parameters of a reward, and what it gets for them"""
+
+
+def given_by(file: Path, problem: Problem, name: str = "reward") -> Any:
+    return load_reward(str(file), name).call(problem, TWO, 0)
 
 
 @pytest.mark.parametrize("parameters", SIGNATURES)
@@ -248,32 +266,77 @@ def test_a_reward_gets_what_its_parameters_name(tmp_path: Path, parameters: str)
     body = "given == due" if parameters == "*given" else f"({values},) == due"
     source = f"def reward({parameters}):\n    due = {SIGNATURES[parameters]}\n"
     (tmp_path / "mine.py").write_text(f"{source}    return float({body})\n")
-    score = load_score(str(tmp_path / "mine.py"), "reward")
-    assert score(Problem("q", "4"), "r").reward == 1.0
+    assert given_by(tmp_path / "mine.py", Problem("q", "4", columns=ROW)) == 1.0
 
 
-@pytest.mark.parametrize(
-    "reward",
-    [
-        "(response, **more): return len(repr(more))",
-        "(completions, **more): return [len(repr((completions, more)))]",
-    ],
-)
-def test_a_reward_gets_of_a_conversation_what_a_ticket_has(tmp_path: Path, reward: str):
-    """A worker knows the text of the prompt and the answer; an evaluation must score as it does."""
-    (tmp_path / "mine.py").write_text(f"def reward{reward}")
-    score = load_score(str(tmp_path / "mine.py"), "reward")
-    assert score(CHAT, "r") == score(Problem(CHAT.prompt, CHAT.answer), "r")
+def test_a_reward_without_data_of_its_own_gets_prompt_and_answer(tmp_path: Path):
+    (tmp_path / "mine.py").write_text("def reward(row, messages): return row, messages")
+    row, messages = given_by(tmp_path / "mine.py", CHAT)
+    assert (row, messages) == ({"prompt": CHAT.messages, "answer": "4"}, [*CHAT.messages])
 
 
-def test_a_reward_written_for_trl_works_unchanged(tmp_path: Path):
-    (tmp_path / "mine.py").write_text(
-        "def own(completions, prompts, answer, **kwargs):\n"
-        "    good = (prompts, completions, answer, kwargs) == (['q'], ['r'], ['4'], {})\n"
-        "    return [2.0 * good for _ in completions]\n"
-    )
-    score = load_score(str(tmp_path / "mine.py") + ":own", "reward")
-    assert score(Problem("q", "4"), "r").reward == 2.0
+TRL = """
+def all_columns(completions, **columns):
+    return [{**columns, "completions": completions}]
+
+def some(prompts, completions, level, missing=None):
+    return [prompts, completions, level, missing]
+"""
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_reward_written_for_trl_works_unchanged(tmp_path: Path, chat: bool):
+    """As TRL's GRPOTrainer calls it: a list of all responses, of conversations where the prompt is one."""
+    (tmp_path / "mine.py").write_text(TRL)
+    problem = replace(CHAT if chat else Problem("q", "4"), columns=ROW)
+    texts = [[{"role": "assistant", "content": t}] if chat else t for t in "rs"]
+    (everything,) = given_by(tmp_path / "mine.py", problem, "all_columns")
+    assert everything == {
+        "prompts": [CHAT.messages if chat else "q"] * 2,
+        "completions": texts,
+        "completion_ids": [[7, 8], [9]],
+        "answer": ["#### 4"] * 2,
+        "level": [3, 3],
+    }
+    assert given_by(tmp_path / "mine.py", problem, "some") == [
+        everything["prompts"], texts, [3, 3], None
+    ]  # fmt: skip
+
+
+WHOLE = {
+    "def reward_group(rows): return [{'reward': len(r['response']), 'n': len(rows)} for r in rows]": (),
+    "async def reward(rows): return [{'reward': len(r['response']), 'n': len(rows)} for r in rows]": (),
+    "def reward(completions, prompts): return [{'reward': len(c), 'n': len(prompts)} for c in completions]": (),
+    "async def reward(response, group): return {'reward': len(response), 'n': len(group)}": (),
+    "def reward(response, group): return {'reward': len(response), 'n': len(group)}": (),
+}
+
+
+@pytest.mark.parametrize("source", WHOLE)
+async def test_a_reward_that_wants_it_sees_the_whole_group(tmp_path: Path, source: str):
+    async with using(settings(tmp_path, source=source)) as reward:
+        groups = await asyncio.gather(
+            *(reward(PROBLEM, [Completed("x" * i) for i in range(size)]) for size in (3, 1, 5))
+        )
+    for scores, size in zip(groups, (3, 1, 5), strict=True):
+        assert [(s.reward, s.parts) for s in scores] == [(i, {"n": size}) for i in range(size)]
+
+
+async def test_one_bad_entry_of_a_group_leaves_the_others_scored(tmp_path: Path):
+    source = "def reward_group(rows): return [None if r['response'] == 'a' else 1 for r in rows]"
+    async with using(settings(tmp_path, source=source)) as reward:
+        bad, good = await reward(PROBLEM, [Completed("a"), Completed("b")])
+    assert (bad, good) == (Score.failed("exception"), Score(1.0, True))
+
+
+async def test_a_list_of_another_length_is_no_score_of_anybody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    source = "def reward(completions): return [1.0]"
+    async with using(settings(tmp_path, source=source)) as reward:
+        assert await reward(PROBLEM, [*TWO]) == [Score.failed("exception")] * 2
+        assert "gave 1 rewards for 2 responses" in reward.failure
+        assert await reward(PROBLEM, []) == []
 
 
 @pytest.mark.parametrize(
@@ -281,7 +344,6 @@ def test_a_reward_written_for_trl_works_unchanged(tmp_path: Path):
     [
         "response, label",
         "response, prompt, label",
-        "completions, prompts, label",
         "answer, x, label",
     ],
 )
@@ -297,9 +359,9 @@ def test_a_file_named_as_a_module_hides_it_from_nobody(tmp_path: Path, name: str
     file = tmp_path / f"{name}.py"
     file.write_text(WITH_CLASSES)
     before = sys.modules.get(name)
-    score = load_score(str(file), "reward")
+    scorer = load_reward(str(file), "reward")
     assert sys.modules.get(name) is before
-    assert score(PROBLEM, "here").reward == 2.0
+    assert scorer.call(PROBLEM, [Completed("here")], 0) == 2.0
 
 
 def test_a_coroutine_is_a_reward_in_a_loop_that_stays(tmp_path: Path):
@@ -313,6 +375,75 @@ def test_a_coroutine_is_a_reward_in_a_loop_that_stays(tmp_path: Path):
     assert after == right
 
 
+MANY = """
+import asyncio, os, time
+open_ones = most = 0
+
+async def reward(response):
+    global open_ones, most
+    open_ones += 1
+    most = max(most, open_ones)
+    try:
+        match response:
+            case "together":
+                while most < 200:
+                    await asyncio.sleep(0.001)
+            case "hang":
+                await asyncio.sleep(3600)
+            case "raise":
+                raise TimeoutError("of the judge")
+            case "block":
+                time.sleep(3600)
+            case "exit":
+                os._exit(3)
+    finally:
+        open_ones -= 1
+    return {"reward": 1.0, "most": most, "pid": os.getpid()}
+"""
+
+
+def many(tmp_path: Path, timeout_s: float) -> Run:
+    limit = f"reward.timeout_s={stretched(timeout_s)}"
+    return settings(tmp_path, limit, "reward.processes=1", source=MANY)
+
+
+@pytest.mark.timeout(60)
+async def test_two_hundred_coroutines_run_at_once_in_one_process(tmp_path: Path):
+    """Each waits until 200 are open. The groups come one by one, as from a worker."""
+    async with using(many(tmp_path, 20.0)) as reward:
+        asked = (reward(PROBLEM, [Completed("together")] * 8) for _ in range(25))
+        groups = await asyncio.gather(*asked)
+    scores = [score for group in groups for score in group]
+    assert [(s.valid, s.parts.get("most")) for s in scores] == [(True, 200.0)] * 200
+    assert len({s.parts["pid"] for s in scores}) == 1
+
+
+@pytest.mark.timeout(60)
+async def test_a_coroutine_that_hangs_or_raises_costs_nobody_else(tmp_path: Path):
+    async with using(many(tmp_path, 1.0)) as reward:
+        texts = ["hang", "", "raise", ""]
+        hung, one_, raised, other = await reward(PROBLEM, [Completed(t) for t in texts])
+        (after,) = await reward(PROBLEM, [Completed("")])
+    assert (hung, raised) == (Score.failed("timeout"), Score.failed("exception"))
+    assert one_.parts["pid"] == other.parts["pid"] == after.parts["pid"]
+    assert after.valid
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("bad", "cause"), [("block", "timeout"), ("exit", "killed")])
+async def test_the_end_of_a_process_is_blamed_on_who_was_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: str, cause: FailureCause
+):
+    """Of several that were open nobody knows which one blocked or ended it."""
+    monkeypatch.setattr("areal_q.tasks.grading.reward_process._BLOCKED_S", 0.1)
+    async with using(many(tmp_path, 0.5)) as reward:
+        assert await reward(PROBLEM, [Completed(bad)]) == [Score.failed(cause)]
+        scores = await reward(PROBLEM, [Completed("hang"), Completed(bad)])
+        assert scores == [Score.failed("unavailable")] * 2
+        (after,) = await reward(PROBLEM, [Completed("")])
+    assert after.valid
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("bad", ["hang", "sleep"])
 async def test_a_reward_that_hangs_is_killed_and_stalls_nobody(tmp_path: Path, bad: str):
@@ -323,15 +454,15 @@ async def test_a_reward_that_hangs_is_killed_and_stalls_nobody(tmp_path: Path, b
             """Asks twice at once until both processes have answered: one may be fast enough for two."""
             found: set[int] = set()
             while len(found) < 2:
-                scores = await asyncio.gather(*(reward(PROBLEM, "pid", 1) for _ in range(2)))
+                scores = await asyncio.gather(*(one(reward, PROBLEM, "pid", 1) for _ in range(2)))
                 found |= {int(score.reward) for score in scores}
             return found
 
         before = await both_pids()
-        hanging = asyncio.create_task(reward(PROBLEM, bad, 1))
+        hanging = asyncio.create_task(one(reward, PROBLEM, bad, 1))
         await asyncio.sleep(0)  # it has taken one of the two processes
         for _ in range(3):
-            assert (await reward(PROBLEM, "4", 1)).correct
+            assert (await one(reward, PROBLEM, "4", 1)).correct
         assert not hanging.done()
         assert await hanging == Score.failed("timeout")
         (killed,) = before - await both_pids()
@@ -351,14 +482,14 @@ def gone(pid: int) -> bool:
 async def test_many_at_once_share_processes_and_get_their_own_scores(tmp_path: Path):
     async with using(settings(tmp_path)) as reward:
         responses = ["4", "5", "raise"] * 40
-        scores = await asyncio.gather(*(reward(PROBLEM, r, 1) for r in responses))
+        scores = await asyncio.gather(*(one(reward, PROBLEM, r, 1) for r in responses))
         assert [s.correct for s in scores] == [r == "4" for r in responses]
         assert [s.valid for s in scores] == [r != "raise" for r in responses]
 
 
 async def test_scores_do_not_wait_for_turns_of_the_event_loop(tmp_path: Path):
     async with using(settings(tmp_path)) as reward:
-        scores = asyncio.gather(*(reward(PROBLEM, "4", 1) for _ in range(64)))
+        scores = asyncio.gather(*(one(reward, PROBLEM, "4", 1) for _ in range(64)))
         turns = 0
         while not scores.done():
             time.sleep(stretched(0.02))  # a step of an engine
@@ -371,11 +502,11 @@ async def test_scores_do_not_wait_for_turns_of_the_event_loop(tmp_path: Path):
 async def test_a_cancelled_score_leaves_no_reply_for_the_next_question(tmp_path: Path):
     run = settings(tmp_path, f"reward.timeout_s={stretched(3.0)}", "reward.processes=1")
     async with using(run) as reward:
-        waiting = asyncio.create_task(reward(PROBLEM, "sleep", 1))
+        waiting = asyncio.create_task(one(reward, PROBLEM, "sleep", 1))
         await asyncio.sleep(0.1)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
-        assert (await reward(PROBLEM, "4", 1)).correct
+        assert (await one(reward, PROBLEM, "4", 1)).correct
 
 
 def test_no_process_outlives_close_or_the_death_of_its_parent(tmp_path: Path):
@@ -385,13 +516,14 @@ def test_no_process_outlives_close_or_the_death_of_its_parent(tmp_path: Path):
     program = f"""
 import asyncio
 from areal_q.config import load
-from areal_q.tasks import Problem, build_reward
+from areal_q.tasks import Completed, Problem, build_reward
 
 async def main():
     reward = build_reward(load(None, ['reward.path="{tmp_path / "mine.py"}"']))
     await reward.start()
-    print(int((await reward(Problem("p", "4"), "pid", 1)).reward), flush=True)
-    await reward(Problem("p", "4"), "hang", 1)
+    (score,) = await reward(Problem("p", "4"), [Completed("pid")])
+    print(int(score.reward), flush=True)
+    await reward(Problem("p", "4"), [Completed("hang")])
 
 asyncio.run(main())
 """
@@ -435,6 +567,8 @@ def test_a_missing_file_is_named_before_anything_starts(tmp_path: Path):
         (True, Score(1.0, True)),
         (0.99, Score(0.99, False)),
         ({"reward": 2, "correct": 0, "a": 3}, Score(2.0, False, {"a": 3.0})),
+        ({"reward": 1, "why": "fine"}, Score(1.0, True, notes={"why": "fine"})),
+        ({"reward": 1, "why": "x" * 20_000}, Score(1.0, True, notes={"why": "x" * 16_383 + "…"})),
     ],
 )
 def test_what_a_reward_may_return(given: object, score: Score):
@@ -499,7 +633,9 @@ async def test_equal_mathematics_is_rewarded_and_what_hangs_is_not():
     async with using(
         mathematics(f"reward.timeout_s={stretched(3.0)}", "reward.processes=1")
     ) as reward:
-        scores = [await reward(Problem("p", answer), response, 1) for answer, response, _ in cases]
+        scores = [
+            await one(reward, Problem("p", answer), response, 1) for answer, response, _ in cases
+        ]
         assert [s.correct for s in scores] == [correct for _, _, correct in cases]
         assert [s.parts for s in scores] == [{}] * 9 + [{"error": 1.0, "timeout": 1.0}]
 
@@ -527,10 +663,10 @@ async def test_parts_add_up_with_their_weights():
         ],
     )
     async with using(run) as reward:
-        assert await reward(Problem("p", "4"), "4", 2) == Score(
+        assert await one(reward, Problem("p", "4"), "4", 2) == Score(
             2.0 + 0.25 * 0.8, True, {"format": 0.0, "length": 0.8, "overlong": 0.0}
         )
-        assert await reward(Problem("p", "4"), "no\n#### 5", 8) == Score(
+        assert await one(reward, Problem("p", "4"), "no\n#### 5", 8) == Score(
             0.5 - 0.5, False, {"format": 1.0, "length": 0.0, "overlong": -0.5}
         )
 

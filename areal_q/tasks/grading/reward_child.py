@@ -1,15 +1,18 @@
 """The process that runs a slow reward or a user's own.
 
-It reads requests from stdin, writes replies to its original stdout, and ends when stdin is closed. Its
-supervisor (areal_q/system/processes.py) ends it, and all processes that the reward started.
+It reads questions from stdin, writes answers to its original stdout, and ends when stdin is closed. It scores
+one response after the other, or many at once where the reward is a coroutine. Its supervisor
+(areal_q/system/processes.py) ends it, and all processes that the reward started.
 """
 
+import asyncio
 import importlib
+import inspect
 import os
 import resource
-from collections.abc import Callable
+import socket
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 import msgspec
 
@@ -17,51 +20,93 @@ from areal_q.errors import ConfigError, RewardUnavailable, TaskError
 from areal_q.messages.trajectories import FailureCause
 from areal_q.plugins import line_of
 from areal_q.system.command import accept_any_text
-from areal_q.tasks.base import Problem, Score
-from areal_q.tasks.datasets.python_file import load_score
 from areal_q.tasks.grading.graders import GRADERS, check_extra
-from areal_q.tasks.grading.reward_process import Ask, Graded
+from areal_q.tasks.grading.own_reward import Scorer, load_reward, scores_of
+from areal_q.tasks.grading.reward_process import TIMED_OUT, Answer, Ask, Graded, Ready
 
-_encoder = msgspec.msgpack.Encoder()
+_asks = msgspec.msgpack.Decoder(Ask)
 
 
-def main(kind: str, name: str, function: str, memory_mib: str) -> None:
-    questions, replies = _private_pipes()
+def main(kind: str, name: str, function: str, memory_mib: str, timeout_s: str) -> None:
+    parent = _private_socket()
     accept_any_text()  # a reward may print what the model wrote
     try:
-        score = _load(kind, name, function)
+        scorer = load_reward(name, function) if kind == "file" else _grader(name)
     except (ConfigError, TaskError) as error:
-        _send(replies, Graded(error=str(error), extra_missing=isinstance(error, ConfigError)))
+        ready = Ready(error=str(error), extra_missing=isinstance(error, ConfigError))
+        parent.sendall(_frame(ready))
         return
     _limit_memory(int(memory_mib) << 20)
-    _send(replies, Graded())
-    decoder = msgspec.msgpack.Decoder(Ask)
-    own = name if kind == "file" else ""
-    while size := questions.read(4):
-        ask = decoder.decode(questions.read(int.from_bytes(size, "little")))
-        _send(replies, _graded(score, ask, own))
+    ready = Ready(ids=scorer.ids, group=scorer.group, at_once=scorer.at_once, whole=scorer.whole)
+    parent.sendall(_frame(ready))
+    if scorer.at_once:
+        asyncio.run(_many(scorer, parent, float(timeout_s)))
+    else:
+        _one_by_one(scorer, parent)
 
 
-def _load(kind: str, name: str, function: str) -> Callable[[Problem, str], Score]:
-    """Returns the score of a built-in grader or of a file."""
-    if kind == "file":
-        return load_score(name, function)
+def _grader(name: str) -> Scorer:
     check_extra(name)
     if needs := GRADERS[name].needs:
         importlib.import_module(
             needs
         )  # imported now, so that it does not count against the first timeout
-    return GRADERS[name].score
+    score = GRADERS[name].score
+    return Scorer(lambda problem, responses, index: score(problem, responses[index].text))
 
 
-def _graded(score: Callable[[Problem, str], Score], ask: Ask, own: str) -> Graded:
-    """Returns the score of a response, or why there is none: of code of the user's `own`, with their line."""
-    try:
-        return Graded(score(ask.problem, ask.response))
-    except Exception as error:  # a user's code, and sympy, may raise anything
-        said = f"raised {type(error).__name__}: {error}"[:500]
-        said += f", in {line_of(error, own)}" if own else ""
-        return Graded(error=said, cause=_cause(error))
+def _one_by_one(scorer: Scorer, parent: socket.socket) -> None:
+    """Answers until the parent has gone. What a function gives that is a coroutine all the same runs in one
+    event loop, to which a client that the file keeps is bound."""
+    questions, loop = parent.makefile("rb"), asyncio.Runner()
+    while size := questions.read(4):
+        ask = _asks.decode(questions.read(int.from_bytes(size, "little")))
+        try:
+            given = scorer.call(ask.problem, ask.responses, ask.index)
+            given = loop.run(given) if inspect.iscoroutine(given) else given
+            graded = _graded(scorer, ask, given)
+        except Exception as error:  # a user's code, and sympy, may raise anything
+            graded = [_failed(error, scorer)]
+        parent.sendall(_frame(Answer(ask.number, graded)))
+
+
+async def _many(scorer: Scorer, parent: socket.socket, timeout_s: float) -> None:
+    """Answers all questions as they come, each in a task of its own, until the parent has gone."""
+    questions, answers = await asyncio.open_connection(sock=parent)
+
+    async def one(ask: Ask) -> None:
+        limit = asyncio.timeout(timeout_s)
+        try:
+            async with limit:
+                given = await scorer.call(ask.problem, ask.responses, ask.index)
+            graded = _graded(scorer, ask, given)
+        except Exception as error:  # as above
+            late = limit.expired()
+            graded = [Graded(error=TIMED_OUT, cause="timeout") if late else _failed(error, scorer)]
+        answers.write(_frame(Answer(ask.number, graded)))
+
+    async with asyncio.TaskGroup() as tasks:
+        try:
+            while True:
+                size = int.from_bytes(await questions.readexactly(4), "little")
+                tasks.create_task(one(_asks.decode(await questions.readexactly(size))))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            os._exit(0)  # nobody waits for what is still open
+
+
+def _graded(scorer: Scorer, ask: Ask, given: Any) -> list[Graded]:
+    count = len(ask.responses) if scorer.whole else 1
+    return [
+        _failed(found, scorer) if isinstance(found, Exception) else Graded(found)
+        for found in scores_of(given, count, scorer.whole)
+    ]
+
+
+def _failed(error: Exception, scorer: Scorer) -> Graded:
+    """Returns why there is no score: of code of the user's own, with their line."""
+    said = f"raised {type(error).__name__}: {error}"[:500]
+    said += f", in {line_of(error, scorer.path)}" if scorer.path else ""
+    return Graded(error=said, cause=_cause(error))
 
 
 def _cause(error: Exception) -> FailureCause:
@@ -82,17 +127,16 @@ def _limit_memory(more: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (bound, most))
 
 
-def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Returns duplicates of stdin and stdout. The reward's own reads are then empty, and its prints go to
+def _private_socket() -> socket.socket:
+    """Returns the socket that was stdin and stdout. The reward's own reads are then empty, and its prints go to
     stderr."""
-    questions, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    parent = socket.socket(fileno=os.dup(0))
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
-    return questions, replies
+    return parent
 
 
-def _send(replies: BinaryIO, graded: Graded) -> None:
-    frame = _encoder.encode(graded)
-    replies.write(len(frame).to_bytes(4, "little") + frame)
-    replies.flush()
+def _frame(message: msgspec.Struct) -> bytes:
+    data = msgspec.msgpack.encode(message)
+    return len(data).to_bytes(4, "little") + data

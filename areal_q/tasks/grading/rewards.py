@@ -14,10 +14,10 @@ from typing import Protocol
 from areal_q.config import External, Overlong, Python, RewardConfig, Run, Sampling, TaskConfig
 from areal_q.messages.trajectories import FailureCause
 from areal_q.plugins import digest_of, parted
-from areal_q.tasks.base import Grader, Problem, Score
-from areal_q.tasks.datasets.python_file import load_score
+from areal_q.tasks.base import Completed, Grader, Problem, Score
 from areal_q.tasks.grading.boxed import last_boxed
 from areal_q.tasks.grading.graders import GRADERS, check_extra
+from areal_q.tasks.grading.own_reward import load_reward
 from areal_q.tasks.grading.reward_process import Isolated
 
 _INSIDE = r"[^<]*(?:<(?!/?think>|/?answer>)[^<]*)*"
@@ -40,8 +40,8 @@ Opinion = Callable[[Problem, str], bool | None]
 
 
 class Reward(Protocol):
-    """The reward function of a worker. It returns the score of a response with `tokens` tokens, and never
-    raises once it has started."""
+    """The reward function of a worker. It returns the scores of responses to one problem, in their order, and
+    never raises once it has started."""
 
     @property
     def failure(self) -> str:
@@ -52,7 +52,7 @@ class Reward(Protocol):
         """Raises TaskError or ConfigError for a reward that cannot be loaded."""
         ...
 
-    async def __call__(self, problem: Problem, response: str, tokens: int) -> Score: ...
+    async def __call__(self, problem: Problem, responses: Sequence[Completed]) -> list[Score]: ...
     async def close(self) -> None: ...
 
 
@@ -70,9 +70,16 @@ class InlineReward:
     async def start(self) -> None:
         pass
 
-    async def __call__(self, problem: Problem, response: str, tokens: int) -> Score:
-        score = self._grader.score(problem, _without_stop(response, self._stops))
-        return _shaped(score, response, tokens, self._cfg, self._max_tokens)
+    async def __call__(self, problem: Problem, responses: Sequence[Completed]) -> list[Score]:
+        return [
+            _shaped(
+                self._grader.score(problem, _without_stop(response.text, self._stops)),
+                response,
+                self._cfg,
+                self._max_tokens,
+            )
+            for response in responses
+        ]
 
     async def close(self) -> None:
         pass
@@ -100,25 +107,32 @@ class IsolatedReward:
     async def start(self) -> None:
         await self._isolated.start()
 
-    async def __call__(self, problem: Problem, response: str, tokens: int) -> Score:
-        score = await self._asked(problem, response)
+    async def __call__(self, problem: Problem, responses: Sequence[Completed]) -> list[Score]:
+        asked = range(min(1, len(responses)) if self._isolated.whole else len(responses))
+        found = await asyncio.gather(*(self._asked(problem, responses, i) for i in asked))
+        scores = [score for some in found for score in some]
+        return [self._valued(score, of) for score, of in zip(scores, responses, strict=True)]
+
+    def _valued(self, score: Score, response: Completed) -> Score:
         if score.failure is None:
-            return _shaped(score, response, tokens, self._cfg, self._max_tokens)
+            return _shaped(score, response, self._cfg, self._max_tokens)
         if score.failure in self._zero_on:
             return Score.zero(score.failure)
         return unscored(score.failure, self._cfg)
 
-    async def _asked(self, problem: Problem, response: str) -> Score:
-        """Returns the score. After a failure that a retry may cure, it is retried as often as the settings
-        say."""
-        score = await self._isolated.score(problem, response)
+    async def _asked(
+        self, problem: Problem, responses: Sequence[Completed], index: int
+    ) -> list[Score]:
+        """Returns what `Isolated.score` does. After a failure that a retry may cure, it is retried as often as
+        the settings say."""
+        scores = await self._isolated.score(problem, responses, index)
         retries = self._cfg.retries if self._cfg.on_error == "retry" else 0
         for retry in range(retries):
-            if score.failure is None or score.failure in self._zero_on:
+            if all(s.failure is None or s.failure in self._zero_on for s in scores):
                 break
             await asyncio.sleep(self._cfg.retry_pause_s * 2**retry)
-            score = await self._isolated.score(problem, response)
-        return score
+            scores = await self._isolated.score(problem, responses, index)
+        return scores
 
     async def close(self) -> None:
         await self._isolated.close()
@@ -193,26 +207,26 @@ def check_reward(run: Run) -> None:
     if file is None:
         check_extra(run.task.grader)
     elif isinstance(run.task, Python):  # the learner loads the problems from the same file
-        load_score(file, run.reward.function)
+        load_reward(file, run.reward.function)
     else:
         digest_of(file)
 
 
-def _shaped(score: Score, response: str, tokens: int, cfg: RewardConfig, max_tokens: int) -> Score:
+def _shaped(score: Score, response: Completed, cfg: RewardConfig, max_tokens: int) -> Score:
     """Returns the weighted sum, with every part that has a weight. With default settings it is `score`
     itself."""
     parts = dict(score.parts)
     reward = cfg.correct * score.reward
     if cfg.format:
-        parts["format"] = float(STYLES[cfg.style](response))
+        parts["format"] = float(STYLES[cfg.style](response.text))
         reward += cfg.format * parts["format"]
     if cfg.length:
-        parts["length"] = max(0.0, 1 - tokens / max_tokens) if score.correct else 0.0
+        parts["length"] = max(0.0, 1 - response.tokens / max_tokens) if score.correct else 0.0
         reward += cfg.length * parts["length"]
     if cfg.overlong:
-        parts["overlong"] = overlong_penalty(tokens, cfg.overlong)
+        parts["overlong"] = overlong_penalty(response.tokens, cfg.overlong)
         reward += parts["overlong"]
-    return Score(reward, score.correct, parts)
+    return Score(reward, score.correct, parts, notes=score.notes)
 
 
 def overlong_penalty(tokens: int, cfg: Overlong) -> float:

@@ -25,7 +25,7 @@ function responseFacts(group, t) {
   const s = group.sampling;
   const began = new Date(group.started_s * 1000).toISOString().slice(0, 19).replace("T", " ");
   return [el("h3", {}, `Response #${t.index}`), facts([
-    ["reward", t.failure ? `not scored: ${t.failure}` : show(t.reward)], ...t.parts.map(([name, value]) => [`· ${name}`, show(value)]),
+    ["reward", t.failure ? `not scored: ${t.failure}` : show(t.reward)], ...t.parts.map(([name, value]) => [`· ${name}`, show(value)]), ...t.notes.map(([name, text]) => [`· ${name}`, text]),
     ["expected", group.answer], ["finish", t.finish], ["tokens", show(t.length)],
     ["versions", t.spans.map(([v, n, digest]) => `${v} × ${n} (${digest.slice(0, 8)})`).join(", ")],
     ["ticket", `${group.number}, admitted at ${group.admitted}, used at ${group.step}`],

@@ -1,0 +1,226 @@
+"""A reward of the user's own: what it asks for, and what it gives. Imports no torch.
+
+    def reward(prompt, response, answer):     one response; it asks by name for what NAMES has
+    async def reward(response, row):          the same, and many run at once
+    def reward_group(rows):                   all responses to a prompt, a table of NAMES each → a list
+    def reward(completions, **columns):       the same as TRL calls it: a list for each column → a list
+
+A result is a number, and a response with 1 or more counts as correct; or a table of numbers with `reward`,
+optionally `correct`, and parts to be averaged, of which texts go to the log. The signature is read once, when
+the file is loaded.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec import json
+
+from areal_q.errors import TaskError
+from areal_q.messages.trajectories import LARGEST_REWARD, LONGEST_NOTE
+from areal_q.plugins import load_function, place_of, user_code
+from areal_q.tasks.base import Completed, Message, Problem, Score
+
+NAMES = {
+    "prompt": "the text of the prompt",
+    "response": "the text of the response, without the token that ended it",
+    "answer": "the problem's answer",
+    "row": "the problem's row in the data, as a table of all its columns",
+    "messages": "the prompt as a list of messages",
+    "completion_ids": "the tokens of the response",
+    "finish_reason": '"stop", "length" or "timeout"',
+    "group": "the texts of all responses to this prompt, this one among them",
+}
+"""What a reward may ask for"""
+_PLACES = ("prompt", "response", "answer")
+_KNOWN = {*NAMES, "prompts", "completions", "rows"}
+"""Names that say what a parameter of a reward is"""
+_NOT_BY_NAME = ("prompt", "completion", "completion_ids")
+"""Columns that TRL does not hand over"""
+
+Given = dict[str, Any] | tuple[Any, ...]
+Responses = Sequence[Completed]
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """A reward as its process calls it: `call(problem, responses, index)` gives what is given for one response,
+    or, if `whole`, for all of them."""
+
+    call: Callable[[Problem, Responses, int], Any]
+    path: str = ""
+    """The user's file; "" for a built-in grader"""
+    ids: bool = False
+    """True if it gets the tokens of responses"""
+    group: bool = False
+    """True if it gets all responses to the prompt for each"""
+    at_once: bool = False
+    """True for a coroutine function, which scores many responses at once"""
+    whole: bool = False
+    """True if one call scores all responses to a prompt"""
+
+
+def load_reward(path: str, name: str) -> Scorer:
+    """Returns the reward `name` of a file, or its `reward_group` where it has no `reward`. Raises TaskError,
+    with the line, for a file that cannot be loaded, or a function that asks for what there is not."""
+    function = load_function(path, name, *["reward_group"] * (name == "reward"))
+    with user_code(path):
+        names = _names(function)
+        whole, arguments = True, _rows
+        if "completions" in names:
+            arguments = _as_trl(function, names)
+        elif "rows" not in names and getattr(function, "__name__", "") != "reward_group":
+            whole, arguments = False, _one(function, names)
+
+    def call(problem: Problem, responses: Responses, index: int) -> Any:
+        given = arguments(problem, responses, index)
+        return function(**given) if isinstance(given, dict) else function(*given)
+
+    anything = inspect.Parameter.VAR_KEYWORD in _kinds(function) or arguments is _rows
+    called = (inspect.unwrap(function), type(function).__call__)  # an object's may be a coroutine
+    return Scorer(
+        call,
+        path,
+        ids=anything or "completion_ids" in names,
+        group="group" in names,
+        at_once=any(map(inspect.iscoroutinefunction, called)),
+        whole=whole,
+    )
+
+
+def _one(
+    function: Callable[..., Any], names: dict[str, bool]
+) -> Callable[[Problem, Responses, int], Given]:
+    """Returns what gives a function its arguments that scores one response: by name where all its names say
+    what they are; else there are three, which are prompt, response and answer. Raises TaskError, with the line
+    of the function, if it asks for something else."""
+    unknown = [n for n, must in names.items() if must and n not in NAMES]
+    kinds = _kinds(function)
+    if not unknown and not kinds & {
+        inspect.Parameter.VAR_POSITIONAL,
+        inspect.Parameter.POSITIONAL_ONLY,
+    }:
+        everything = {*NAMES} - {"group"} if inspect.Parameter.VAR_KEYWORD in kinds else set[str]()
+        wanted = [n for n in NAMES if n in names or n in everything]
+        return lambda problem, responses, index: _offered(problem, responses, index, wanted)
+    # By place, a parameter with the name of another one would be given the wrong text.
+    astray = [n for n, due in zip(names, _PLACES, strict=False) if n in _KNOWN and n != due]
+    try:
+        inspect.signature(function).bind(*_PLACES)
+    except TypeError:
+        astray += ["arguments by place"]
+    if astray:
+        raise TaskError(
+            f"{place_of(function)}: a reward asks for {', '.join(unknown or astray)}; there are "
+            f"{', '.join(NAMES)}, or three of any name: {', '.join(_PLACES)}"
+        )
+    return lambda problem, responses, index: (
+        problem.prompt,
+        responses[index].text,
+        problem.answer,
+    )
+
+
+def _rows(problem: Problem, responses: Responses, index: int) -> Given:
+    names = [n for n in NAMES if n != "group"]
+    return ([_offered(problem, responses, i, names) for i in range(len(responses))],)
+
+
+def _as_trl(
+    function: Callable[..., Any], names: dict[str, bool]
+) -> Callable[[Problem, Responses, int], Given]:
+    """Returns what gives a function its arguments that was written for TRL: lists with an entry for each
+    response, of conversations where the prompt is one."""
+    everything = inspect.Parameter.VAR_KEYWORD in _kinds(function)
+
+    def arguments(problem: Problem, responses: Responses, index: int) -> Given:
+        texts = [r.text for r in responses]
+        row = {"answer": problem.answer} | _row(problem)
+        offered = {n: [v] * len(texts) for n, v in row.items() if n not in _NOT_BY_NAME}
+        offered["prompts"] = [problem.asked] * len(texts)
+        offered["completions"] = [[_said(text)] for text in texts] if problem.messages else texts
+        offered["completion_ids"] = [[*r.ids] for r in responses]
+        if missing := [n for n, must in names.items() if must and n not in offered]:
+            raise TaskError(f"asks for {', '.join(missing)}; there are {', '.join(offered)}")
+        return {n: v for n, v in offered.items() if everything or n in names}
+
+    return arguments
+
+
+def _said(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+def _row(problem: Problem) -> dict[str, Any]:
+    return json.decode(problem.columns) if problem.columns else {}
+
+
+def _offered(
+    problem: Problem, responses: Responses, index: int, names: Sequence[str]
+) -> dict[str, Any]:
+    """Returns what a reward asks for, by name."""
+    completed = responses[index]
+    what: dict[str, Callable[[], Any]] = {
+        "prompt": lambda: problem.prompt,
+        "response": lambda: completed.text,
+        "answer": lambda: problem.answer,
+        "row": lambda: _row(problem) or {"prompt": problem.asked, "answer": problem.answer},
+        "messages": lambda: [*problem.messages] or [{"role": "user", "content": problem.prompt}],
+        "completion_ids": lambda: [*completed.ids],
+        "finish_reason": lambda: completed.finish_reason,
+        "group": lambda: [r.text for r in responses],
+    }
+    return {name: what[name]() for name in names}
+
+
+def _names(function: Callable[..., Any]) -> dict[str, bool]:
+    """Returns the parameters that can be given by name, and whether each must be."""
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default is p.empty for p in parameters if p.kind in by_name}
+
+
+def _kinds(function: Callable[..., Any]) -> set[Any]:
+    return {p.kind for p in inspect.signature(function).parameters.values()}
+
+
+def scores_of(given: Any, count: int, whole: bool) -> list[Score | Exception]:
+    """Returns what a reward gave for `count` responses as a score for each, or why it is none. Raises
+    ValueError or TypeError for what is no list of so many where `whole` is True."""
+    entries = [*given] if whole else [given]
+    if len(entries) != count:
+        raise ValueError(f"gave {len(entries)} rewards for {count} responses")
+    found: list[Score | Exception] = []
+    for entry in entries:
+        try:
+            found.append(as_score(entry))
+        except (ValueError, TypeError) as error:
+            found.append(error)
+    return found
+
+
+def as_score(given: Any) -> Score:
+    """Returns the result of a reward for one response as a score. Raises ValueError or TypeError if it is not a
+    number, or is too large to learn from."""
+    if isinstance(given, Score):
+        return given
+    table = given if isinstance(given, Mapping) else {"reward": given}
+    notes = {str(n): v for n, v in table.items() if isinstance(v, str) and n != "reward"}
+    parts = {str(n): _number(str(n), v) for n, v in table.items() if str(n) not in notes}
+    if "reward" not in parts:
+        raise ValueError("the table has no `reward`")
+    reward = parts.pop("reward")
+    correct = parts.pop("correct", float(reward >= 1.0))
+    return Score(reward, bool(correct), parts, notes={n: _cut(text) for n, text in notes.items()})
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= LONGEST_NOTE else text[: LONGEST_NOTE - 1] + "…"
+
+
+def _number(name: str, value: Any) -> float:
+    number = float(value)
+    if not abs(number) <= LARGEST_REWARD:
+        raise ValueError(f"{name} is {number}")
+    return number
