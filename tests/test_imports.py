@@ -33,6 +33,7 @@ LAYERS = {
         {"models", "observability"},
         {"checks"},
         {"cli"},
+        {"api"},
         {"__main__"},
     ),
     "buffer": (

@@ -7,6 +7,7 @@ is killed together with the processes that it has started.
 import os
 import signal
 import subprocess
+import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,7 +117,8 @@ def _how(returncode: int | None) -> str:
 
 class Interrupts:
     """Counts the signals to stop, so that no KeyboardInterrupt is raised at an arbitrary place. `first` is the
-    number of the first signal, 0 before it."""
+    number of the first signal, 0 before it. Outside the main thread there are none: Python lets only that one
+    handle signals."""
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -124,7 +126,9 @@ class Interrupts:
         self.count = self.first = 0
 
     def __enter__(self) -> "Interrupts":
-        self._before = {number: signal.signal(number, self._count) for number in self.SIGNALS}
+        mine = threading.current_thread() is threading.main_thread()
+        signals = self.SIGNALS if mine else ()
+        self._before = {number: signal.signal(number, self._count) for number in signals}
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -42,6 +42,8 @@ from areal_q.system.processes import module_command
 from areal_q.system.run_dir import claimed, given_up, has_checkpoint
 from areal_q.system.socket_dir import socket_dir
 
+KILLED = 130
+"""Exit code of a run that a second Ctrl-C ended"""
 _POLL_S = 0.2
 _START_S = 30.0
 """Seconds within which Redis must answer, also if it loads a large append-only file"""
@@ -148,7 +150,7 @@ def launch(
             code = _run(programs, children, view, interrupts, DiskWatch(run_dir))
         except _Killed:
             view.note("killed")
-            return 130
+            return KILLED
         except UserError:
             children.kill()
             if not resume and given_up(run_dir, moved) and moved:

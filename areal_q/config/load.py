@@ -15,13 +15,15 @@ from areal_q.config.run import Run
 from areal_q.errors import ConfigError, SettingsError
 
 Table = dict[str, Any]
+Override = str | tuple[str, Any]
+"""A setting on top of others: "a.b=1.5", or ("a.b", 1.5)"""
 COMMAND_LINE = "on the command line"
 OWN_BY_PATH = ("learner.objective", "learner.advantage")
 """Tables in which only `type = "python"` has a path, so that to set it chooses that type. The digest of the
 file that was named before goes, too."""
 
 
-def load(path: str | Path | None = None, overrides: list[str] | None = None) -> Run:
+def load(path: str | Path | None = None, overrides: Sequence[Override] | None = None) -> Run:
     """Returns the settings of a run, from a file or a configuration that comes with the program, by its name.
     Raises ConfigError with the file or dotted path at fault."""
     if path is None:
@@ -37,7 +39,7 @@ def load(path: str | Path | None = None, overrides: list[str] | None = None) -> 
     return parse(text, str(path), overrides)
 
 
-def parse(toml: str, source: str, overrides: list[str] | None = None) -> Run:
+def parse(toml: str, source: str, overrides: Sequence[Override] | None = None) -> Run:
     """Like `load`, from the text of a file; `source` names it in errors."""
     try:
         table = tomllib.loads(toml)
@@ -69,17 +71,20 @@ def as_before(run: Run, before: Run) -> Run:
     return msgspec.structs.replace(run, learner=learner, rollout=rollout)
 
 
-def _overridden(table: Table, source: str, overrides: Sequence[str]) -> Run:
+def _overridden(table: Table, source: str, overrides: Sequence[Override]) -> Run:
     """Raises SettingsError with a line for each fault; those that `table` does not have are the command
     line's."""
     together = table
-    for text in overrides:
-        together = merge(together, _parse_override(text))
+    for setting in overrides:
+        path, value = _parsed(setting) if isinstance(setting, str) else setting
+        together = merge(together, _at(path, value))
     run = _convert(together)
     if isinstance(run, Run):
         return run
     own = _convert(table) if overrides else run
-    places = (source if isinstance(own, list) and it in own else COMMAND_LINE for it in run)
+    typed = any(isinstance(setting, str) for setting in overrides)
+    over = COMMAND_LINE if typed else "settings"
+    places = (source if isinstance(own, list) and it in own else over for it in run)
     raise SettingsError("\n".join(f"{place}: {it}" for place, it in zip(places, run, strict=True)))
 
 
@@ -121,8 +126,8 @@ def _with_schedule(run: Run) -> Run:
     return msgspec.structs.replace(run, rollout=rollout)
 
 
-def _parse_override(text: str) -> Table:
-    """Returns `a.b=1.5` as {"a": {"b": 1.5}}. The value is TOML; a bare word is a string."""
+def _parsed(text: str) -> tuple[str, Any]:
+    """Returns `a.b=1.5` as ("a.b", 1.5). The value is TOML; a bare word is a string."""
     path, sep, raw = text.partition("=")
     if not sep or not path.strip():
         raise ConfigError(f"{COMMAND_LINE}: {text!r} is no setting: write a.b=value")
@@ -130,6 +135,11 @@ def _parse_override(text: str) -> Table:
         value = tomllib.loads(f"value = {raw}")["value"]
     except tomllib.TOMLDecodeError:
         value = raw
+    return path, value
+
+
+def _at(path: str, value: Any) -> Table:
+    """Returns ("a.b", 1.5) as {"a": {"b": 1.5}}."""
     table: Table = {}
     leaf = table
     *parents, last = path.strip().split(".")

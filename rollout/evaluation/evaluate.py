@@ -73,7 +73,7 @@ def main(
     out: Annotated[
         Path | None, typer.Option(help="file of answers; default RUN/evals/… for a run")
     ] = None,
-) -> None:
+) -> Evaluation:
     """Scores MODEL: greedy accuracy, and avg@k, pass@k and majority@k of sampled answers."""
     if preset is not None and preset not in PRESETS:
         raise ConfigError(f"--preset {preset}: none of {', '.join(PRESETS)}")
@@ -113,9 +113,8 @@ def main(
         elapsed_s=0.0,
         estimates=[],
     )
-    evaluate(
-        run, path, asked, about, greedy, show, out or _default_out(model, task, format, preset)
-    )
+    out = out or _default_out(model, task, format, preset)
+    return evaluate(run, path, asked, about, greedy, show, out)
 
 
 def evaluate(
@@ -126,9 +125,10 @@ def evaluate(
     greedy: bool,
     show: int,
     out: Path | None,
-) -> None:
+) -> Evaluation:
     """Asks the model for answers to `asked`, prints `show` of them and the accuracies, and writes both to `out`
-    and beside it. `about` says what is asked for. Raises typer.Exit if Ctrl-C came before the last answer."""
+    and beside it. Returns `about`, which says what is asked for, with the accuracies. Raises typer.Exit if
+    Ctrl-C came before the last answer."""
     from rollout.evaluation.generate import fitting
 
     started, tokenizer = time.monotonic(), build_tokenizer(run.model, run.task)
@@ -156,6 +156,7 @@ def evaluate(
     if len(rows) < len(kept):
         typer.echo(f"stopped after {len(rows)} of {len(kept)} problems", err=True)
         raise typer.Exit(INTERRUPTED)
+    return about
 
 
 def _print_results(rows: Sequence[Answered], about: Evaluation, show: int) -> None:

@@ -1,0 +1,240 @@
+"""What a script or a notebook calls: train, evaluate, replay, report, as the commands.
+
+    import areal_q
+
+    def reward(response, answer):
+        return float(response.strip() == answer)
+
+    rows = [{"prompt": "Capital of Peru?", "answer": "Lima"}, …]
+    run = areal_q.train(model="DIR", data=rows, reward=reward, steps=100)
+    print(run.accuracy)
+
+The learner and its workers are processes of their own, as on the command line, and leave the same directory. So
+what is handed over becomes files: rows as JSON lines, a function by its file and name, or by its source
+(handed_over.py). Nothing is pickled, and a resumption, a replay and a worker elsewhere find it there.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import import_module
+from json import dumps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import typer
+from msgspec import json
+
+from areal_q.api.handed_over import file_of_rows, place_of_function
+from areal_q.cli.launcher import KILLED, launch
+from areal_q.cli.live_view import build_view
+from areal_q.config import Python, Run, load
+from areal_q.config.load import Override
+from areal_q.observability.metrics_log import Record, read_metrics
+from areal_q.system.processes import BEGAN
+from areal_q.system.run_dir import METRICS_FILE, flat, path_of
+
+if TYPE_CHECKING:
+    from areal_q.evaluation.estimates import Evaluation
+
+T = TypeVar("T")
+Rows = str | Path | Iterable[Mapping[str, Any]]
+"""A file of data (docs/extending.md), or tables with `prompt`, which is a text or messages, and `answer`"""
+Code = str | Path | Callable[..., Any]
+"""A function, or where one is: "mine.py", "mine.py:name" or "package.module:name"."""
+Settings = Mapping[str, Any]
+"""Settings by their dotted names, such as {"learner.groups": 16}"""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run that has ended."""
+
+    directory: Path
+    """All that it wrote; `hf/` in it is the model, if it came to its last step"""
+    records: Sequence[Record]
+    """The lines of its metrics.jsonl"""
+
+    def metric(self, name: str) -> list[tuple[int, float]]:
+        """Returns pairs of a step and the value that a metric of docs/metrics.md had in it."""
+        return [(r["step"], r[name]) for r in self.records if name in r]
+
+    @property
+    def accuracy(self) -> float | None:
+        """The newest accuracy on held-out problems; None if there is none."""
+        found = self.metric("eval/accuracy")
+        return found[-1][1] if found else None
+
+
+def train(
+    model: str | Path | None = None,
+    data: Rows | None = None,
+    reward: Code | None = None,
+    steps: int | None = None,
+    *,
+    heldout: Rows | float | None = None,
+    objective: Code | None = None,
+    advantage: Code | None = None,
+    config: str | Path | None = None,
+    name: str | None = None,
+    settings: Settings | None = None,
+    resume: bool = False,
+    progress: bool = True,
+) -> Trained:
+    """Trains until done, and returns the run. Ctrl-C ends it after the step, with a checkpoint.
+
+    `model` is a directory in Hugging Face layout; None is the built-in small one, or that of `config`, which is
+    a TOML file or a configuration by name. `heldout` is a share of `data`, or data of its own. `settings` win.
+    Raises UserError for what the user can correct and ChildDied, with the end of its log, if a process dies.
+    """
+    base = load(config)
+    inputs = Path((settings or {}).get("root", base.root), "inputs")
+    given: list[Override] = []
+    if model is not None:
+        given.append(("model", {"type": "pretrained", "path": str(model)}))
+    if data is not None:
+        given += _task(base, data, inputs, answers=reward is None)
+    if heldout is not None:
+        other = (
+            heldout if isinstance(heldout, int | float) else _file(heldout, inputs, reward is None)
+        )
+        given.append(("task.heldout", other))
+    if reward is not None:
+        given.append(("reward.path", _code(reward, inputs)))
+    for place, code in (("objective", objective), ("advantage", advantage)):
+        if code is not None:
+            own = {"type": "python", "path": _code(code, inputs), "digest": ""}
+            given.append((f"learner.{place}", own))
+    given += [("steps", steps)] * (steps is not None) + [("name", name)] * (name is not None)
+    run = load(config, [*given, *(settings or {}).items()])
+    began, os.environ[BEGAN] = os.environ.get(BEGAN), str(time.monotonic())
+    try:
+        ended = launch(run, resume, build_view(run) if progress else _Silent())
+    finally:
+        del os.environ[BEGAN]
+        if began is not None:
+            os.environ[BEGAN] = began
+    if ended == KILLED:
+        raise KeyboardInterrupt
+    return opened(path_of(run))
+
+
+def opened(run: str | Path) -> Trained:
+    """Returns a run that has ended, or goes on, by its directory."""
+    return Trained(Path(run), read_metrics(Path(run) / METRICS_FILE))
+
+
+def evaluate(
+    model: str | Path | Trained,
+    data: str | Path | None = None,
+    reward: Code | None = None,
+    *,
+    show: int = 0,
+    settings: Settings | None = None,
+    **options: Any,
+) -> "Evaluation":
+    """Scores a run or a model as `areal-q eval` does, and takes its other options, such as `task`, `samples`
+    and `max_tokens`, by their names. It works where an event loop runs. Raises UserError."""
+    texts = _texts(settings)
+    if reward is not None:
+        texts.append(f"reward.path={dumps(_code(reward, Path('runs', 'inputs')))}")
+    main = import_module("rollout.evaluation.evaluate").main
+    return _apart(
+        lambda: main(
+            _directory(model),
+            texts,
+            data=None if data is None else Path(data),
+            show=show,
+            **options,
+        )
+    )
+
+
+def replay(
+    run: str | Path | Trained,
+    settings: Settings | None = None,
+    *,
+    first: int | None = None,
+    stop: int | None = None,
+    objective: Code | None = None,
+    advantage: Code | None = None,
+) -> bool:
+    """Repeats the steps of a run from its log as `areal-q replay` does; with settings, or an objective or
+    advantage of one's own, as they would have been. Returns False if a step differs from the record."""
+    directory, texts = _directory(run), _texts(settings)
+    for place, code in (("objective", objective), ("advantage", advantage)):
+        if code is not None:
+            path = _code(code, directory.parent / "inputs")
+            texts.append(f"learner.{place}.path={dumps(path)}")
+    main = import_module("learner.replay.cli").main
+    try:
+        _apart(lambda: main(directory, first, stop, texts or None))
+    except typer.Exit as end:
+        return end.exit_code == 0
+    return True
+
+
+def report(
+    *runs: str | Path | Trained, out: str | Path | None = None, max_mb: float = 10.0
+) -> Path:
+    """Writes the report of a run, or of several in comparison, as `areal-q report` does. Returns its file."""
+    directories = [_directory(run) for run in runs]
+    file = Path(out) if out else directories[0] / "report.html"
+    import_module("buffer.report.cli").main(directories, file, max_mb=max_mb)
+    return file
+
+
+class _Silent:
+    """A view that prints nothing."""
+
+    def start(self, run_dir: Path) -> None: ...
+    def refresh(self) -> None: ...
+    def note(self, text: str) -> None: ...
+    def stop(self) -> None: ...
+    def finish(self) -> None: ...
+
+
+def _task(base: Run, data: Rows, inputs: Path, answers: bool) -> list[Override]:
+    """Returns the settings of a task of these data: that of the configuration, if it reads a file."""
+    table: dict[str, Any] = {"path": _file(data, inputs, answers)}
+    if not hasattr(base.task, "path") or isinstance(base.task, Python):
+        table["type"] = "jsonl"
+    if not isinstance(data, str | Path) and _is_conversation(Path(table["path"])):
+        table["template"] = "chat"
+    return [("task", table)]
+
+
+def _file(data: Rows, inputs: Path, answers: bool) -> str:
+    return str(data if isinstance(data, str | Path) else file_of_rows(data, inputs, answers))
+
+
+def _is_conversation(file: Path) -> bool:
+    with file.open("rb") as rows:
+        row = json.decode(rows.readline() or b"{}")
+    return any(isinstance(row.get(name), list) for name in ("prompt", "messages"))
+
+
+def _code(code: Code, inputs: Path) -> str:
+    return str(code) if isinstance(code, str | Path) else place_of_function(code, inputs)
+
+
+def _texts(settings: Settings | None) -> list[str]:
+    """Returns settings as a command takes them."""
+    return [f"{path}={dumps(value)}" for path, value in flat(dict(settings or {})).items()]
+
+
+def _directory(run: str | Path | Trained) -> Path:
+    return run.directory if isinstance(run, Trained) else Path(run)
+
+
+def _apart(work: Callable[[], T]) -> T:
+    """Returns what `work` gives, from a thread if an event loop runs in this one, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return work()
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(work).result()

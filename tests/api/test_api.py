@@ -1,0 +1,158 @@
+"""The Python API: the settings that a command line would have, from a notebook's loop and from a thread too."""
+
+import asyncio
+import json
+import re
+import runpy
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.paths import ROOT
+
+import areal_q
+from areal_q.cli.child_processes import Interrupts
+from areal_q.config import Run, load
+from areal_q.errors import ConfigError, TaskError
+from areal_q.system.run_dir import METRICS_FILE
+
+ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1), "level": n} for n in range(20)]
+TINY = {
+    "model": {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "mlp": 48},
+    "learner.groups": 4,
+    "learner.group_size": 2,
+    "rollout.sampling.max_tokens": 4,
+    "warmstart.steps": 2,
+}
+
+
+def mine(response: str, row: dict[str, Any]) -> dict[str, Any]:
+    return {"reward": len(response), "why": f"level {row['level']}"}
+
+
+class Launched(Exception):
+    pass
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Run]:
+    """The runs that would be launched, in a directory of the test's own."""
+    runs: list[Run] = []
+
+    def launch(run: Run, resume: bool, view: object) -> int:
+        runs.append(run)
+        raise Launched
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("areal_q.api.launch", launch)
+    return runs
+
+
+def test_a_call_means_what_a_command_line_does(launched: list[Run], tmp_path: Path):
+    settings = {"learner.groups": 8, "task.heldout": 0.5}
+    with pytest.raises(Launched):
+        areal_q.train("DIR", iter(ROWS), mine, 7, name="n", objective="mine.py", settings=settings)
+    (rows,) = (tmp_path / "runs" / "inputs").iterdir()
+    assert launched == [
+        load(
+            None,
+            [
+                *('model={type="pretrained", path="DIR"}', "steps=7", "name=n"),
+                f'task={{type="jsonl", path="{rows}", heldout=0.5}}',
+                *("learner.objective.path=mine.py", "learner.groups=8"),
+                f'reward.path="{__name__}:mine"',  # of a package; another process must find that
+            ],
+        )
+    ]
+    assert [json.loads(line) for line in rows.read_text().splitlines()] == ROWS
+
+
+def test_data_of_a_file_keep_the_task_that_reads_it(launched: list[Run]):
+    model = {"model": {"type": "pretrained", "path": "DIR"}}
+    for config, kind in (("gsm8k", "gsm8k"), (None, "jsonl")):
+        with pytest.raises(Launched):
+            areal_q.train(None, "a.csv", heldout="b.csv", config=config, settings=model)
+        task: Any = launched[-1].task
+        assert (task.__struct_config__.tag, task.path, task.heldout) == (kind, "a.csv", "b.csv")
+
+
+def test_conversations_are_asked_in_the_models_own_format(launched: list[Run]):
+    rows = [{"prompt": [{"role": "user", "content": "q"}], "label": 1}] * 2
+    with pytest.raises(Launched):
+        areal_q.train("DIR", rows, mine, heldout=rows)
+    task: Any = launched[-1].task
+    assert task.template == "chat" and task.path == task.heldout
+    assert [json.loads(line)["answer"] for line in Path(task.path).read_text().splitlines()] == [
+        ""
+    ] * 2
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (
+            {"settings": {"learner.gruops": 1}},
+            "settings: learner.gruops: no such setting; did you mean",
+        ),
+        ({"data": [1]}, "data[0]: a row must be a table, not int"),
+        ({"reward": lambda response: 1.0, "data": ROWS}, "it is a lambda, or part of a line"),
+    ],
+)
+def test_what_is_wrong_with_a_call_is_one_line(
+    launched: list[Run], call: dict[str, Any], said: str
+):
+    with pytest.raises((ConfigError, TaskError)) as refused:
+        areal_q.train(**call)
+    assert said in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_no_thread_but_the_main_one_handles_signals():
+    counted: list[int] = []
+
+    def work() -> None:
+        with Interrupts() as interrupts:
+            counted.append(interrupts.count)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert counted == [0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+async def test_a_notebook_trains_evaluates_and_replays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It trains in a thread beside the loop that runs, and does the rest in the loop's own, as a cell does."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def reward(response): return {'reward': len(response)}")
+    call: dict[str, Any] = {
+        "reward": "mine.py", "steps": 2, "settings": TINY, "progress": False,
+    }  # fmt: skip
+    run = await asyncio.to_thread(lambda: areal_q.train(data=ROWS, name="thread", **call))
+    assert run.directory == Path("runs/thread") and (run.directory / "hf").is_dir()
+    assert [step for step, _ in run.metric("reward/mean")] == [1, 2]
+    assert run.accuracy is not None
+    assert areal_q.replay(run)
+    assert areal_q.evaluate(run, problems=2).answered == 2
+    assert areal_q.opened("runs/thread") == run
+
+
+EXAMPLE = (ROOT / "docs" / "examples" / "train.py").read_text("utf-8")
+
+
+def test_the_page_shows_the_example_as_it_is():
+    assert f"```python\n{EXAMPLE}```" in (ROOT / "docs" / "api.md").read_text("utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_the_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """With fewer steps."""
+    (tmp_path / "train.py").write_text(re.sub(r"(steps=|steps\": )\d+", r"\g<1>2", EXAMPLE))
+    monkeypatch.chdir(tmp_path)
+    run = runpy.run_path("train.py", run_name="__main__")["run"]
+    assert [step for step, _ in run.metric("reward/part_carries")] == [1, 2]
+    assert (run.directory / METRICS_FILE).is_file()
