@@ -7,7 +7,7 @@ from areal_q.checks.packages import check_packages
 from areal_q.config import External, PretrainedModel, Run
 from areal_q.errors import ConfigError
 from areal_q.system.ports import check_free
-from areal_q.system.run_dir import LEARNERS_CODE, with_digests
+from areal_q.system.run_dir import FIXED_CODE, with_digests
 from areal_q.tasks import build_task, check_characters, check_reward
 
 
@@ -68,6 +68,8 @@ def preflight(run: Run) -> None:
     check_packages(run, serves)
     for address in filter(None, (served_at(run.rollout.serve, i) for i in range(workers))):
         check_free("rollout.serve", *address)
-    with_digests(run, LEARNERS_CODE)  # read, but not run: this process does without torch
+    with_digests(
+        run, (*FIXED_CODE, "buffer.sampler")
+    )  # read, but not run: this process does without torch
     check_reward(run)
     check_characters(run.model, run.warmstart, build_task(run.task))

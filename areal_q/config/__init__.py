@@ -6,6 +6,7 @@ from areal_q.config.buffer import (
     Fifo as Fifo,
     Freshest as Freshest,
     Prioritized as Prioritized,
+    PythonSampler as PythonSampler,
     Removal as Removal,
     SamplerConfig as SamplerConfig,
     Uniform as Uniform,
@@ -41,6 +42,9 @@ from areal_q.config.learner import (
     MegatronBackend as MegatronBackend,
     Muon as Muon,
     OptimizerConfig as OptimizerConfig,
+    OrderConfig as OrderConfig,
+    PythonOrder as PythonOrder,
+    Shuffled as Shuffled,
     TorchBackend as TorchBackend,
 )
 from areal_q.config.objectives import (

@@ -6,6 +6,7 @@ from areal_q.config.struct_types import (
     Fraction,
     NonNegative,
     Positive,
+    PythonCode,
     Settings,
     TaggedSettings,
     WholeNumber,
@@ -55,7 +56,17 @@ class Prioritized(TaggedSettings, frozen=True, kw_only=True, tag="prioritized"):
     """Keeps a group of equal rewards from never being drawn."""
 
 
-SamplerConfig = Fifo | Freshest | Uniform | Prioritized
+class PythonSampler(PythonCode, frozen=True, kw_only=True, tag="python"):
+    """A function `sampler(held, count, progress, rng, …)` of one's own: which `count` groups of those `held` a
+    step learns from, as indices, or (indices, weights). `rng` follows from seed and step."""
+
+    max_uses: Count = 1
+    """Steps in which a group may be used (Reverb's max_times_sampled)."""
+    min_groups: WholeNumber = 0
+    """Groups that must be there before a step draws (Reverb's MinSize); at least `learner.groups`."""
+
+
+SamplerConfig = Fifo | Freshest | Uniform | Prioritized | PythonSampler
 
 
 class Removal(Settings, frozen=True, kw_only=True):

@@ -138,11 +138,25 @@ class MegatronBackend(TaggedSettings, frozen=True, kw_only=True, tag="megatron")
 BackendConfig = TorchBackend | MegatronBackend
 
 
+class Shuffled(TaggedSettings, frozen=True, kw_only=True, tag="shuffled"):
+    """Each epoch has all problems, in another order."""
+
+
+class PythonOrder(PythonCode, frozen=True, kw_only=True, tag="python"):
+    """A function `order(number, problems, seed, …)` of one's own: the index of the problem of ticket `number`,
+    0 for the first of the run. It depends on nothing else, since a ticket is made again where it is checked."""
+
+
+OrderConfig = Shuffled | PythonOrder
+
+
 class LearnerConfig(Settings, frozen=True, kw_only=True):
     groups: Thousands = 64
     """Prompts in a step."""
     group_size: Thousands = 8
     """Responses to each prompt; 1 only where the advantage needs no others to compare with."""
+    order: OrderConfig = Shuffled()
+    """The rule by which the next problem is chosen."""
     max_lag: Annotated[int, Meta(ge=0, le=1000)] = 2
     """η: versions by which a token may be behind the learner when it is used. 0 is synchronous."""
     epochs: Thousands = 1

@@ -18,7 +18,7 @@ Table = dict[str, Any]
 Override = str | tuple[str, Any]
 """A setting on top of others: "a.b=1.5", or ("a.b", 1.5)"""
 COMMAND_LINE = "on the command line"
-OWN_BY_PATH = ("learner.objective", "learner.advantage")
+OWN_BY_PATH = ("learner.objective", "learner.advantage", "learner.order", "buffer.sampler")
 """Tables in which only `type = "python"` has a path, so that to set it chooses that type. The digest of the
 file that was named before goes, too."""
 
@@ -57,7 +57,7 @@ def as_before(run: Run, before: Run) -> Run:
     """Returns `run` with what `before`, its settings when it started, had in place of `auto`, and with the
     digests of its own code."""
     learner, rollout = run.learner, run.rollout
-    for name in ("objective", "advantage"):
+    for name in ("objective", "advantage", "order"):
         own, known = getattr(learner, name), getattr(before.learner, name)
         if getattr(own, "digest", None) == "" and getattr(known, "digest", ""):
             own = msgspec.structs.replace(own, digest=known.digest)

@@ -7,7 +7,7 @@ are reported at once; none may raise, whatever the other settings are.
 import math
 from collections.abc import Callable
 
-from areal_q.config.buffer import LONGEST_CLAIM_S, SHORTEST_CLAIM_S, Prioritized, Uniform
+from areal_q.config.buffer import LONGEST_CLAIM_S, SHORTEST_CLAIM_S
 from areal_q.config.engines import ScriptedEngine, SglangEngine, VllmEngine, no_adapters
 from areal_q.config.environments import SingleTurn
 from areal_q.config.learner import MegatronBackend
@@ -268,9 +268,7 @@ def _workers_can_connect(run: Run) -> str | None:
 def _step_gets_its_groups(run: Run) -> str | None:
     """A step that may draw only from more groups than there can be would wait for ever."""
     sampler, removal, groups = run.buffer.sampler, run.buffer.removal, run.learner.groups
-    needed = (
-        max(groups, sampler.min_groups) if isinstance(sampler, Uniform | Prioritized) else groups
-    )
+    needed = max(groups, getattr(sampler, "min_groups", 0))
     admitted = run.learner.max_outstanding
     if needed > admitted:
         return (

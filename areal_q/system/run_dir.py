@@ -57,7 +57,9 @@ OF_A_START = {
 """Names of all that a start which fails before its first checkpoint may leave."""
 LEARNERS_CODE = ("learner.objective", "learner.advantage")
 """Tables of settings whose own code a replay runs again."""
-OWN_CODE = (*LEARNERS_CODE, "task", "reward")
+FIXED_CODE = (*LEARNERS_CODE, "learner.order")
+"""Tables of settings whose own code stays what it was as the run began."""
+OWN_CODE = (*FIXED_CODE, "buffer.sampler", "task", "reward")
 """All that may name code of the user's own."""
 MAY_CHANGE_ON_RESUME = (
     "steps",
@@ -116,13 +118,13 @@ def with_absolute_files(run: Run) -> Run:
 
 def with_digests(run: Run, names: Sequence[str] = OWN_CODE) -> Run:
     """Returns `run` with the digests of the user's own code at `names`, where that is. Raises TaskError for a
-    file that is missing or, of an objective or advantage, not the one that the run began with."""
+    file that is missing or, of FIXED_CODE, not the one that the run began with."""
     for name in names:
         part = attrgetter(name)(run)
         if not getattr(part, "path", None) or not hasattr(part, "digest"):
             continue
         digest = digest_of(part.path)
-        if name in LEARNERS_CODE and part.digest not in ("", digest):
+        if name in FIXED_CODE and part.digest not in ("", digest):
             raise TaskError(
                 f"{part.path}: it, or what it imports from beside it, is not what the run began with; put "
                 f"that of then back, or replay with --set {name}.path=FILE"

@@ -30,9 +30,13 @@ def permute(index: int, size: int, *key: int) -> int:
 def problem_at(task: Task, number: int, seed: int) -> Problem:
     """Returns problem `number` of an endless sequence, in which each epoch has all of `task.train` in another
     order."""
-    size = len(task.train)
+    return task.train[shuffled(number, len(task.train), seed)]
+
+
+def shuffled(number: int, size: int, seed: int) -> int:
+    """Returns the index of problem `number` of such a sequence of `size` problems."""
     epoch, index = divmod(number, size)
-    return task.train[permute(index, size, seed, epoch)]
+    return permute(index, size, seed, epoch)
 
 
 def _mix(x: int) -> int:

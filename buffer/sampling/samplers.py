@@ -6,19 +6,23 @@
 | freshest              | Lifo, by lag     | 1                 | none                                |
 | uniform               | Uniform          | max_uses          | none                                |
 | prioritized           | Prioritized      | max_uses          | importance weights, 1 at most       |
+| python                |                  | max_uses          | the user's, or none                 |
 
 Draws are without replacement: a batch never has a group twice. To add a sampler, write a Struct in
 areal_q/config/buffer.py, a class here, and a line in SAMPLERS.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from areal_q.config import Fifo, Freshest, Prioritized, SamplerConfig, Uniform
+from areal_q.config import Fifo, Freshest, Prioritized, PythonSampler, SamplerConfig, Uniform
+from areal_q.errors import TaskError
 from areal_q.messages import Group
+from areal_q.plugins import load_function, place_of, user_code
 
 
 @dataclass
@@ -128,6 +132,34 @@ class PrioritizedSampler:
         return Choice(chosen.tolist(), (weights / weights.max()).tolist())
 
 
+class OwnSampler:
+    """A function of the user's own (areal_q/plugins.py)."""
+
+    ahead = True
+
+    def __init__(self, cfg: PythonSampler) -> None:
+        """Loads it. Raises TaskError with the user's line."""
+        self.max_uses, self.min_groups = cfg.max_uses, cfg.min_groups
+        self._cfg, self._function = cfg, load_function(cfg.path, "sampler")
+
+    def choose(
+        self, held: Sequence[PooledGroup], count: int, progress: float, rng: np.random.Generator
+    ) -> Choice:
+        """Returns what the function does. Raises TaskError, with the user's line, if it raises, or gives no
+        `count` different indices, or weights that are not in (0, 1], one for each."""
+        with user_code(self._cfg.path):
+            given = self._function(held, count, progress, rng, **self._cfg.settings)
+            pair = given if isinstance(given, tuple) else (given, ())
+            indexes, weights = [*map(operator.index, pair[0])], [*map(float, pair[1])]
+        place = place_of(self._function)
+        within = all(0 <= i < len(held) for i in indexes)
+        if not within or len(indexes) != count or len({*indexes}) != count:
+            raise TaskError(f"{place}: {count} different indices below {len(held)} are due")
+        if weights and (len(weights) != count or not all(0 < w <= 1 for w in weights)):
+            raise TaskError(f"{place}: {count} weights above 0 and at most 1 are due, or none")
+        return Choice(indexes, weights)
+
+
 def spread(group: Group) -> float:
     """Returns the mean |reward − mean reward| of the valid responses; it is 0 if all rewards are equal."""
     rewards = np.array([t.reward for t in group.valid_trajectories])
@@ -169,6 +201,7 @@ SAMPLERS: dict[type, Callable[[Any], Sampler]] = {
     Freshest: FreshestSampler,
     Uniform: UniformSampler,
     Prioritized: PrioritizedSampler,
+    PythonSampler: OwnSampler,
 }
 
 

@@ -18,10 +18,11 @@ from typing import Self
 
 from msgspec.structs import replace
 
-from areal_q.config import Run, Sampling
+from areal_q.config import OrderConfig, Run, Sampling
 from areal_q.errors import BufferFull, RecordError
 from areal_q.messages import Array, Group, Ticket
-from areal_q.tasks import Problem, Task, Tokenizer, problem_at
+from areal_q.tasks import Problem, Task, Tokenizer
+from areal_q.tasks.order import problem_of_ticket
 from buffer.redis_store import LearnerBuffer
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,8 @@ class AdmissionSettings:
     """Responses to each training ticket."""
     sampling: Sampling
     """How training responses are drawn; held-out problems are answered at temperature 0."""
+    order: OrderConfig
+    """The rule by which a training ticket asks for a problem."""
     eval_problems: int
     """Largest number of held-out problems in an evaluation."""
 
@@ -53,6 +56,7 @@ class AdmissionSettings:
             max_outstanding=run.learner.max_outstanding,
             group_size=run.learner.group_size,
             sampling=run.rollout.sampling,
+            order=run.learner.order,
             eval_problems=run.eval.problems,
         )
 
@@ -160,10 +164,15 @@ class Admission:
 
     def ticket(self, number: int, version: int) -> Ticket:
         """Returns the training ticket `number`, admitted at `version`."""
-        problem = problem_at(self._task, number, self._settings.seed)
-        size, sampling = self._settings.group_size, self._settings.sampling
+        cfg = self._settings
+        problem = problem_of_ticket(cfg.order, number, self._task.train, cfg.seed)
         return self._ticket_for(
-            problem, number, version, purpose="train", group_size=size, sampling=sampling
+            problem,
+            number,
+            version,
+            purpose="train",
+            group_size=cfg.group_size,
+            sampling=cfg.sampling,
         )
 
     def _ticket_for(self, problem: Problem, number: int, version: int, **fields) -> Ticket:

@@ -20,8 +20,16 @@ from hypothesis import strategies as st
 from areal_q.algorithms.loss_types import LossInputs
 from areal_q.algorithms.policy_losses import OBJECTIVES, policy_loss
 from areal_q.algorithms.ratios import ratios
-from areal_q.config import Prioritized, PythonObjective, Run, Uniform, load
-from areal_q.errors import ConfigError
+from areal_q.config import (
+    Freshest,
+    Prioritized,
+    PythonObjective,
+    PythonSampler,
+    Run,
+    Uniform,
+    load,
+)
+from areal_q.errors import ConfigError, TaskError
 from areal_q.messages import Group, Ticket, VersionSpan
 from bench.stability.memory_buffer import MemoryBuffer
 from buffer.interface import Entry
@@ -153,6 +161,81 @@ def test_the_freshest_have_the_least_lag_then_the_last_commit(make_run, make_gro
     assert sampler.choose(items, 3, 0.0, np.random.default_rng(0)).indexes == [3, 1, 2]
 
 
+OWN = """
+import numpy as np
+from buffer.sampling.samplers import inclusion, spread, systematic
+
+def sampler(held, count, progress, rng, alpha, floor):
+    chance = inclusion((np.array([spread(item.group) for item in held]) + floor) ** alpha, count)
+    chosen = systematic(chance, rng)
+    weights = (chance[chosen] * len(held) / count) ** -(0.4 + 0.6 * progress)
+    return chosen, weights / weights.max()
+
+def freshest(held, count, progress, rng):
+    return sorted(range(len(held)), key=lambda i: (held[i].lag, -i))[:count]
+
+def twice(held, count, progress, rng):
+    return [0] * count
+
+def few(held, count, progress, rng):
+    return [0]
+
+def outside(held, count, progress, rng):
+    return range(len(held), len(held) + count)
+
+def heavy(held, count, progress, rng):
+    return range(count), [2.0] * count
+
+def raises(held, count, progress, rng):
+    return held[99]
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "builtin"),
+    [
+        ("sampler", {"alpha": 0.6, "floor": 0.01}, Prioritized()),
+        ("freshest", {}, Freshest()),
+    ],
+)
+def test_a_copy_of_a_sampler_in_a_file_draws_the_same(
+    tmp_path, make_ticket, make_group, name: str, own: dict[str, float], builtin: Any
+):
+    (tmp_path / "mine.py").write_text(OWN)
+    items = held([rewarded(make_group(make_ticket(n)), 0, n % 4) for n in range(12)])
+    for place, item in enumerate(items):
+        item.lag = place % 3
+    mine = build_sampler(PythonSampler(path=f"{tmp_path}/mine.py:{name}", settings=own))
+    for step in range(20):
+        pair = (
+            sampler.choose(items, 5, step / 20, np.random.default_rng([3, step]))
+            for sampler in (mine, build_sampler(builtin))
+        )
+        assert next(pair) == next(pair)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        *(
+            (name, r"mine\.py:\d+: 2 different indices below 4 are due")
+            for name in ("twice", "few")
+        ),
+        ("outside", r"mine\.py:\d+: 2 different indices below 4 are due"),
+        ("heavy", r"mine\.py:\d+: 2 weights above 0 and at most 1 are due, or none"),
+        ("raises", r"mine\.py:\d+: IndexError"),
+    ],
+)
+def test_a_sampler_that_draws_no_batch_is_named_with_its_line(
+    tmp_path, make_ticket, make_group, name: str, said: str
+):
+    (tmp_path / "mine.py").write_text(OWN)
+    sampler = build_sampler(PythonSampler(path=f"{tmp_path}/mine.py:{name}"))
+    items = held([make_group(make_ticket(n)) for n in range(4)])
+    with pytest.raises(TaskError, match=said):
+        sampler.choose(items, 2, 0.0, np.random.default_rng(0))
+
+
 def test_a_weight_multiplies_the_advantages_of_its_group(make_run, make_ticket, make_group):
     groups = [rewarded(make_group(make_ticket(n)), 0, 1) for n in range(2)]
     cfg, history = make_run().learner.advantage, VersionHistory(4)
@@ -229,6 +312,7 @@ def test_every_objective_is_linear_in_the_advantage_for_its_sign(objective):
     "overrides",
     [
         ["buffer.sampler.type=uniform", "buffer.sampler.min_groups=13"],
+        ["buffer.sampler.path=mine.py", "buffer.sampler.min_groups=13"],
         ["buffer.removal.max_groups=3"],
         ["buffer.sampler.type=lifo"],
         ["buffer.sampler.alpha=1.0"],

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from areal_q.config import Run
-from areal_q.errors import BufferFull, RecordError
+from areal_q.errors import BufferFull, RecordError, TaskError
 from areal_q.messages import Ticket, decode_ticket, encode
+from areal_q.system.run_dir import differences, with_digests
 from areal_q.tasks import Problem, build_task, build_tokenizer, columns_for, problem_at
 from bench.stability.memory_buffer import MemoryBuffer, MemoryLearner
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
@@ -303,3 +304,73 @@ def test_a_fresh_run_of_the_same_name_forgets_the_earlier_one(
     second = History(run, redis_url, make_group, None)
     assert second.step() == [0, 1, 2, 3]
     second.dies()
+
+
+ORDER = """
+import json
+
+def order(number, problems, seed, level):
+    \"\"\"The easiest first, for ever.\"\"\"
+    places = sorted(range(len(problems)), key=lambda i: json.loads(problems[i].columns)[level])
+    return places[number % len(places)]
+
+def far(number, problems, seed):
+    return len(problems)
+
+def none(number, problems, seed):
+    return number / 2
+
+def raises(number, problems, seed):
+    raise KeyError("level")
+"""
+
+
+@pytest.fixture
+def leveled(tmp_path: Path) -> list[str]:
+    """The settings of a task whose problems have levels, with no reward of one's own."""
+    rows = [{"prompt": f"{n}=", "answer": "2", "level": 7 * n % 20} for n in range(20)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "mine.py").write_text(ORDER)
+    task = f'task={{type="jsonl", path="{tmp_path}/rows.jsonl", heldout=0.1}}'
+    return [task, f"learner.order.path={tmp_path}/mine.py"]
+
+
+def test_an_order_of_ones_own_says_which_problem_is_next(
+    make_run: MakeRun, make_group: MakeGroup, leveled: list[str]
+):
+    run = make_run(*leveled, 'learner.order.settings={level="level"}', "learner.max_lag=9")
+    store = MemoryBuffer(run.name)
+    admission = admission_of(run, store)
+    admission.admit(0)
+    tickets = tickets_in(store)
+    levels = [json.loads(t.columns)["level"] for t in tickets]
+    assert len(levels) == 40 and levels[:18] == levels[18:36] == sorted(levels[:18])
+    for ticket in tickets:
+        admission.check(make_group(ticket))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("far", r"mine.py:\d+: gave 18 for ticket 0 where an index below 18 is due"),
+        ("none", r"mine.py:\d+: gave 0.0 for ticket 0"),
+        ("raises", r"mine.py:\d+: KeyError: 'level'"),
+    ],
+)
+def test_an_order_that_gives_no_problem_is_named_with_its_line(
+    make_run: MakeRun, leveled: list[str], name: str, said: str
+):
+    run = make_run(leveled[0], f"{leveled[1]}:{name}")
+    with pytest.raises(TaskError, match=said):
+        admission_of(run, MemoryBuffer(run.name)).admit(0)
+
+
+def test_a_run_keeps_its_order_and_may_change_its_sampler(
+    make_run: MakeRun, leveled: list[str], tmp_path: Path
+):
+    run = with_digests(make_run(*leveled, f"buffer.sampler.path={tmp_path}/mine.py:far"))
+    (tmp_path / "mine.py").write_text(ORDER + "# changed\n")
+    with pytest.raises(TaskError, match=r"mine.py: it, or what .* is not what the run began with"):
+        with_digests(run)
+    again = with_digests(run, ["buffer.sampler"])
+    assert differences(run, again) == ["buffer.sampler.digest"]

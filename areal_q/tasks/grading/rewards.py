@@ -11,7 +11,16 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from areal_q.config import External, Overlong, Python, RewardConfig, Run, Sampling, TaskConfig
+from areal_q.config import (
+    External,
+    Overlong,
+    Python,
+    PythonOrder,
+    RewardConfig,
+    Run,
+    Sampling,
+    TaskConfig,
+)
 from areal_q.messages.trajectories import FailureCause
 from areal_q.plugins import digest_of, parted
 from areal_q.tasks.base import Completed, Grader, Problem, Score
@@ -193,8 +202,9 @@ def _without_stop(text: str, stops: Sequence[str]) -> str:
 
 def columns_for(run: Run) -> tuple[str, ...] | None:
     """Returns the columns of a problem's row that its ticket carries: all, which is None, or those that
-    `reward.columns` names for a user's own reward, and none for a built-in one."""
-    return () if _reward_file(run) is None else run.reward.columns
+    `reward.columns` names where the reward or the order is a user's own, else none."""
+    own = _reward_file(run) is not None or isinstance(run.learner.order, PythonOrder)
+    return run.reward.columns if own else ()
 
 
 def _reward_file(run: Run) -> str | None:
