@@ -28,13 +28,12 @@ from helpers.served_model import (
     expected,
     gap,
     one_alive,
-    packed,
     published,
     swapped_after,
 )
 
 from areal_q.config import RolloutConfig, SglangEngine
-from areal_q.errors import ConfigError, EngineDied, RecordError, WeightVersionError
+from areal_q.errors import ConfigError, EngineDied, RecordError
 from rollout.engines.base import Completion
 from rollout.engines.process.checkpoint_backend import check_quantized, write_version
 from rollout.engines.sglang_backend import server_checks
@@ -59,86 +58,6 @@ def live(runner):
         yield live
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        {},
-        {"temperature": 0.7},
-        {"top_k": 5},
-        {"top_p": 0.8},
-        {"temperature": 1.3, "top_k": 9, "top_p": 0.9},
-    ],
-)
-async def test_log_probs_are_of_the_distribution_that_drew(live, sampling):
-    """SGLang's top-p counts the mass of tokens that top-k has cut."""
-    engine = await live()
-    for completion in await engine.generate(ask(samples=4, **sampling)):
-        assert gap(completion, 0, **sampling, mass="all") < 2e-4
-        if sampling:
-            assert gap(completion, 0) > 0.05
-
-
-async def test_kept_keys_are_stale_and_the_log_probs_say_so(live):
-    engine = await live()
-    done = await swapped_after(engine, published(1), 30, ask(max_tokens=350))
-    at = done.spans[0].tokens
-    assert [s.version for s in done.spans] == [0, 1]
-    assert gap(done, 0, last=at) < 2e-4
-    assert gap(done, 1, first=at) > 0.05
-    assert np.isfinite(done.logprobs).all()
-
-
-async def test_a_cached_prompt_is_computed_again_under_new_weights(live):
-    engine = await live()
-    await engine.generate(ask())
-    await engine.load_weights(published(1))
-    (done,) = await engine.generate(ask())
-    assert gap(done, 1) < 2e-4
-
-
-async def test_half_of_a_fused_layer_is_refused(live):
-    engine = await live()
-    whole = published(1).tensors
-    part = {n: t for n, t in whole.items() if "k_proj" not in n and "v_proj" not in n}
-    with pytest.raises(WeightVersionError, match=r"lacks .*k_proj"):
-        await engine.load_weights(packed(part, 1))
-    (done,) = await engine.generate(ask())
-    assert done.spans[0].version == 0
-    assert gap(done, 0) < 2e-4
-
-
-async def test_cancellations_and_updates_disturb_no_other_request(live):
-    engine = await live()
-    tasks = [asyncio.ensure_future(engine.generate(ask(seed=i, max_tokens=100))) for i in range(64)]
-    for version in (1, 2, 3, 4):
-        await asyncio.sleep(0.1)
-        for task in tasks[version::8]:
-            task.cancel()
-        await engine.load_weights(published(version))
-    results = await asyncio.gather(*tasks, return_exceptions=True)
-    cancelled = [r for r in results if isinstance(r, asyncio.CancelledError)]
-    done = [r[0] for r in results if isinstance(r, list)]
-    assert len(cancelled) + len(done) == 64 and len(done) >= 32
-    assert all(len(c.response_ids) == 100 for c in done)
-    assert engine.active == 0 and engine.deaths == 0
-
-
-async def test_no_response_begins_on_old_keys_and_values(live):
-    """Requests that wait in SGLang while weights change, their prompt cached under the old ones."""
-    engine = await live()
-    tasks = [asyncio.ensure_future(engine.generate(ask(seed=i, max_tokens=8))) for i in range(300)]
-    for version in (1, 2, 3, 4, 5):
-        enough = engine.tokens_drawn + 200
-        while engine.tokens_drawn < enough and engine.active:
-            await asyncio.sleep(0.01)
-        await engine.load_weights(published(version))
-    done = [completion for (completion,) in await asyncio.gather(*tasks)]
-    assert len({c.spans[0].version for c in done}) > 1
-    for completion in done:
-        first = completion.spans[0]
-        assert gap(completion, first.version, last=first.tokens) < 2e-4
-
-
 async def test_what_a_cancelled_request_would_have_drawn_is_not_drawn(live):
     """SGLang is told: it has nothing to do soon after, not only when the response would be complete."""
     engine = await live()
@@ -156,29 +75,6 @@ async def test_what_a_cancelled_request_would_have_drawn_is_not_drawn(live):
 async def running_requests(client):
     (load,) = (await client.get("/v1/loads"))["loads"]
     return load["num_running_reqs"]
-
-
-async def test_a_killed_engine_comes_back_and_goes_on_where_it_was(live):
-    """The process that holds the model: SGLang's scheduler, whose death takes the server along."""
-    engine = await live()
-    deaths, pid, drawn = engine.deaths, engine.backend.pid, []
-    scheduler = next(
-        child for child in psutil.Process(pid).children() if "scheduler" in child.name()
-    )
-
-    def on_token(index, token, logprob):
-        drawn.append(token)
-        if len(drawn) == 20:
-            scheduler.kill()
-
-    (done,) = await engine.generate(ask(max_tokens=350), on_token)
-    assert engine.deaths > deaths and engine.backend.pid != pid
-    assert drawn == done.response_ids.tolist() and len(drawn) == 350
-    assert [(s.version, s.tokens) for s in done.spans] == [(0, 350)]
-    assert gap(done, 0) < 2e-4
-    await engine.load_weights(published(1))
-    (done,) = await engine.generate(ask())
-    assert gap(done, 1) < 2e-4
 
 
 async def test_an_update_in_flight_is_exact_before_and_after(live):
@@ -306,14 +202,6 @@ def test_quantized_formats_are_refused_by_name_on_a_cpu():
     assert engine.capabilities.formats == {"bf16"}
     problem = engine.capabilities.lacks(RolloutConfig(format="int8", engine=SglangEngine()))
     assert problem is not None and "int8 is not among bf16" in problem
-
-
-async def test_min_p_is_refused_by_name_where_seeds_draw(live):
-    """SGLang's scheduler would die of it."""
-    engine = await live(kv_on_update="recompute")
-    with pytest.raises(RecordError, match="min_p: SGLang draws it without seeds only"):
-        await engine.generate(ask(min_p=0.1))
-    assert await engine.generate(ask())
 
 
 async def test_a_truncation_beyond_the_servers_mask_is_refused(live, monkeypatch):

@@ -3,7 +3,6 @@
 Needs vLLM, so it runs in an environment of its own: `make test-vllm`.
 """
 
-import asyncio
 import os
 import re
 import signal
@@ -25,7 +24,6 @@ from helpers.served_model import (
     ask,
     gap,
     one_alive,
-    packed,
     published,
     swapped_after,
 )
@@ -34,7 +32,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from areal_q.cli.quantize import quantize
 from areal_q.config import VllmEngine
-from areal_q.errors import ConfigError, EngineDied, RecordError, WeightVersionError
+from areal_q.errors import ConfigError, EngineDied, RecordError
 from areal_q.models import Decoder, init_weights, save_decoder
 from areal_q.quant import dequantize_state, quantize_state
 from areal_q.weights.version import pack_version
@@ -58,93 +56,10 @@ def live(runner):
         yield live
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        {},
-        {"temperature": 0.7},
-        {"top_k": 5},
-        {"top_p": 0.8},
-        {"temperature": 1.3, "top_k": 9, "top_p": 0.9},
-        {"min_p": 0.1},
-        {"temperature": 1.4, "top_k": 20, "min_p": 0.05},
-    ],
-)
-async def test_log_probs_are_of_the_distribution_that_drew(live, sampling):
-    engine = await live()
-    for completion in await engine.generate(ask(samples=4, **sampling)):
-        assert gap(completion, 0, **sampling) < 2e-4
-        if sampling:
-            assert gap(completion, 0) > 0.05
-
-
 TOLERANCE = {
     format: cpu_kernels.kernel_for(format).tolerance_nats for format in cpu_kernels.FORMATS
 }
 """Other weights differ by far more"""
-
-
-async def test_kept_keys_are_stale_and_the_log_probs_say_so(live):
-    engine = await live()
-    done = await swapped_after(engine, published(1), 30, ask(max_tokens=350))
-    at = done.spans[0].tokens
-    assert gap(done, 0, last=at) < 2e-4
-    assert gap(done, 1, first=at) > 0.05
-    assert np.isfinite(done.logprobs).all()
-
-
-async def test_a_cached_prompt_is_computed_again_under_new_weights(live):
-    engine = await live()
-    await engine.generate(ask())
-    await engine.load_weights(published(1))
-    (done,) = await engine.generate(ask())
-    assert gap(done, 1) < 2e-4
-
-
-async def test_half_of_a_fused_layer_is_refused(live):
-    engine = await live()
-    whole = published(1).tensors
-    part = {n: t for n, t in whole.items() if "k_proj" not in n and "v_proj" not in n}
-    with pytest.raises(WeightVersionError, match=r"lacks .*k_proj"):
-        await engine.load_weights(packed(part, 1))
-    (done,) = await engine.generate(ask())
-    assert done.spans[0].version == 0
-    assert gap(done, 0) < 2e-4
-
-
-async def test_cancellations_and_updates_disturb_no_other_request(live):
-    engine = await live()
-    tasks = [asyncio.ensure_future(engine.generate(ask(seed=i, max_tokens=100))) for i in range(64)]
-    for version in (1, 2, 3, 4):
-        await asyncio.sleep(0.1)
-        for task in tasks[version::8]:
-            task.cancel()
-        await engine.load_weights(published(version))
-    results = await asyncio.gather(*tasks, return_exceptions=True)
-    cancelled = [r for r in results if isinstance(r, asyncio.CancelledError)]
-    done = [r[0] for r in results if isinstance(r, list)]
-    assert len(cancelled) + len(done) == 64 and len(done) >= 32
-    assert all(len(c.response_ids) == 100 for c in done)
-    assert engine.active == 0 and engine.deaths == 0
-
-
-async def test_a_killed_engine_comes_back_and_goes_on_where_it_was(live):
-    engine = await live()
-    deaths, pid, drawn = engine.deaths, engine.backend.pid, []
-
-    def on_token(index, token, logprob):
-        drawn.append(token)
-        if len(drawn) == 20:
-            os.kill(pid, signal.SIGKILL)
-
-    (done,) = await engine.generate(ask(max_tokens=350), on_token)
-    assert engine.deaths > deaths and engine.backend.pid != pid
-    assert drawn == done.response_ids.tolist() and len(drawn) == 350
-    assert [(s.version, s.tokens) for s in done.spans] == [(0, 350)]
-    assert gap(done, 0) < 2e-4
-    await engine.load_weights(published(1))
-    (done,) = await engine.generate(ask())
-    assert gap(done, 1) < 2e-4
 
 
 async def test_an_engine_that_falls_silent_is_replaced(live, monkeypatch):
@@ -162,23 +77,6 @@ async def test_an_engine_that_falls_silent_is_replaced(live, monkeypatch):
     (done,) = await engine.generate(ask(max_tokens=200), on_token)
     assert engine.deaths == deaths + 1
     assert gap(done, 0) < 2e-4
-
-
-async def test_no_response_begins_on_old_keys_and_values(live):
-    """Requests that wait in vLLM while weights change, their prompt cached under the old ones: its cache holds
-    some eight of them."""
-    engine = await live(kv_cache_bytes=2 << 20)
-    tasks = [asyncio.ensure_future(engine.generate(ask(seed=i, max_tokens=8))) for i in range(200)]
-    for version in (1, 2, 3, 4):
-        enough = engine.tokens_drawn + 200
-        while engine.tokens_drawn < enough and engine.active:
-            await asyncio.sleep(0.01)
-        await engine.load_weights(published(version))
-    done = [completion for (completion,) in await asyncio.gather(*tasks)]
-    assert len({c.spans[0].version for c in done}) > 1
-    for completion in done:
-        first = completion.spans[0]
-        assert gap(completion, first.version, last=first.tokens) < 2e-4
 
 
 @pytest.mark.parametrize(
