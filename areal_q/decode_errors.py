@@ -61,7 +61,11 @@ def in_words(error: Exception, kind: Any = None, value: Any = msgspec.UNSET) -> 
         return f"{joined(path, name)}: there is no such field"
     shown = value is not msgspec.UNSET and _EXACT.fullmatch(path) is not None
     given = f"{path} = {short(value_at(value, path))}: " if shown else f"{path}: "
-    return f"{given if path else ''}{_refusal(what, path, kind, value, shown)}"
+    if what.startswith("Invalid") and kind is not None:
+        refusal = not_among(str(value_at(value, path)), choices(kind, path, value))
+    else:
+        refusal = expectation(what, shown)
+    return f"{given if path else ''}{refusal}"
 
 
 def untyped(data: bytes) -> Any:
@@ -70,12 +74,6 @@ def untyped(data: bytes) -> Any:
         return msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return msgspec.UNSET
-
-
-def _refusal(what: str, path: str, kind: Any, value: Any, shown: bool) -> str:
-    if what.startswith("Invalid") and kind is not None:
-        return not_among(str(value_at(value, path)), choices(kind, path, value))
-    return expectation(what, shown)
 
 
 def parted(error: msgspec.ValidationError) -> tuple[str, str]:

@@ -7,7 +7,7 @@ user can correct, in one line on stderr.
 
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn, cast
+from typing import Annotated, cast
 
 import msgspec
 import typer
@@ -152,17 +152,14 @@ def _print_json(value: object) -> None:
     typer.echo(msgspec.json.format(msgspec.json.encode(value)).decode())
 
 
-def _fail(error: Exception) -> NoReturn:
-    typer.echo(f"areal-q buffer: error: {escaped(' '.join(str(error).split()))}", err=True)
-    sys.exit(2)
-
-
 def main() -> None:
     accept_any_text()
     try:
         app(prog_name="areal-q buffer")
     except AReaLQError as error:
-        _fail(error)
+        said = escaped(" ".join(str(error).split()))
+        typer.echo(f"areal-q buffer: error: {said}", err=True)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

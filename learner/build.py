@@ -154,18 +154,15 @@ def build_learner(
     buffer = LearnerBuffer(redis_url, run.name, stop=stop)
     with ExitStack() as failed:
         failed.callback(buffer.close)
-        buffer.acquire(owner_of(_run_id(directory), directory), stop)
+        saved = checkpoint.steps(directory / "checkpoints")
+        id = checkpoint.read_state(saved[-1]).run_id if saved else ""
+        buffer.acquire(owner_of(run_dir.run_id(directory, id), directory), stop)
         learner = _build(
             run, directory, buffer, task, tokenizer, announce, fetch, resume, stop, ranks,
             progress or Progress(),
         )  # fmt: skip
         failed.pop_all()
     return learner
-
-
-def _run_id(directory: Path) -> str:
-    found = checkpoint.steps(directory / "checkpoints")
-    return run_dir.run_id(directory, checkpoint.read_state(found[-1]).run_id if found else "")
 
 
 def _note_beginning(

@@ -59,7 +59,8 @@ def disk_use(run: Run) -> DiskUse:
     written = math.ceil(run.steps / kept.every)
     later = min(kept.keep + 1, written) + (run.steps // kept.keep_every if kept.keep_every else 0)
     each = format_bytes(run.rollout.format) if cfg.lora else 4
-    modules = weights * each * (2 if _has_reference(run) else 1)
+    reference = cfg.reference_kl is not None and cfg.lora is None
+    modules = weights * each * (2 if reference else 1)
     moments = 0 if cfg.lora else weights * _moment_bytes(run)
     separate = cfg.critic is not None and cfg.critic.trunk == "separate"
     critic = weights * (4 + 8) if separate else 0
@@ -114,10 +115,6 @@ def _bytes(directory: Path) -> int:
             with suppress(FileNotFoundError):
                 total += os.stat(os.path.join(parent, name)).st_size
     return total
-
-
-def _has_reference(run: Run) -> bool:
-    return run.learner.reference_kl is not None and run.learner.lora is None
 
 
 def format_bytes(format: str) -> float:

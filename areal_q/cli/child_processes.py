@@ -64,11 +64,11 @@ class ChildProcesses:
         """Returns the name of a child that has ended, or None. Of several it is the one that the others depend
         on. Workers that ended because the run is finished do not count, since their learner is about to end
         too."""
-        return next((name for name in self._children if self._has_ended(name)), None)
-
-    def _has_ended(self, name: str) -> bool:
-        code = self._children[name].poll()
-        return code is not None and not (code == 0 and name.startswith("rollout"))
+        for name, child in self._children.items():
+            code = child.poll()
+            if code is not None and not (code == 0 and name.startswith("rollout")):
+                return name
+        return None
 
     def exit_code(self, name: str) -> int | None:
         """Returns the exit code of child `name`; None if it was not started, or has not ended."""

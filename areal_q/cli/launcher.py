@@ -211,7 +211,9 @@ def _run(
         children.start(plan.redis)
         wait(lambda: interrupts.count or children.ended() or _answers(plan.redis_url), _START_S)
     if not interrupts.count and not children.ended() and not _answers(plan.redis_url):
-        raise _no_redis(plan)
+        if plan.redis:
+            raise BufferUnavailable(f"Redis did not answer within {_START_S:.0f} s")
+        raise ConfigError("REDIS_URL: no Redis answers there")
     for program in [] if interrupts.count or children.ended() else [plan.learner, *plan.workers]:
         children.start(program)
     wait(lambda: interrupts.count or children.ended())
@@ -264,12 +266,6 @@ class _Rewrite:
         except redis.RedisError:
             return True
         return not (state.get("aof_rewrite_in_progress") or state.get("aof_rewrite_scheduled"))
-
-
-def _no_redis(plan: Plan) -> Exception:
-    if plan.redis:
-        return BufferUnavailable(f"Redis did not answer within {_START_S:.0f} s")
-    return ConfigError("REDIS_URL: no Redis answers there")
 
 
 def _answers(url: str) -> bool:

@@ -201,16 +201,14 @@ def awaited(run: Run, history: History) -> str:
         return ""
     if evaluated < 0:
         return history.doing or _evaluating(run)
-    return _for_agents(run) if isinstance(run.rollout.environment, External) else "first step"
+    if not isinstance(run.rollout.environment, External):
+        return "first step"
+    needed = plural(run.learner.groups * run.learner.group_size, "episode")
+    return f"waiting for agents {_endpoint(run)}; a step takes {needed}"
 
 
 def _evaluating(run: Run) -> str:
     return f"evaluating {plural(run.eval.problems, 'problem')}"
-
-
-def _for_agents(run: Run) -> str:
-    needed = run.learner.groups * run.learner.group_size
-    return f"waiting for agents {_endpoint(run)}; a step takes {plural(needed, 'episode')}"
 
 
 def _endpoint(run: Run) -> str:

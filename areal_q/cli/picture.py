@@ -72,7 +72,10 @@ def _line(cells: list[RenderableType], stretched: int | None = None) -> Table:
 
 def _figures(history: History, width: int) -> RenderableType:
     """Returns the labelled numbers, in two columns if there is room."""
-    rows = _rows(history)
+    rows = figures(history.last or {}, LIVE_ROWS)
+    if best := history.best_eval:
+        accuracy = f"{shown(ACCURACY, history.evals[-1])}, best {shown(ACCURACY, best)}"
+        rows.insert(1, ("held-out", f"{accuracy} at {best['step']}"))
     grid = Table.grid(padding=(0, 2))
     pairs = 2 if width >= WIDE else 1
     for _ in range(pairs):
@@ -82,14 +85,6 @@ def _figures(history: History, width: int) -> RenderableType:
     for i in range(0, len(cells), 2 * pairs):
         grid.add_row(*cells[i : i + 2 * pairs])
     return grid
-
-
-def _rows(history: History) -> list[tuple[str, str]]:
-    rows = figures(history.last or {}, LIVE_ROWS)
-    if best := history.best_eval:
-        accuracy = f"{shown(ACCURACY, history.evals[-1])}, best {shown(ACCURACY, best)}"
-        rows.insert(1, ("held-out", f"{accuracy} at {best['step']}"))
-    return rows
 
 
 def _workers(workers: list[Record], width: int) -> RenderableType:

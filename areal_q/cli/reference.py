@@ -131,8 +131,11 @@ def _sections(table: types.Type, prefix: str, variant: str) -> Iterator[Section]
             own.append(Setting(f"{name}.type", variant, tags, default, "", meaning))
         elif not choices or isinstance(field.type, types.UnionType):
             kind, default = _kind(field.type), _shown(_default(field))
-            own.append(Setting(name, variant, kind, default, _unit(field.name), meaning))
-    yield Section(prefix.rstrip("."), variant if table.tag_field else "", _doc(table.cls), own)
+            unit = next((unit for end, unit in _UNITS.items() if field.name.endswith(end)), "")
+            own.append(Setting(name, variant, kind, default, unit, meaning))
+    # An inherited docstring describes another class.
+    doc = " ".join((table.cls.__dict__.get("__doc__") or "").split())
+    yield Section(prefix.rstrip("."), variant if table.tag_field else "", doc, own)
     for choice, place in nested:
         yield from _sections(choice, place, "" if choice.tag_field else variant)
 
@@ -229,15 +232,6 @@ def _shown(value: Any) -> str:
 def _tag_of(value: Any) -> str:
     config = getattr(value, "__struct_config__", None)
     return f"`{config.tag}`" if config else _shown(value)
-
-
-def _unit(name: str) -> str:
-    return next((unit for ending, unit in _UNITS.items() if name.endswith(ending)), "")
-
-
-def _doc(cls: type) -> str:
-    """Returns the class's own docstring as one line: an inherited one describes another class."""
-    return " ".join((cls.__dict__.get("__doc__") or "").split())
 
 
 def _title(section: Section) -> str:

@@ -40,7 +40,9 @@ def fault(error: msgspec.ValidationError, table: Table) -> str:
     if name := quoted(what, "Object contains unknown field"):
         return _unknown(joined(path, name), table)
     if name := quoted(what, "Object missing required field"):
-        return f"{joined(path, name)} is missing: {_needed_by(path, table)}"
+        struct = _struct(path, table)
+        tag = f"{path}.type = {struct.tag!r}" if struct and struct.tag else path
+        return f"{joined(path, name)} is missing: {tag} needs it"
     given = f"{path} = {value_at(table, path)!r}"
     if what.startswith("Invalid") or path.rpartition(".")[2] == "type":
         refusal = not_among(str(value_at(table, path)), choices(Run, path, table))
@@ -79,12 +81,6 @@ def _elsewhere(parent: str, name: str, table: Table) -> Iterator[str]:
     leaves = [path.rpartition(".")[2] for path in _all_paths()]
     near = get_close_matches(name, leaves, n=1, cutoff=0.8)
     yield from (path for path, leaf in zip(_all_paths(), leaves, strict=True) if leaf in near)
-
-
-def _needed_by(path: str, table: Table) -> str:
-    struct = _struct(path, table)
-    tag = f"{path}.type = {struct.tag!r}" if struct and struct.tag else path
-    return f"{tag} needs it"
 
 
 def _struct(path: str, table: Table) -> StructType | None:

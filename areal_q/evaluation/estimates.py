@@ -112,7 +112,11 @@ def estimates(answered: Sequence[Answered]) -> list[Estimate]:
         for k in _ks(asked):
             values[f"pass@{k}"] = [pass_at_k(n, c, k) for n, c in counts if n >= k]
         values[f"majority@{asked}"] = [majority(replies) for replies in drawn]
-    return [_estimate(name, each) for name, each in values.items() if each]
+    return [
+        Estimate(name, sum(each) / len(each), *interval(each))
+        for name, each in values.items()
+        if each
+    ]
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -128,7 +132,8 @@ def majority(replies: Sequence[Reply]) -> float:
     All correct answers count as the same, and wrong ones by their spelling. A response without an answer has no
     vote.
     """
-    votes = Counter("correct" if r.correct else ("wrong", r.given) for r in replies if _votes(r))
+    voting = [r for r in replies if r.correct or r.given is not None]
+    votes = Counter("correct" if r.correct else ("wrong", r.given) for r in voting)
     if not votes:
         return 0.0
     most = max(votes.values())
@@ -151,14 +156,6 @@ def wilson(p: float, n: int, z: float = _Z) -> tuple[float, float]:
     centre = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     return max(0.0, centre - half), min(1.0, centre + half)
-
-
-def _estimate(name: str, values: Sequence[float]) -> Estimate:
-    return Estimate(name, sum(values) / len(values), *interval(values))
-
-
-def _votes(reply: Reply) -> bool:
-    return reply.correct or reply.given is not None
 
 
 def _ks(n: int) -> list[int]:

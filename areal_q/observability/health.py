@@ -29,18 +29,10 @@ def complaint(port: int, now_s: float) -> str | None:
             text = page.read().decode()
     except (OSError, TimeoutError) as error:
         return f"no metrics on port {port}: {error}"
-    return _worker_complaint(text, now_s) or _progress_complaint(text)
-
-
-def _worker_complaint(metrics: str, now_s: float) -> str | None:
-    beat = _value(metrics, "worker_record_timestamp_seconds")
+    beat = _value(text, "worker_record_timestamp_seconds")
     if beat is not None and now_s - beat > MAX_AGE_S:
         return f"the last heartbeat is {now_s - beat:.0f} s old"
-    return None
-
-
-def _progress_complaint(metrics: str) -> str | None:
-    age_s, limit_s = _value(metrics, PROGRESS_AGE), _value(metrics, PROGRESS_LIMIT)
+    age_s, limit_s = _value(text, PROGRESS_AGE), _value(text, PROGRESS_LIMIT)
     if age_s is not None and limit_s is not None and age_s > limit_s:
         return f"stuck: no progress for {age_s:.0f} s, more than {limit_s:.0f} s"
     return None

@@ -97,7 +97,10 @@ class LearningJudge:
         if record["kind"] == "step":
             self._add_step(record)
         elif record["kind"] == "eval" and record.get("eval/accuracy") is not None:
-            self._add_eval(record)
+            accuracy, asked = record["eval/accuracy"], record.get("eval/problems") or 1.0
+            # Of so few that all or none are right, one could as well not be.
+            error = math.sqrt(max(accuracy * (1 - accuracy), 1 / asked) / asked)
+            _keep(self._evals, _Level(accuracy, error, accuracy / 2, record["step"]))
 
     def faults(self, over: bool = False) -> list[Fault]:
         """Returns the present faults. If the run is `over`, what lasted for all of fewer than LASTING steps is
@@ -137,12 +140,6 @@ class LearningJudge:
         error = 2 * statistics.stdev(means) / math.sqrt(AVERAGED)
         least = self._mean("reward/std") / 2
         return _Level(statistics.fmean(means), error, least, self._recent[-1]["step"])
-
-    def _add_eval(self, record: Record) -> None:
-        accuracy, asked = record["eval/accuracy"], record.get("eval/problems") or 1.0
-        # Of so few that all or none are right, one could as well not be.
-        error = math.sqrt(max(accuracy * (1 - accuracy), 1 / asked) / asked)
-        _keep(self._evals, _Level(accuracy, error, accuracy / 2, record["step"]))
 
     def _causes(self, lasting: int) -> Iterator[Fault]:
         if at := self._furthest:

@@ -206,7 +206,11 @@ class ProgressLog:
         self._faults.add(record)
         kind = record["kind"]
         if kind == "end":
-            self._say_summary()
+            responses = self._run.learner.groups * self._run.learner.group_size
+            summary = summarize(read_metrics(self._path), responses)
+            self._say(f"{self._run.name}: {summary.title}")
+            for label, value in [*summary.rows, ("model", str(self._path.parent / "hf"))]:
+                self._say(f"  {label:<17}  {value}")
         elif kind == "eval" or (kind != "warning" and time.monotonic() >= self._next_line):
             self._say(plain_line(record, self._history).strip())
             self._next_line = time.monotonic() + self._every_s
@@ -216,10 +220,3 @@ class ProgressLog:
     def lasting_faults(self) -> dict[str, int]:
         """Returns for how many steps each fault has lasted, 0 without it, by `fault/NAME`."""
         return {f"fault/{name}": steps for name, steps in self._faults.lasting().items()}
-
-    def _say_summary(self) -> None:
-        responses = self._run.learner.groups * self._run.learner.group_size
-        summary = summarize(read_metrics(self._path), responses)
-        self._say(f"{self._run.name}: {summary.title}")
-        for label, value in [*summary.rows, ("model", str(self._path.parent / "hf"))]:
-            self._say(f"  {label:<17}  {value}")

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from areal_q.observability.metrics_log import Record, read_metrics
+from areal_q.observability.metrics_log import read_metrics
 from areal_q.system.run_dir import METRICS_FILE, try_lock
 
 
@@ -15,7 +15,8 @@ def how_it_ended(directory: Path) -> tuple[str, bool] | None:
     path = directory / METRICS_FILE
     records = read_metrics(path) if path.exists() else []
     if records and records[-1]["kind"] == "end":
-        return f"ended: {_last(records)}", True
+        last = records[-1]
+        return f"ended: {last.get('reason', 'done')} at step {last['step']}", True
     if "REDIS_URL" in os.environ:
         return None
     logs = f"its processes' last words are in {directory / 'logs'}"
@@ -31,7 +32,3 @@ def is_held(directory: Path) -> bool:
     if handle is not None:
         os.close(handle)
     return handle is None
-
-
-def _last(records: list[Record]) -> str:
-    return f"{records[-1].get('reason', 'done')} at step {records[-1]['step']}"

@@ -148,17 +148,14 @@ def summarize(records: Sequence[Record], responses: int = 0) -> Summary:
         for gap in gaps(steps)
         if not gap.faithful or gap.noise_nats is not None
     ]
-    if failed := _failed_rewards(steps, responses):
-        warnings.append(("reward failed", f"✗ {failed}"))
+    failed, causes = failed_rewards(steps)
+    if failed:
+        told = failed_text(failed, causes, responses * len(steps))
+        warnings.append(("reward failed", f"✗ {told}"))
     faults = learning_faults(records)
     rows = [*((fault.name, f"✗ {fault.says}") for fault in faults), *_accuracy_rows(evals)]
     rows += [*_step_rows(steps), *warnings]
     return Summary(title, rows, _answers(evals), faults, reason)
-
-
-def _failed_rewards(steps: list[Record], responses: int) -> str:
-    failed, causes = failed_rewards(steps)
-    return failed_text(failed, causes, responses * len(steps)) if failed else ""
 
 
 def _accuracy_rows(evals: list[Record]) -> Iterable[tuple[str, str]]:

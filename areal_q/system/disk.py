@@ -35,10 +35,8 @@ class DiskWatch:
         if time.monotonic() < self._next_look:
             return ""
         self._next_look = time.monotonic() + LOOK_EVERY_S
-        was_full, self._full = self._full, self._is_full()
+        was_full = self._full
+        self._full = shutil.disk_usage(self._directory).free < NO_ROOM_BYTES
         if was_full or not self._full:
             return ""
         return f"the disk is full: {self._directory}; the run waits or ends until there is room"
-
-    def _is_full(self) -> bool:
-        return shutil.disk_usage(self._directory).free < NO_ROOM_BYTES

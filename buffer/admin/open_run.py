@@ -4,7 +4,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import redis
@@ -28,7 +28,7 @@ def open_run(
         name = load(directory / "config.toml").name
         where = _server_of(directory)
     elif directory is None and run is not None and (url or os.environ.get("REDIS_URL")):
-        name, where = run, _at(url or os.environ["REDIS_URL"])
+        name, where = run, nullcontext(url or os.environ["REDIS_URL"])
     else:
         raise ConfigError("say where: a run's directory, or --redis URL and --run NAME")
     with where as address:
@@ -42,11 +42,6 @@ def open_run(
             if isinstance(error, AReaLQError):
                 raise
             raise BufferUnavailable(f"redis: {error}") from error
-
-
-@contextmanager
-def _at(url: str) -> Iterator[str]:
-    yield url
 
 
 @contextmanager

@@ -48,11 +48,7 @@ def status_table(found: Status) -> RenderableType:
     for s in found.streams:
         cells = (s.entries, s.claimed or "", s.deliveries or "", size(s.nbytes))
         table.add_row(s.name, *map(str, cells), age(s.oldest_s), age(s.newest_s))
-    return Lines(Text(_escaped_lines(head)), table)
-
-
-def _escaped_lines(text: str) -> str:
-    return "\n".join(map(escaped, text.split("\n")))
+    return Lines(Text("\n".join(map(escaped, head.split("\n")))), table)
 
 
 def facts(client: redis.Redis, run: str, what: str, count: int) -> list[_Row]:

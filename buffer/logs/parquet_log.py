@@ -54,7 +54,11 @@ class ParquetLog:
     def __init__(self, directory: str | Path, format: LogFormat, resume_at: int = 0) -> None:
         self.directory = Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
-        self.leftovers = _remove_leftovers(self.directory)
+        unfinished = list(self.directory.glob(".part-*.parquet.tmp"))
+        for path in unfinished:
+            logger.info("%s: unfinished, removed", path)
+            path.unlink()
+        self.leftovers = len(unfinished)
         """Number of unfinished parts of an earlier process, which were removed"""
         self.dropped_rows = _drop_from(self.directory, format, resume_at)
         found = _parts(self.directory)
@@ -232,14 +236,6 @@ def _unfinished(part: Path) -> Path:
 
 def _parts(directory: Path) -> list[Path]:
     return by_number(directory.glob("part-*.parquet"))
-
-
-def _remove_leftovers(directory: Path) -> int:
-    leftovers = list(directory.glob(".part-*.parquet.tmp"))
-    for path in leftovers:
-        logger.info("%s: unfinished, removed", path)
-        path.unlink()
-    return len(leftovers)
 
 
 def _drop_from(directory: Path, format: LogFormat, step: int) -> int:

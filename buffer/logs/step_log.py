@@ -59,7 +59,8 @@ class StepLog(ParquetLog):
         super().__init__(directory, STEP_LOG_FORMAT, resume_at)
 
     def append(self, record: StepRecord) -> None:
-        self.append_rows(lambda: _to_table(record))
+        row = msgspec.structs.asdict(record) | {"metrics": list(record.metrics.items())}
+        self.append_rows(lambda: pa.Table.from_pylist([row], schema=STEP_SCHEMA))
 
 
 def iter_steps(
@@ -73,8 +74,3 @@ def iter_steps(
         if from_step <= rows.step and (to_step is None or rows.step < to_step):
             for row in rows.read().to_pylist():
                 yield StepRecord(**(row | {"metrics": dict(row["metrics"])}))
-
-
-def _to_table(record: StepRecord) -> pa.Table:
-    row = msgspec.structs.asdict(record) | {"metrics": list(record.metrics.items())}
-    return pa.Table.from_pylist([row], schema=STEP_SCHEMA)

@@ -167,9 +167,10 @@ def different_settings(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 def _words(run: Reported) -> dict[str, Any]:
     summary = run.summary
+    last = max((r["step"] for r in run.records), default=0)
     return {
         "name": run.name,
-        "title": summary.title if run.ended else f"at step {_last(run)} of {run.run.steps}",
+        "title": summary.title if run.ended else f"at step {last} of {run.run.steps}",
         "ended": run.ended,
         "rows": summary.rows,
         "answers": summary.answers,
@@ -183,10 +184,6 @@ def _words(run: Reported) -> dict[str, Any]:
         "note": run.pieces.note,
         "logged": {"steps": len(run.index.steps), "trajectories": run.index.num_trajectories},
     }
-
-
-def _last(run: Reported) -> int:
-    return max((r["step"] for r in run.records), default=0)
 
 
 def _sampled(evals: list[Record]) -> list[Record]:

@@ -46,13 +46,11 @@ class Pieces:
 
     def _text(self, id: int) -> str:
         if id not in self._known:
-            self._known[id] = self._decode([id]) or self._special(id)
+            ends = self._tokenizer is not None and id in self._tokenizer.stops
+            self._known[id] = self._decode([id]) or ("‹end›" if ends else f"‹{id}›")
         return self._known[id]
 
     def _decode(self, ids: Sequence[int]) -> str:
         if self._tokenizer is None or max(ids) >= self._tokenizer.vocab_size:
             return ""
         return self._tokenizer.decode([*self._anchor, *ids])[self._head :]
-
-    def _special(self, id: int) -> str:
-        return "‹end›" if self._tokenizer and id in self._tokenizer.stops else f"‹{id}›"

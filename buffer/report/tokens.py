@@ -74,7 +74,8 @@ class Groups:
         """Returns (meta, arrays) of `rows`. `learnt` is True for the rows that the step learnt from, and
         `scored` are their rows of the token log; a response without a valid reward has none."""
         ids = _flat(rows, "response_ids")
-        texts, piece = np.unique(self._texts(rows), return_inverse=True)
+        pieces = [text for ids in rows["response_ids"].to_pylist() for text in self._pieces(ids)]
+        texts, piece = np.unique(np.array(pieces, dtype=object), return_inverse=True)
         arrays = {
             "id": ids.astype(np.int32),
             "piece": piece.astype(np.int32),
@@ -87,10 +88,6 @@ class Groups:
                 arrays[name] = _missing(name, one.step, rows).astype(dtype)
                 arrays[name][of_learnt] = _flat(scored, name)
         return {"step": one.step, "pieces": texts.tolist(), "groups": self._groups(rows)}, arrays
-
-    def _texts(self, rows: pa.Table) -> np.ndarray:
-        texts = [self._pieces(ids) for ids in rows["response_ids"].to_pylist()]
-        return np.array([text for one in texts for text in one], dtype=object)
 
     def _groups(self, rows: pa.Table) -> list[dict[str, Any]]:
         place = rows["place"].to_numpy()

@@ -25,7 +25,7 @@ import zmq
 from areal_q import messages
 from areal_q.config import BroadcastConfig
 from areal_q.errors import ConfigError, WeightVersionError
-from areal_q.messages import Announce, Manifest
+from areal_q.messages import Announce
 from areal_q.system.ports import most_connections
 from areal_q.weights import delta
 from areal_q.weights.version import WeightVersion
@@ -200,7 +200,8 @@ class WeightServer:
         if handed is None:
             return
         version, base = handed.version, self._newest
-        if base is None or not self._follows(base.manifest, version.manifest):
+        deltas = self._config.max_delta_bytes > 0
+        if base is None or base.manifest.epoch != version.manifest.epoch or not deltas:
             self._make_visible(handler, version, None)
         elif handed.body is not None and handed.base_digest == base.manifest.digest:
             self._make_visible(handler, version, handed.body)
@@ -208,10 +209,6 @@ class WeightServer:
             future = self._differ.submit(delta.diff, base, version)
             self._next = version, future, time.monotonic() + self._config.stall_s
             future.add_done_callback(lambda _: self._wake())
-
-    def _follows(self, base: Manifest, new: Manifest) -> bool:
-        """Returns whether a delta between the two is wanted."""
-        return base.epoch == new.epoch and self._config.max_delta_bytes > 0
 
     def _check_delta(self, handler: RequestHandler) -> None:
         """Makes the next version visible if its delta is ready, or without one if it takes too long."""

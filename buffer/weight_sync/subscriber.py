@@ -292,16 +292,13 @@ class WeightSubscriber:
         }
         if self._behind is not None and not self._is_news(self._behind):
             self._behind = None
-        self._on_progress()
-        self.stats.received += 1
-        self._on_version(version, made_by)
-
-    def _on_progress(self) -> None:
         if self._stalled:
             self._stalled = False
             logger.info("weights arrive again, after %.1f s", self.behind_s)
         still = self._newest is not None and self._is_news(self._newest)
         self._behind_since_s = time.monotonic() if still else math.inf
+        self.stats.received += 1
+        self._on_version(version, made_by)
 
     @property
     def _stall_due_s(self) -> float:

@@ -108,23 +108,16 @@ def samples_of(
         advantages = group_advantages(rewards, torch.tensor(of_group), advantage)
     prompts = [group.ticket.prompt_ids.numpy() for group in groups]
     weights = batch.weights or [1.0] * len(groups)
-    lags = _lags(trajectories, history, version)
+    spans = [span for t in trajectories for span in t.spans]
+    lags = np.repeat([history.lag(span, version) for span in spans], [s.tokens for s in spans])
+    by_response = np.split(lags, np.cumsum([t.num_tokens for t in trajectories])[:-1])
     samples = [
         Sample(groups[i].ticket.number, prompts[i], t, advantage * weights[i], lag, weights[i])
         for i, t, advantage, lag in zip(
-            of_group, trajectories, advantages.tolist(), lags, strict=True
+            of_group, trajectories, advantages.tolist(), by_response, strict=True
         )
     ]
     return [masked(s) if s.trajectory.finish_reason in mask else s for s in samples]
-
-
-def _lags(
-    trajectories: Sequence[Trajectory], history: VersionHistory, version: int
-) -> list[np.ndarray]:
-    """Returns the lag of each token of each trajectory, int64 [T]."""
-    spans = [span for t in trajectories for span in t.spans]
-    lags = np.repeat([history.lag(span, version) for span in spans], [s.tokens for s in spans])
-    return np.split(lags, np.cumsum([t.num_tokens for t in trajectories])[:-1])
 
 
 def masked(sample: Sample) -> Sample:

@@ -78,7 +78,8 @@ class Reference:
         quiet = self._states(policy)
         with perturbed(policy):
             noisy = self._states(policy)
-        rows = [self._compare(policy, quiet[i], noisy[i], i) for i in self._cuts()]
+        cuts = [slice(i, i + ROWS) for i in range(0, len(self._targets), ROWS)]
+        rows = [self._compare(policy, quiet[i], noisy[i], i) for i in cuts]
         error, noise, kl, k3, same = (torch.cat(column) for column in zip(*rows, strict=True))
         return Error(
             error_mean=float(error.mean()),
@@ -110,9 +111,6 @@ class Reference:
     @torch.no_grad()
     def _states(self, model: Decoder) -> Tensor:
         return model(self.ids, self.layout)[self._targets - 1]
-
-    def _cuts(self) -> list[slice]:
-        return [slice(i, i + ROWS) for i in range(0, len(self._targets), ROWS)]
 
 
 def quantize_only(policy: Decoder, model: Decoder, chosen: Iterable[str]) -> None:

@@ -58,7 +58,8 @@ async def answered(
     cancels the rest. Raises RecordError for a prompt that cannot fit into the model.
     """
     reward = build_reward(run)
-    engine = engines.build_engine(_engine_config(run))
+    config = run.rollout.engine
+    engine = engines.build_engine(config if isinstance(config, TorchEngine) else TorchEngine())
     answering = _Answering(run, engine, tokenizer, reward)
     tasks: list[asyncio.Task[Answered]] = []
     try:
@@ -138,11 +139,6 @@ class _Answering:
             )
             for response, score in zip(completed, scores, strict=True)
         ]
-
-
-def _engine_config(run: Run) -> TorchEngine:
-    engine = run.rollout.engine
-    return engine if isinstance(engine, TorchEngine) else TorchEngine()
 
 
 async def _load(engine: Engine, run: Run, path: Path, prompts: Iterable[Sequence[int]]) -> None:

@@ -81,18 +81,13 @@ def decoded_request(data: bytes, type: type[B]) -> B:
             if binds and (body.tools or name == "tool_choice"):
                 raise RecordError(f"`{name}` is not implemented: it is {value!r}")
         for i, message in enumerate(decoded(found["messages"], list[dict[str, Raw]])):
-            _check_role(body.messages[i], f"messages[{i}]")
+            for name in ("tool_calls", "reasoning_content"):
+                if body.messages[i].role != "assistant" and getattr(body.messages[i], name):
+                    raise RecordError(f"messages[{i}]: `{name}` is the assistant's alone")
             for name in message:
                 if name not in Message.__struct_fields__:
                     _refuse(name, message[name], _EMPTY, f" in messages[{i}]")
     return body
-
-
-def _check_role(message: Message, where: str) -> None:
-    """Raises RecordError for calls and thoughts of another than the assistant."""
-    for name in ("tool_calls", "reasoning_content"):
-        if message.role != "assistant" and getattr(message, name):
-            raise RecordError(f"{where}: `{name}` is the assistant's alone")
 
 
 def _refuse(name: str, raw: Raw, neutral: tuple[Any, ...], where: str) -> None:

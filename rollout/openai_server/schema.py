@@ -145,13 +145,9 @@ class Message(Struct):
         }
         return {
             "role": self.role,
-            "content": said if isinstance(said, str) else _joined(said),
+            "content": said if isinstance(said, str) else "".join(part.text for part in said),
             **{field: value for field, value in others.items() if value is not None},
         }
-
-
-def _joined(parts: list[TextPart]) -> str:
-    return "".join(part.text for part in parts)
 
 
 class ChatBody(_Body, kw_only=True):

@@ -40,10 +40,6 @@ def _bits(number: float) -> ir.Constant:
     return _all(_WORDS, int(np.float32(number).view(np.int32)))
 
 
-def _least(builder: Any, a: Any, b: Any) -> Any:
-    return builder.select(builder.icmp_signed("<", a, b), a, b)
-
-
 def _int4(builder: Any, y: Any, borders: list[Any]) -> Any:
     """The nearest whole number within -8 … 7, plus 8."""
     low, high = _all(FLOATS, -8.0), _all(FLOATS, 7.0)
@@ -57,7 +53,8 @@ def _e2m1(builder: Any, y: Any, borders: list[Any]) -> Any:
     """The code of E2M1. Between two powers of two, and below 1, codes are the multiples of half the power
     below: added to 3 · 2²² times that half, a number is rounded to one, in the low bits of the sum."""
     bits = builder.bitcast(y, _WORDS)
-    magnitude = _least(builder, builder.and_(bits, _all(_WORDS, int(MAGNITUDE))), _bits(6.0))
+    magnitude, most = builder.and_(bits, _all(_WORDS, int(MAGNITUDE))), _bits(6.0)
+    magnitude = builder.select(builder.icmp_signed("<", magnitude, most), magnitude, most)
     normal = builder.select(builder.icmp_signed("<", magnitude, _bits(1.0)), _bits(1.0), magnitude)
     power = builder.and_(normal, _bits(float("inf")))
     large = builder.bitcast(builder.add(power, _all(_WORDS, (22 << 23) + (1 << 22))), FLOATS)

@@ -80,7 +80,9 @@ def save_decoder(
             name: t.detach().cpu().to(dtype).contiguous() for name, t in model.state_dict().items()
         }
         if dtype != torch.float32:
-            _check_fits(state, path)
+            for name, tensor in state.items():
+                if not _finite(tensor):
+                    raise CheckpointError(f"{path}: {name} does not fit into {dtype}")
         save_tensors(state, part / WEIGHTS, metadata={"format": "pt"})
         table = model.config.to_hf() | {"torch_dtype": str(dtype).removeprefix("torch.")}
         (part / "config.json").write_text(json.dumps(table, indent=2) + "\n")
@@ -88,12 +90,6 @@ def save_decoder(
             tokenizer.save(str(part))
         if source is not None and (beside := Path(source) / GENERATION).is_file():
             shutil.copyfile(beside, part / GENERATION)
-
-
-def _check_fits(state: dict[str, torch.Tensor], path: str | Path) -> None:
-    for name, tensor in state.items():
-        if not _finite(tensor):
-            raise CheckpointError(f"{path}: {name} does not fit into {tensor.dtype}")
 
 
 def _finite(tensor: torch.Tensor) -> bool:

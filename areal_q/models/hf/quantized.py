@@ -110,14 +110,10 @@ def write_checkpoint(
     config["torch_dtype"] = str(rest).removeprefix("torch.")
     if (quantization := QUANTIZATION_CONFIGS[format]) is not None:
         left_out = LEFT_OUT[quantization["quant_method"]]
-        config["quantization_config"] = {**quantization, left_out: _unquantized(shape)}
+        # In fp8 vLLM would not match the short name `gate` to any layer.
+        routers = [f"model.layers.{i}.mlp.gate" for i in shape.sparse_layers]
+        config["quantization_config"] = {**quantization, left_out: ["lm_head", *routers]}
     target = Path(directory)
     (target / "config.json").write_bytes(msgspec.json.format(json.dumps(config).encode(), indent=2))
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_tensors(contiguous, target / "model.safetensors", metadata={"format": "pt"})
-
-
-def _unquantized(model: DecoderConfig) -> list[str]:
-    """Returns the full names of the linear layers that no format quantizes. In fp8 vLLM would not match the
-    short name `gate` to any layer."""
-    return ["lm_head", *(f"model.layers.{i}.mlp.gate" for i in model.sparse_layers)]

@@ -26,7 +26,9 @@ def published_state(
     state = model.state_dict() if state is None else state
     if adapted(model):
         return {
-            name.replace("/", "."): _travelling(name, tensor.detach())
+            name.replace("/", "."): tensor.detach().to(
+                torch.bfloat16 if is_adapter(name) else tensor.dtype
+            )
             for name, tensor in state.items()
         }
     quantized = {n: m for n, m in linears(model).items() if isinstance(m, QuantLinear)}
@@ -44,7 +46,3 @@ def published_state(
                 prefix + suffix: linear.parts[suffix] for suffix in FORMATS[format].suffixes
             }
     return published
-
-
-def _travelling(name: str, tensor: Tensor) -> Tensor:
-    return tensor.to(torch.bfloat16) if is_adapter(name) else tensor

@@ -36,7 +36,10 @@ class PartialCompletion:
     def add(self, piece: CompletionDelta, version: int, digest: str) -> CompletionDelta:
         """Appends `piece` up to the token that ends the response, as drawn with `version` unless the piece says
         otherwise. Returns what was appended."""
-        taken = self._until_stop(piece.ids)
+        ends = (
+            i + 1 for i, token in enumerate(piece.ids) if self._stopper and self._stopper(token)
+        )
+        taken = next(ends, len(piece.ids))
         self.ids += piece.ids[:taken]
         self.logprobs += piece.logprobs[:taken]
         if piece.spans is not None and taken == len(piece.ids):
@@ -44,13 +47,6 @@ class PartialCompletion:
         elif taken:
             self.spans = merge_spans([*self.spans, VersionSpan(version, taken, digest)])
         return CompletionDelta(ids=piece.ids[:taken], logprobs=piece.logprobs[:taken])
-
-    def _until_stop(self, ids: list[int]) -> int:
-        if self._stopper is not None:
-            for i, token in enumerate(ids):
-                if self._stopper(token):
-                    return i + 1
-        return len(ids)
 
     @property
     def stopped(self) -> bool:

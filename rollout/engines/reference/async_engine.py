@@ -365,7 +365,8 @@ class AsyncEngine(EngineBase):
         told to end."""
         stepper = self._stepper
         ready = stepper.version >= 0 and bool(stepper.active or stepper.waiting)
-        self._keep_time(ready)
+        if ready != (self._busy[1] is not None):
+            self._busy = (self.busy_s, time.perf_counter() if ready else None)
         wait_s = max(0.0, self._due_s - time.monotonic()) if ready else None
         try:
             commands = self._commands.get(timeout=wait_s)
@@ -377,10 +378,6 @@ class AsyncEngine(EngineBase):
         for command in commands:
             command()
         return bool(commands)
-
-    def _keep_time(self, busy: bool) -> None:
-        if busy != (self._busy[1] is not None):
-            self._busy = (self.busy_s, time.perf_counter() if busy else None)
 
     def _swap(self, prepared: Any) -> float:
         """Swaps the weights and returns the seconds that it took. The first ones tell which requests can never

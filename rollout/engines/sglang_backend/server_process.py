@@ -36,12 +36,6 @@ RESERVED_POSITIONS = 16
 shorter than its context"""
 
 
-def _for_the_device(cpu: bool) -> dict[str, str]:
-    if cpu:
-        return SGLANG_CPU_ENVIRONMENT
-    return {} if checkpoint_backend.is_hopper() else SGLANG_GPU_ENVIRONMENT
-
-
 class SglangProcess:
     """The processes of a server. They form one process group, which ends as a whole."""
 
@@ -56,7 +50,11 @@ class SglangProcess:
         ServerArgs. The server puts its sockets in `directory`, and this process or the server, whichever ends
         last, removes it."""
         port, key = free_ports(1)[0], secrets.token_hex(32)
-        environment = SGLANG_ENVIRONMENT | _for_the_device(settings.get("device") == "cpu")
+        environment = dict(SGLANG_ENVIRONMENT)
+        if settings.get("device") == "cpu":
+            environment |= SGLANG_CPU_ENVIRONMENT
+        elif not checkpoint_backend.is_hopper():
+            environment |= SGLANG_GPU_ENVIRONMENT
         process = await asyncio.create_subprocess_exec(
             *module_command("rollout.engines.sglang_backend.server_main", str(directory)),
             env=environment | os.environ | {"TMPDIR": str(directory)},
