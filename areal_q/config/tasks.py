@@ -211,7 +211,7 @@ class RewardConfig(Settings, frozen=True, kw_only=True):
     digest: str = ""
     """Hash of that file and of those beside it that it imports, which a run fills in whenever it starts."""
     function: str = "reward"
-    """Its name there: what it asks for and gives is in docs/extending.md. `reward_group` takes its place."""
+    """Its name there, or `reward_group`: what it asks for → a number or a table (docs/extending.md)."""
     columns: tuple[str, ...] | None = None
     """Columns of a problem's row that a reward of one's own gets; every ticket carries them. None: all."""
     timeout_s: Seconds = 10.0
