@@ -152,7 +152,8 @@ def build_engines(run: Run) -> tuple[Engine, Engine]:
     """One that draws, with room for a whole step, and one that is examined."""
     drawn = run.learner.groups * run.learner.group_size
     here = run.learner.device
-    return tuple(torch_engine(TorchEngine(slots=slots, device=here)) for slots in (drawn, 512))
+    first, second = (torch_engine(TorchEngine(slots=n, device=here)) for n in (drawn, 512))
+    return first, second
 
 
 async def train(run: Run, flaky: Reward | None = None) -> AsyncIterator[Values]:

@@ -107,9 +107,10 @@ class ForeignHand:
 
     def _partial(self) -> int:
         """Takes a ticket, away from a worker that has it, and gives it back with spoilt beginnings."""
-        self._client.xreadgroup(WORKERS_GROUP, b"\xff-1", {self._keys.tickets: ">"}, count=1)
+        me: Any = b"\xff-1"  # as a consumer's name not UTF-8
+        self._client.xreadgroup(WORKERS_GROUP, me, {self._keys.tickets: ">"}, count=1)
         reply: Any = self._client.xautoclaim(
-            self._keys.tickets, WORKERS_GROUP, b"\xff-1", 0, "0-0", count=1
+            self._keys.tickets, WORKERS_GROUP, me, 0, "0-0", count=1
         )
         taken = [(entry, fields) for entry, fields in reply[1] if fields]
         for entry, fields in taken:
@@ -134,7 +135,7 @@ class ForeignHand:
                 record = self._mutated(record)
             self._client.register_script(lua_scripts.RELEASE)(
                 keys=[self._keys.tickets, self._keys.partials],
-                args=[WORKERS_GROUP, b"\xff-1", RELEASED, RELEASED_IDLE_MS, entry, record],
+                args=[WORKERS_GROUP, me, RELEASED, RELEASED_IDLE_MS, entry, record],
             )
         return len(taken)
 

@@ -318,7 +318,7 @@ def test_what_needs_one_process_is_refused_by_name(
 
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match=f"{name}: not with 2 processes of backend torch on cpu"):
-        join(make_run(*setting.split()).learner)
+        join(make_run(*setting.split()))
 
 
 def test_recomputing_layers_gives_the_same_bits(make_run: MakeRun, make_samples: MakeSamples):
