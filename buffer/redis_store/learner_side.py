@@ -65,7 +65,7 @@ class LearnerBuffer:
         self.refused_heartbeats = 0
         """Number of heartbeats that could not be read when `workers` last looked"""
         self._heard: dict[bytes, tuple[bytes, float]] = {}
-        """By worker: its heartbeat, and the monotonic time at which `workers` first read it"""
+        """Each worker's heartbeat, and the monotonic time at which `workers` first read it"""
         self._connection = LeasedConnection(url, self.keys, patience_s, stop)
         self._redis, self._call = self._connection.redis, self._connection.call
         self._change = self._connection.change

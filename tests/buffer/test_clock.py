@@ -39,7 +39,7 @@ def step_back(client: redis.Redis, stream: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["redis 6.2", "redis 7", "valkey 9"])
-async def test_claims_of_a_dead_worker_run_out_though_the_clock_stepped_back(
+async def test_claims_run_out_though_the_clock_stepped_back(
     kind: str, servers: Callable[[str], str], make_ticket: Callable[..., Ticket]
 ):
     """The heir gets them, and not those of a worker that lives."""
