@@ -29,7 +29,7 @@ from areal_q.errors import RecordError
 from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan
 from buffer.logs.parquet_log import LogFormat
 
-_SCHEMA_VERSION = 2
+_SCHEMA_VERSION = 1
 _METADATA_KEY = b"areal-q-log-schema"
 
 _SAMPLING = pa.struct(
@@ -151,7 +151,7 @@ def _group(rows: list[dict[str, Any]]) -> Group:
         sampling=_sampling(first),
         prompt_ids=first["prompt_ids"],
         messages=_messages(first),
-        columns=first.get("columns", ""),
+        columns=first["columns"],
         **{name: first[name] for name in _TICKET_FIELDS},
     )
     return Group(
@@ -174,7 +174,7 @@ def _sampling(row: dict[str, Any]) -> Sampling:
 
 def _messages(row: dict[str, Any]) -> tuple[dict[str, str], ...]:
     try:
-        return msgspec.json.decode(row.get("messages") or "[]", type=tuple[dict[str, str], ...])
+        return msgspec.json.decode(row["messages"] or "[]", type=tuple[dict[str, str], ...])
     except msgspec.DecodeError as error:
         raise RecordError(f"messages of ticket {row['number']}: {in_words(error)}") from error
 
@@ -183,7 +183,7 @@ def _trajectory(row: dict[str, Any]) -> Trajectory:
     return Trajectory(
         spans=[VersionSpan(**span) for span in row["spans"]],
         reward_parts=dict(row["reward_parts"]),
-        reward_notes=dict(row.get("reward_notes", ())),
+        reward_notes=dict(row["reward_notes"]),
         routes=_routes(row),
         failure=row["failure"] or None,
         **{name: row[name] for name in (*_TRAJECTORY_FIELDS, *_TOKEN_FIELDS)},

@@ -23,11 +23,17 @@ _PER_TOKEN = {
 }
 _TICKET = ("number", "prompt", "answer", "admitted", "seed", "purpose", "sampling")
 _GROUP = ("worker", "engine", "weight_format", "started_s", "finished_s", "version", "place")
-_TRAJECTORY = ("index", "reward", "failure", "reward_parts", "finish_reason", "spans")
-_LATER = ("reward_notes",)
-"""Columns of trajectories that older logs lack"""
+_TRAJECTORY = (
+    "index",
+    "reward",
+    "failure",
+    "reward_parts",
+    "reward_notes",
+    "finish_reason",
+    "spans",
+)
 _TOKENS = ("response_ids", "behavior_logprobs", "loss_mask")
-_COLUMNS = [*_TICKET, *_GROUP, "prompt_ids", *_TRAJECTORY, *_LATER, *_TOKENS]
+_COLUMNS = [*_TICKET, *_GROUP, "prompt_ids", *_TRAJECTORY, *_TOKENS]
 
 Rows = tuple[pa.Table, pa.Table | None]
 
@@ -93,9 +99,7 @@ class Groups:
         place = rows["place"].to_numpy()
         starts = np.flatnonzero(np.diff(place, prepend=-1)).tolist()
         groups = rows.select([*_TICKET, *_GROUP, "prompt_ids"]).take(starts).to_pylist()
-        later = [name for name in _LATER if name in rows.column_names]
-        own = rows.select([*_TRAJECTORY, *later])
-        trajectories = [_trajectory(row) for row in own.to_pylist()]
+        trajectories = [_trajectory(row) for row in rows.select(_TRAJECTORY).to_pylist()]
         for group, start, stop in zip(groups, starts, [*starts[1:], len(rows)], strict=True):
             # JavaScript cannot represent all integers beyond 2^53.
             group["seed"] = str(group["seed"])
@@ -111,7 +115,7 @@ def _trajectory(row: dict[str, Any]) -> dict[str, Any]:
         "reward": row["reward"],
         "failure": row["failure"],
         "parts": row["reward_parts"],
-        "notes": row.get("reward_notes", []),
+        "notes": row["reward_notes"],
         "finish": row["finish_reason"],
         "spans": [[s["version"], s["tokens"], s["digest"]] for s in row["spans"]],
     }

@@ -276,18 +276,15 @@ def test_the_list_says_which_responses_were_not_scored(tmp_path, make_ticket, ma
     assert causes == ["", "timeout"]
 
 
-@pytest.mark.parametrize("dropped", [[], ["reward_notes", "messages", "columns"]])
-def test_a_response_comes_with_the_words_of_its_reward(tmp_path, write_run, make_group, dropped):
-    """Logs of the first schema had none."""
+def test_a_response_comes_with_the_words_of_its_reward(tmp_path, write_run, make_group):
     group = make_group()
     judged = [replace(t, reward_notes={"judge": f"so {t.index}"}) for t in group.trajectories]
-    table = groups_to_table(1, 1, [replace(group, trajectories=judged)]).drop_columns(dropped)
-    key = {b"areal-q-log-schema": b"1" if dropped else b"2"}
+    table = groups_to_table(1, 1, [replace(group, trajectories=judged)])
     run = write_run(tmp_path / "run", 1)
-    pq.write_table(table.replace_schema_metadata(key), run / "trajectories/part-000001.parquet")
+    pq.write_table(table, run / "trajectories/part-000001.parquet")
     meta, _ = unpack_arrays(read_runs([run])[0].groups.chunk(1))
     found = [t["notes"] for t in meta["groups"][0]["trajectories"]]
-    assert found == ([[]] * 2 if dropped else [[["judge", f"so {i}"]] for i in range(2)])
+    assert found == [[["judge", f"so {i}"]] for i in range(2)]
 
 
 @given(
