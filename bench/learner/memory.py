@@ -8,7 +8,8 @@ from torch.profiler import ProfilerActivity, profile
 
 def peak_bytes(work: Callable[[], object]) -> int:
     """The most that `work` held at one moment beyond what there was before it."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    kinds = [ProfilerActivity.CPU]
+    with profile(activities=kinds, profile_memory=True, acc_events=True) as recorded:
         work()
     assert recorded.profiler is not None and recorded.profiler.kineto_results is not None
     events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]

@@ -472,4 +472,4 @@ def test_what_megatron_does_not_do_is_refused_by_name(
 
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match=f"{name}: not with 2 processes of backend megatron"):
-        join(make_run("learner.backend.type=megatron", *setting.split()).learner)
+        join(make_run("learner.backend.type=megatron", *setting.split()))
