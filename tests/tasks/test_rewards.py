@@ -435,7 +435,7 @@ async def test_the_end_of_a_process_is_blamed_on_who_was_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: str, cause: FailureCause
 ):
     """Of several that were open nobody knows which one blocked or ended it."""
-    monkeypatch.setattr("areal_q.tasks.grading.reward_process._BLOCKED_S", 0.1)
+    monkeypatch.setattr("areal_q.tasks.grading.isolated_reward._BLOCKED_S", 0.1)
     async with using(many(tmp_path, 0.5)) as reward:
         assert await reward(PROBLEM, [Completed(bad)]) == [Score.failed(cause)]
         scores = await reward(PROBLEM, [Completed("hang"), Completed(bad)])

@@ -3,7 +3,7 @@
     reward = correct · score + format · (1 or 0) + length · (unused share, if correct) + overlong penalty
 
 Fast built-in graders run in the worker. Slow ones and those in a user's file run in processes of their own
-(reward_process.py). Imports no torch.
+(isolated_reward.py). Imports no torch.
 """
 
 import asyncio
@@ -26,8 +26,8 @@ from areal_q.plugins import digest_of, parted
 from areal_q.tasks.base import Completed, Grader, Problem, Score
 from areal_q.tasks.grading.boxed import last_boxed
 from areal_q.tasks.grading.graders import GRADERS, check_extra
+from areal_q.tasks.grading.isolated_reward import Isolated
 from areal_q.tasks.grading.own_reward import load_reward
-from areal_q.tasks.grading.reward_process import Isolated
 
 _INSIDE = r"[^<]*(?:<(?!/?think>|/?answer>)[^<]*)*"
 """Text without any of the four tags"""
