@@ -24,7 +24,7 @@ from pathlib import Path
 from areal_q.config import load
 from learner.multi_process import join
 
-ranks = join(load(None, []).learner)
+ranks = join(load(None, []))
 Path(DIRECTORY, f"made-{ranks.rank}").write_text(str(os.getpid()))
 Path(DIRECTORY, f"made-{ranks.rank}").rename(Path(DIRECTORY, f"rank-{ranks.rank}"))
 time.sleep(600)
