@@ -15,11 +15,13 @@ def set_arithmetic(threads: int, device: str) -> None:
     Processors compute such numbers a hundred times slower, and a very confident policy has many. Without
     torch's deterministic algorithms, threads of a CPU or GPU add the gradients of a token that occurs several
     times, and those of a prompt's last token, which predicts the first one of each response, in the order in
-    which they happen to come. Torch warns once of what it has no such algorithm for. Call it before the process
-    computes anything: threads take the mode from the one that starts them, and cuBLAS reads its variable once.
+    which they happen to come. Torch warns once of what it has no such algorithm for; cuDNN's attention, which
+    has none, is not used. Call it before the process computes anything: threads take the mode from the one that
+    starts them, and cuBLAS reads its variable once.
     """
     if device.startswith("cuda"):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.backends.cuda.enable_cudnn_sdp(False)
     torch.set_flush_denormal(True)
     torch.set_num_threads(threads)
     # torch.use_deterministic_algorithms would import torch's compiler, which takes seconds.

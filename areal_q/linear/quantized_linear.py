@@ -144,8 +144,7 @@ def has_int_mm(device: str) -> bool:
             return False
     a = torch.full((32, 64), INT8_MAX, dtype=torch.int8, device=device)
     a[1::2] = -INT8_MAX
-    exact = (
-        a.double() @ a.double().t()
-    )  # float32 would be rounded where a forward pass is in bfloat16
+    # In a forward pass in bfloat16 a product of float32 would be rounded.
+    exact = a.double() @ a.double().t()
     product = torch._int_mm(a, a.t())  # pyright: ignore[reportPrivateImportUsage]
     return torch.equal(product.double(), exact)

@@ -54,6 +54,18 @@ def test_two_threads_add_gradients_of_a_shared_token_in_order():
     assert printed(SHARED) == ["0"]
 
 
+def test_a_gpu_is_given_nothing_that_it_cannot_repeat():
+    program = """
+import os, torch
+from learner.arithmetic import set_arithmetic
+set_arithmetic(1, "cuda:1")
+enabled = torch.backends.cuda
+print(torch.get_deterministic_debug_mode(), os.environ["CUBLAS_WORKSPACE_CONFIG"])
+print(enabled.cudnn_sdp_enabled(), enabled.flash_sdp_enabled(), enabled.mem_efficient_sdp_enabled())
+"""
+    assert printed(program) == ["1", ":4096:8", "False", "True", "True"]
+
+
 def test_only_what_lies_between_is_insisted_on():
     modes: list[int] = []
     x, weight = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)

@@ -109,6 +109,13 @@ def _listed(v: HeldVersion) -> dict[str, Any]:
     }
 
 
+def _shares(changes: dict[str, tuple[int, int]]) -> list[dict[str, Any]]:
+    return [
+        {"tensor": name, "changed": n, "of": of, "share": f"{n / max(1, of):.4%}"}
+        for name, (n, of) in changes.items()
+    ]
+
+
 def _follow(client: WeightClient, show: Any) -> None:
     """Shows a line for each new version, until Ctrl-C."""
     from areal_q.weights import delta  # needs torch, which listing the versions does not
@@ -195,12 +202,7 @@ def main(
         if tensors:
             before = next((v for v in reversed(held[:-1])), None)
             changes = asked.changes(before) if before else None
-            show(
-                [
-                    {"tensor": name, "changed": n, "of": of, "share": f"{n / max(1, of):.4%}"}
-                    for name, (n, of) in (changes or {}).items()
-                ]
-            )
+            show(_shares(changes or {}))
         elif follow:
             with suppress(KeyboardInterrupt):
                 _follow(asked, show)
