@@ -72,7 +72,7 @@ class SmallModel(TaggedSettings, frozen=True, kw_only=True, tag="small"):
 
 
 class PretrainedModel(TaggedSettings, frozen=True, kw_only=True, tag="pretrained"):
-    """A Hugging Face directory (config.json, *.safetensors, tokenizer): Qwen2, Qwen3, Qwen3-MoE or Llama."""
+    """A Hugging Face directory: config.json, *.safetensors, tokenizer. docs/models.md has the families."""
 
     path: str
     """The directory; a Hugging Face id is not taken."""

@@ -91,27 +91,29 @@ def _softmax(w, count, scale):
             row[p] *= share
 
 
-@kernel(void(F3, F4, F4, I1, nt.float32, F3), fastmath=SUMS)
-def decode_attention(qkv, keys, values, positions, scale, out):
+@kernel(void(F3, F4, F4, I1, nt.int64, nt.float32, F3), fastmath=SUMS)
+def decode_attention(qkv, keys, values, positions, window, scale, out):
     """Writes the new keys and values of qkv [R, heads + 2 · kv_heads, dim] into the cache [slots, kv_heads,
-    max_len, dim], and computes the attention of each row r to its own slot, up to positions[r]. The next head's
-    keys and values come into the cache meanwhile: the processor itself would look for them after a slot's last
-    position."""
+    max_len, dim], and computes the attention of each row r to the last `window` positions of its slot, up to
+    positions[r]. The next head's keys and values come into the cache meanwhile: the processor itself would look
+    for them after a slot's last position."""
     kv_heads, heads, dim = keys.shape[1], out.shape[1], out.shape[2]
     group = heads // kv_heads
     w = np.empty((group, keys.shape[2]), float32)
     for r in range(qkv.shape[0]):
         length = positions[r] + 1
+        first = max(length - window, 0)
+        seen = length - first
         for h in range(kv_heads):
-            k, v = keys[r, h], values[r, h]
+            k, v = keys[r, h, first:], values[r, h, first:]
             for i in range(dim):
-                k[length - 1, i] = qkv[r, heads + h, i]
-                v[length - 1, i] = qkv[r, heads + kv_heads + h, i]
+                k[seen - 1, i] = qkv[r, heads + h, i]
+                v[seen - 1, i] = qkv[r, heads + kv_heads + h, i]
             mine = slice(h * group, (h + 1) * group)
             row, head = (r, h + 1) if h + 1 < kv_heads else (min(r + 1, qkv.shape[0] - 1), 0)
-            dots(k, qkv[r, mine], length, w, keys[row, head])
-            _softmax(w, length, scale)
-            weighted_sums(w, v, length, out[r, mine], values[row, head])
+            dots(k, qkv[r, mine], seen, w, keys[row, head])
+            _softmax(w, seen, scale)
+            weighted_sums(w, v, seen, out[r, mine], values[row, head])
 
 
 @kernel()

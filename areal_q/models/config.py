@@ -8,17 +8,25 @@ from msgspec import Meta, Struct
 
 from areal_q.decode_errors import in_words
 from areal_q.errors import CheckpointError
+from areal_q.models.rope_scaling import inverse_frequencies, read_rope
+from areal_q.models.variants import biases_of, not_implemented, unrotated_of, windows_of
 
 _T = TypeVar("_T")
 
-LLAMA3_CONTEXT = "original_max_position_embeddings"
-FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama")
+FAMILIES = {
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "seed_oss": "SeedOssForCausalLM",
+}
+"""The class of transformers by `model_type`."""
 MOST_LAYERS, MOST_EXPERTS = 1000, 100_000
 """Bounds on a whole model: even an empty one of more takes long to build."""
 Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 _Id = Annotated[int, Meta(ge=0, lt=2**31)]
-SILU = ("silu", "swish")
-"""The two names by which config.json calls the same activation"""
 
 
 class Experts(Struct, frozen=True, kw_only=True):
@@ -75,8 +83,9 @@ class _ExpertSizes(Struct):
 class DecoderConfig(Struct, frozen=True, kw_only=True):
     """Pre-norm decoder: RMSNorm, grouped-query attention with RoPE, SwiGLU.
 
-    Qwen2 has biases on q, k and v; Qwen3 has an RMSNorm over each head of q and k instead; Llama
-    has neither. Qwen3-MoE has experts in place of some, or all, of Qwen3's MLPs.
+    Qwen2 has biases on q, k and v; Qwen3 has an RMSNorm over each head of q and k instead; Qwen3-MoE has
+    experts in place of some, or all, of Qwen3's MLPs. Llama, Mistral, SmolLM3 and Seed-OSS differ in defaults,
+    and in what any family may have: biases, layers that see a window alone, and layers without RoPE.
     """
 
     family: str
@@ -90,7 +99,7 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
     max_positions: Size
     rope_theta: float = 10_000.0
     rope_scaling: dict[str, Any] | None = None
-    """Llama 3's frequency scaling, as in its config.json; None for plain RoPE."""
+    """How RoPE is stretched over a longer context, as in config.json; None for plain RoPE."""
     norm_eps: Annotated[float, Meta(ge=0, le=1)] = 1e-6
     tied: bool = True
     """True if the output head shares the embedding's weights"""
@@ -98,11 +107,23 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
     eos_ids: tuple[_Id, ...] = ()
     pad_id: int | None = None
     qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    unrotated: tuple[int, ...] = ()
+    """Indices of the layers without RoPE"""
+    window: Size | None = None
+    """Number of tokens, its own included, that a token of a sliding layer attends to."""
+    sliding: tuple[int, ...] = ()
+    """Indices of the layers that see the window alone"""
     experts: Experts | None = None
 
     @property
     def qk_norm(self) -> bool:
         return self.family in ("qwen3", "qwen3_moe")
+
+    def window_of(self, layer: int) -> int | None:
+        """Returns the number of tokens that one attends to in `layer`; None: all before it."""
+        return self.window if layer in self.sliding else None
 
     @property
     def sparse_layers(self) -> tuple[int, ...]:
@@ -136,6 +157,8 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
                 if self.qkv_bias:
                     found[f"{at}self_attn.{name}.bias"] = (rows,)
             found[f"{at}self_attn.o_proj.weight"] = (width, queries)
+            if self.o_bias:
+                found[f"{at}self_attn.o_proj.bias"] = (width,)
             if self.qk_norm:
                 found |= {f"{at}self_attn.{x}_norm.weight": (self.head_dim,) for x in "qk"}
             found[f"{at}post_attention_layernorm.weight"] = (width,)
@@ -144,7 +167,7 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
                 for expert in range(self.experts.count):
                     found |= _mlp(f"{at}mlp.experts.{expert}.", width, self.experts.mlp)
             else:
-                found |= _mlp(f"{at}mlp.", width, self.mlp)
+                found |= _mlp(f"{at}mlp.", width, self.mlp, self.mlp_bias)
         found["model.norm.weight"] = (width,)
         return found if self.tied else found | {"lm_head.weight": (self.vocab_size, width)}
 
@@ -161,10 +184,12 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
         if family not in FAMILIES:
             raise CheckpointError(f"model_type {family!r} is none of {', '.join(FAMILIES)}")
         sizes = _read(hf, _Sizes)
-        unknown = [name for name, asked in _not_implemented(family, hf).items() if asked]
+        unknown = [name for name, asked in not_implemented(family, hf).items() if asked]
         if unknown:
             raise CheckpointError(f"{family} with {unknown[0]} is not implemented")
-        rope_theta, rope_scaling = _rope(hf)
+        rope_theta, rope_scaling = read_rope(hf)
+        unrotated = unrotated_of(family, hf, sizes.num_hidden_layers)
+        window, sliding = windows_of(family, hf, sizes.num_hidden_layers, unrotated)
         eos, heads = sizes.eos_token_id, sizes.num_attention_heads
         return cls(
             family=family,
@@ -183,20 +208,17 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
             bos_id=sizes.bos_token_id,
             eos_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
             pad_id=sizes.pad_token_id,
-            qkv_bias=family == "qwen2",
+            **biases_of(family, hf),
+            unrotated=unrotated,
+            window=window,
+            sliding=sliding,
             experts=_experts(hf) if family == "qwen3_moe" else None,
         )
 
     def to_hf(self) -> dict[str, Any]:
         """Returns the content of `config.json`, as transformers reads it."""
-        arch = {
-            "qwen2": "Qwen2ForCausalLM",
-            "qwen3": "Qwen3ForCausalLM",
-            "qwen3_moe": "Qwen3MoeForCausalLM",
-            "llama": "LlamaForCausalLM",
-        }
         return {
-            "architectures": [arch[self.family]],
+            "architectures": [FAMILIES[self.family]],
             "model_type": self.family,
             "vocab_size": self.vocab_size,
             "hidden_size": self.width,
@@ -215,8 +237,29 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
             "eos_token_id": self._eos_to_hf(),
             "pad_token_id": self.pad_id,
             "torch_dtype": "float32",
+            **self._variants_to_hf(),
             **self._experts_to_hf(),
         }
+
+    def _variants_to_hf(self) -> dict[str, Any]:
+        """Returns what the families that have a choice say of biases, windows and layers without RoPE."""
+        of_family: dict[str, Any] = {}
+        if self.family not in ("qwen2", "mistral"):
+            of_family = {"attention_bias": self.qkv_bias, "mlp_bias": self.mlp_bias}
+        if self.family == "seed_oss":
+            of_family["attention_out_bias"] = self.o_bias
+        if self.family == "smollm3":
+            of_family["no_rope_layers"] = [int(i not in self.unrotated) for i in range(self.layers)]
+        if self.family == "mistral" or self.window:
+            of_family["sliding_window"] = self.window
+        if self.family != "mistral" and self.window:
+            kinds = {True: "sliding_attention", False: "full_attention"}
+            of_family |= {
+                "use_sliding_window": True,
+                "layer_types": [kinds[i in self.sliding] for i in range(self.layers)],
+                "max_window_layers": min(self.sliding),
+            }
+        return of_family
 
     def _eos_to_hf(self) -> int | list[int] | None:
         if len(self.eos_ids) > 1:
@@ -237,78 +280,17 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
         }
 
     def inverse_frequencies(self) -> list[float]:
-        """Returns RoPE's head_dim / 2 angular frequencies in radians per position, with Llama 3's scaling if it
-        is configured."""
-        freqs = [self.rope_theta ** (-i / self.head_dim) for i in range(0, self.head_dim, 2)]
-        if self.rope_scaling is None:
-            return freqs
-        s = self.rope_scaling
-        factor, low, high = s["factor"], s["low_freq_factor"], s["high_freq_factor"]
-        context = s[LLAMA3_CONTEXT]
-
-        def scale(freq: float) -> float:
-            turns = context * freq / (2 * math.pi)
-            smooth = min(1.0, max(0.0, (turns - low) / (high - low)))
-            return freq * smooth + freq / factor * (1 - smooth)
-
-        return [scale(f) for f in freqs]
+        """Returns RoPE's head_dim / 2 angular frequencies in radians per position."""
+        return inverse_frequencies(self.head_dim, self.rope_theta, self.rope_scaling)
 
 
-def _mlp(at: str, width: int, mlp: int) -> dict[str, tuple[int, ...]]:
-    shapes = {"gate_proj": (mlp, width), "up_proj": (mlp, width), "down_proj": (width, mlp)}
-    return {f"{at}{name}.weight": shape for name, shape in shapes.items()}
-
-
-def _not_implemented(family: str, hf: dict[str, Any]) -> dict[str, bool]:
-    """Returns, by name, whether `hf` asks for a variant that this decoder does not have: one that transformers
-    would compute differently, or with other weights."""
-    kinds = {kind for kind in hf.get("layer_types") or () if kind != "full_attention"}
-    return {
-        f"hidden_act {hf.get('hidden_act')!r}": hf.get("hidden_act", "silu") not in SILU,
-        "mlp_bias": bool(hf.get("mlp_bias")),
-        "attention_bias": family != "qwen2" and bool(hf.get("attention_bias")),
-        "use_sliding_window": _slides(family, hf),
-        f"layer_types {', '.join(sorted(map(str, kinds)))}": bool(kinds),
-        "is_causal false": hf.get("is_causal", True) is False,
-        "quantization_config, weights that are quantized already,": bool(
-            hf.get("quantization_config")
-        ),
-    }
-
-
-def _slides(family: str, hf: dict[str, Any]) -> bool:
-    """Returns True if some layer would attend to a sliding window. A window that is not switched on, or begins
-    after the last layer, does not count. `layer_types` takes precedence over `max_window_layers`."""
-    if family == "llama" or not hf.get("use_sliding_window"):
-        return False
-    if "sliding_window" in hf and hf["sliding_window"] is None:
-        return False
-    if family == "qwen3_moe":
-        return True
-    return not hf.get("layer_types") and hf["num_hidden_layers"] > hf.get("max_window_layers", 28)
-
-
-def _rope(hf: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """Returns theta and Llama 3's frequency scaling, if there is one, with transformers' precedence:
-    `rope_scaling` before `rope_parameters`, and a theta in either before `rope_theta`. Raises CheckpointError
-    for values that are not valid or a kind that is not implemented."""
-    rope = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
-    if any(isinstance(value, dict) for value in rope.values()):
-        raise CheckpointError("RoPE of a kind of layer each is not implemented")
-    theta = float(rope.pop("rope_theta", None) or hf.get("rope_theta") or 10_000.0)
-    if not 0 < theta < math.inf:
-        raise CheckpointError(f"rope_theta = {theta}")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return theta, None
-    if kind != "llama3":
-        raise CheckpointError(f"rope type {kind!r} is not implemented")
-    for name in ("factor", "low_freq_factor", "high_freq_factor", LLAMA3_CONTEXT):
-        if not isinstance(rope.get(name), int | float) or not 0 < rope[name] < math.inf:
-            raise CheckpointError(f"rope type 'llama3' with {name} = {rope.get(name)!r}")
-    if not rope["low_freq_factor"] < rope["high_freq_factor"]:
-        raise CheckpointError("rope type 'llama3' with low_freq_factor not below high_freq_factor")
-    return theta, rope
+def _mlp(at: str, width: int, mlp: int, bias: bool = False) -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {}
+    for name, shape in ("gate", (mlp, width)), ("up", (mlp, width)), ("down", (width, mlp)):
+        found[f"{at}{name}_proj.weight"] = shape
+        if bias:
+            found[f"{at}{name}_proj.bias"] = shape[:1]
+    return found
 
 
 def _experts(hf: dict[str, Any]) -> Experts:

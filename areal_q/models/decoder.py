@@ -1,5 +1,4 @@
-"""The decoder that the learner trains: Qwen2, Qwen3 (dense or with experts) or Llama, with Hugging Face's
-names.
+"""The decoder that the learner trains, of one of the families in config.py, with Hugging Face's names.
 
 It runs on packed batches: the tokens of all sequences one after the other, without padding. Only attention
 knows the sequences, from a `PackedLayout`.
@@ -22,7 +21,7 @@ from areal_q.models.layers.linear import Linear
 from areal_q.models.layers.mlp import Mlp
 from areal_q.models.layers.moe import Routing, SparseMlp
 from areal_q.models.layers.packed_attention import packed_attention
-from areal_q.models.layers.rope import apply_rope, rope_tables
+from areal_q.models.layers.rope import apply_rope, no_rotation, rope_tables
 from areal_q.models.low_bit.bf16_rounding import RoundedEmbedding, straight
 from areal_q.models.packed_layout import PackedLayout
 
@@ -56,7 +55,7 @@ class Decoder(nn.Module):
         if self.dtype == torch.bfloat16 and token_ids.device.type == "cpu":
             from areal_q.models.fused import trunk as fused  # compiles kernels, if none are cached
 
-            if fused.suits(self.model):
+            if fused.suits(self.model, layout):
                 return fused.hidden_states(self.model, token_ids, layout)
         with torch.autocast(token_ids.device.type, self.dtype):
             return self.model(token_ids, layout, routing).to(self.dtype)
@@ -96,9 +95,11 @@ class Trunk(nn.Module):
     ) -> Tensor:
         cos, sin = rope_tables(self.config, layout.longest, token_ids.device)
         cos, sin = cos[layout.positions], sin[layout.positions]
+        still = no_rotation(cos, sin) if self.config.unrotated else (cos, sin)
         x = self.embed_tokens(token_ids)
-        for layer in self.layers:
-            x = layer(x, cos, sin, layout, routing)
+        for index, layer in enumerate(self.layers):
+            turned = still if index in self.config.unrotated else (cos, sin)
+            x = layer(x, *turned, layout, routing)
         return self.norm(x)
 
 
@@ -107,13 +108,13 @@ class Layer(nn.Module):
         super().__init__()
         self.recompute = False
         self.input_layernorm = nn.RMSNorm(config.width, config.norm_eps)
-        self.self_attn = Attention(config)
+        self.self_attn = Attention(config, config.window_of(index))
         self.post_attention_layernorm = nn.RMSNorm(config.width, config.norm_eps)
         self.mlp: Mlp | SparseMlp
         if config.experts and config.experts.has(index):
             self.mlp = SparseMlp(config, config.experts, config.sparse_layers.index(index))
         else:
-            self.mlp = Mlp(config.width, config.mlp)
+            self.mlp = Mlp(config.width, config.mlp, config.mlp_bias)
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, layout: PackedLayout, routing: Routing | None
@@ -134,16 +135,16 @@ class Layer(nn.Module):
 class Attention(nn.Module):
     """Causal attention within each sequence; several query heads share a key and value head."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, window: int | None) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
+        self.head_dim, self.window = config.head_dim, window
         self.observe: Callable[[Tensor, Tensor, Tensor], None] | None = None
         """Function that is called with q, k and v as attention uses them, to measure them; None for none"""
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
         self.q_proj = Linear(config.width, queries, bias=config.qkv_bias)
         self.k_proj = Linear(config.width, keys, bias=config.qkv_bias)
         self.v_proj = Linear(config.width, keys, bias=config.qkv_bias)
-        self.o_proj = Linear(queries, config.width, bias=False)
+        self.o_proj = Linear(queries, config.width, bias=config.o_bias)
         if config.qk_norm:
             self.q_norm = HeadNorm(config.head_dim, config.norm_eps)
             self.k_norm = HeadNorm(config.head_dim, config.norm_eps)
@@ -158,7 +159,7 @@ class Attention(nn.Module):
         k = apply_rope(self.k_norm(k), cos, sin)
         if self.observe:
             self.observe(q, k, v)
-        return self.o_proj(packed_attention(q, k, v, layout).flatten(-2))
+        return self.o_proj(packed_attention(q, k, v, layout, self.window).flatten(-2))
 
 
 def init_weights(model: Decoder, seed: int) -> None:

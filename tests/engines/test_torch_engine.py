@@ -10,16 +10,12 @@ import pytest
 import torch
 from helpers import engines
 from helpers.engines import generate, serving
+from helpers.families import VARIANTS, config_of
 from helpers.policies import pack_state
 from torch import nn
 from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
+    AutoModelForCausalLM,
     MinPLogitsWarper,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -46,25 +42,12 @@ SHAPE = {
     "eos_token_id": None,
     "bos_token_id": None,
 }
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-MODELS = {
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=True)),
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=LLAMA3)),
-}
 
 
 def random_model(family="qwen3", seed=0):
     """A model whose every weight bfloat16 holds exactly, so that publishing as bf16 loses nothing."""
     torch.manual_seed(seed)
-    model = MODELS[family]().eval()
+    model = AutoModelForCausalLM.from_config(config_of(family, SHAPE)).eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "norm" in name or "bias" in name:
@@ -98,7 +81,7 @@ def reference_logprobs(model, prompt, response, sampling):
 
 
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("family", list(MODELS))
+@pytest.mark.parametrize("family", VARIANTS)
 def test_log_probs_equal_transformers_under_every_sampling(family, fused):
     config = TorchEngine(slots=64, fused=fused)
     model = random_model(family)
@@ -180,7 +163,7 @@ def test_what_prompts_begin_with_is_computed_once_a_version(monkeypatch):
     assert counts == [[25, 6, 4], [2, 2], [25, 4, 4], [20, 2]]
 
 
-@pytest.mark.parametrize("family", list(MODELS))
+@pytest.mark.parametrize("family", VARIANTS)
 def test_greedy_decoding_is_transformers_generate(family):
     model = random_model(family, seed=1)
     prompts = [[1, 2, 3], [7, 7, 7, 7, 7], [20]]

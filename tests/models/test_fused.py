@@ -35,9 +35,17 @@ SHAPE: dict[str, Any] = {
 LAYOUT = PackedLayout.of_groups([(5, (3, 0, 9)), (1, (1,)), (20, (2, 13))])
 
 
+VARIANTS: dict[str, dict[str, Any]] = {
+    "qwen2": {"qkv_bias": True},
+    "smollm3": {"o_bias": True, "unrotated": (1,)},  # without RoPE, a bias of k has gradient 0
+    "mistral": {"window": 64, "sliding": (0, 1)},
+}
+
+
 def decoder(family: str, tied: bool = True) -> Decoder:
     """Returns a decoder whose norms and biases differ from those of a fresh one, to be noticed."""
-    model = Decoder(DecoderConfig(family=family, qkv_bias=family == "qwen2", tied=tied, **SHAPE))
+    variant = VARIANTS.get(family, {})
+    model = Decoder(DecoderConfig(family=family, tied=tied, **variant, **SHAPE))
     init_weights(model, 0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -136,7 +144,7 @@ def test_a_norm_without_use_passes_the_gradient_on():
     assert delta.grad is not None and torch.equal(delta.grad, torch.ones(3, 8).bfloat16())
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", *VARIANTS])
 @pytest.mark.parametrize("tied", [True, False])
 def test_fused_decoder_is_no_coarser_than_autocast(
     family: str, tied: bool, monkeypatch: pytest.MonkeyPatch
@@ -146,8 +154,8 @@ def test_fused_decoder_is_no_coarser_than_autocast(
     fused.dtype = autocast.dtype = torch.bfloat16
     hidden, gradients = states_and_gradients(exact)
     found, of_fused = states_and_gradients(fused)
-    assert found.isfinite().all() and trunk.suits(fused.model)
-    monkeypatch.setattr(trunk, "suits", lambda _: False)
+    assert found.isfinite().all() and trunk.suits(fused.model, LAYOUT)
+    monkeypatch.setattr(trunk, "suits", lambda *_: False)
     coarse, of_autocast = states_and_gradients(autocast)
     assert not torch.equal(found, coarse), "both ran the same way"
     assert error(found, hidden) < 1.5 * error(coarse, hidden) < 0.05
@@ -250,15 +258,18 @@ def test_a_batch_of_other_size_compiles_no_product(capfd: pytest.CaptureFixture[
 
 
 def test_layers_of_other_arithmetic_are_not_fused():
-    assert trunk.suits(decoder("qwen3").model)
+    assert trunk.suits(decoder("qwen3").model, LAYOUT)
     rounds = decoder("qwen3")
     round_rest(rounds)
-    assert not trunk.suits(rounds.model)
+    assert not trunk.suits(rounds.model, LAYOUT)
     shape = DecoderConfig(family="qwen3_moe", experts=Experts(count=2, per_token=1, mlp=8), **SHAPE)
-    assert not trunk.suits(Decoder(shape).model)
+    assert not trunk.suits(Decoder(shape).model, LAYOUT)
+    for variant in ({"mlp_bias": True}, {"window": LAYOUT.longest - 1, "sliding": (1,)}):
+        shape = DecoderConfig(family="llama", **variant, **SHAPE)  # type: ignore[arg-type]
+        assert not trunk.suits(Decoder(shape).model, LAYOUT)
     observed = decoder("qwen3")
     observed.model.layers[1].self_attn.observe = lambda q, k, v: None  # type: ignore[union-attr]
-    assert not trunk.suits(observed.model)
+    assert not trunk.suits(observed.model, LAYOUT)
 
 
 def test_a_weight_that_is_not_finite_shows():

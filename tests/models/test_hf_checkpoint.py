@@ -11,15 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from helpers.families import LLAMA3, VARIANTS, config_of
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    PreTrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 import areal_q.models.hf.checkpoint as hf_module
 from areal_q.errors import CheckpointError
@@ -47,28 +41,12 @@ SHAPE: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500_000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
 LENGTHS = [5, 17, 1, 60]
 
 
-def hf_config(family: str, tied: bool) -> PreTrainedConfig:
-    match family:
-        case "qwen2":
-            rope = {"rope_type": "default", "rope_theta": 1e6}
-            return Qwen2Config(**SHAPE, tie_word_embeddings=tied, rope_parameters=rope)
-        case "qwen3":
-            return Qwen3Config(**SHAPE, tie_word_embeddings=tied, head_dim=16, rms_norm_eps=1e-5)
-        case "llama":
-            return LlamaConfig(**SHAPE, tie_word_embeddings=tied)
-        case _:
-            return LlamaConfig(**SHAPE, tie_word_embeddings=tied, rope_parameters=LLAMA3)
+def hf_config(variant: str, tied: bool) -> PreTrainedConfig:
+    head = {} if variant in ("qwen2", "llama") else {"head_dim": 16}
+    return config_of(variant, SHAPE, tie_word_embeddings=tied, **head)
 
 
 def randomised(config: PreTrainedConfig) -> Any:
@@ -113,7 +91,7 @@ def test_names_and_shapes_are_those_of_the_model(family: str, tied: bool) -> Non
     assert config.weights == sum(t.numel() for t in state.values())
 
 
-every_kind = pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "llama3-rope"])
+every_kind = pytest.mark.parametrize("family", VARIANTS)
 tied_or_not = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 
 
@@ -440,13 +418,12 @@ def test_a_truncated_file_is_named(saved: Path, keep: int) -> None:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"model_type": "gpt2"}, "'gpt2' is none of qwen2, qwen3, qwen3_moe, llama"),
+        ({"model_type": "gpt2"}, "'gpt2' is none of qwen2, qwen3, qwen3_moe, llama, mistral"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": "wide"}, "hidden_size = 'wide': must be a whole number, not text"),
         ({"hidden_act": "gelu"}, "'gelu' is not implemented"),
-        ({"mlp_bias": True}, "mlp_bias is not implemented"),
-        ({"attention_bias": True}, "attention_bias is not implemented"),
-        ({"use_sliding_window": True, "max_window_layers": 1}, "use_sliding_window is not implem"),
+        ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window = 0"),
+        ({"layer_types": ["linear_attention"] * 2}, "layer_types linear_attention is not impl"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types sliding_attention"),
         ({"is_causal": False}, "is_causal false is not implemented"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
@@ -454,7 +431,11 @@ def test_a_truncated_file_is_named(saved: Path, keep: int) -> None:
             {"num_attention_heads": 0, "head_dim": None},
             "num_attention_heads = 0: must be a whole number, at least 1",
         ),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "'yarn' is not implemented"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "'longrope' is not implemented"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": -1}}, "'yarn' with factor = -1"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "'linear' with factor = None"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not implemented"),
+        ({"model_type": "smollm3", "no_rope_layers": [1]}, "fewer than 2 layers"),
         ({"rope_scaling": {"full_attention": {"rope_type": "yarn"}}}, "RoPE of a kind of layer"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "'llama3' with factor = None"),
         ({"rope_scaling": LLAMA3 | {"high_freq_factor": "4"}}, "high_freq_factor = '4'"),

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from helpers.families import VARIANTS
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -17,6 +18,7 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    SeedOssForCausalLM,
 )
 
 from areal_q.quant import FORMATS
@@ -38,6 +40,7 @@ MODELS = {
     "qwen2": (Qwen2ForCausalLM, Qwen2Config),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config),
     "llama": (LlamaForCausalLM, LlamaConfig),
+    "seed_oss": (SeedOssForCausalLM, VARIANTS["seed_oss, all biases"]),
 }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.families import config_of
 from helpers.fixture_types import MakeRun, MakeSamples
 from helpers.policies import save_at
 from torch import Tensor
@@ -50,6 +51,7 @@ FAMILIES = {
     "qwen3": Qwen3Config(**SHAPE),
     "llama": LlamaConfig(**SHAPE),
     "qwen3_moe": Qwen3MoeConfig(**SHAPE, **EXPERTS),
+    "seed_oss": config_of("seed_oss, all biases", SHAPE),
     "one dense layer": Qwen3MoeConfig(**SHAPE, **EXPERTS, mlp_only_layers=[0]),
 }
 LENGTHS = [9, 30, 17]

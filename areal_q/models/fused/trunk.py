@@ -18,7 +18,7 @@ from areal_q.models.fused.functions import (
 from areal_q.models.layers.head_norm import HeadNorm
 from areal_q.models.layers.linear import Linear
 from areal_q.models.layers.packed_attention import packed_attention
-from areal_q.models.layers.rope import rope_tables
+from areal_q.models.layers.rope import no_rotation, rope_tables
 from areal_q.models.packed_layout import PackedLayout
 
 _PLAIN = {nn.Embedding, nn.RMSNorm, HeadNorm, Linear, nn.Identity}
@@ -30,11 +30,15 @@ _LONGEST = 512
 copies, and is faster than torch's at any length in one thread, but torch's divides one between threads."""
 
 
-def suits(trunk: Any) -> bool:
-    """Returns True if `hidden_states` can compute `trunk`."""
+def suits(trunk: Any, layout: PackedLayout) -> bool:
+    """Returns True if `hidden_states` can compute `trunk` for `layout`: no MLP has a bias, and no sequence is
+    longer than a window."""
+    c = trunk.config
     leaves = (m for m in trunk.modules() if not any(m.children()))
     return (
         trunk.norm.weight.device.type == "cpu"
+        and not c.mlp_bias
+        and (c.window is None or layout.longest <= c.window)
         and all(type(m) in _PLAIN for m in leaves)
         and all(p.dtype == torch.float32 for p in trunk.parameters())
         and not any(layer.self_attn.observe for layer in trunk.layers)
@@ -51,12 +55,14 @@ def hidden_states(trunk: Any, token_ids: Tensor, layout: PackedLayout) -> Tensor
     cos, sin = (table[positions] for table in rope_tables(trunk.config, layout.longest))
     weight, tied = trunk.embed_tokens.weight, trunk.config.tied
     x, delta = embedding(pad(token_ids, added), weight, sparse=tied), None
-    for layer in trunk.layers:
+    still = no_rotation(cos, sin) if trunk.config.unrotated else (cos, sin)
+    for index, layer in enumerate(trunk.layers):
+        turned = still if index in trunk.config.unrotated else (cos, sin)
         if layer.recompute and torch.is_grad_enabled():
-            out: Any = checkpoint(_layer, layer, x, delta, cos, sin, layout, use_reentrant=False)
+            out: Any = checkpoint(_layer, layer, x, delta, *turned, layout, use_reentrant=False)
             x, delta = out
         else:
-            x, delta = _layer(layer, x, delta, cos, sin, layout)
+            x, delta = _layer(layer, x, delta, *turned, layout)
     return _add_norm(x, delta, trunk.norm)[1][: len(token_ids)]
 
 

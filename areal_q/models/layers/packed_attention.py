@@ -5,12 +5,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from areal_q.models.packed_layout import PackedLayout
 
 
-def packed_attention(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> Tensor:
-    """Returns the causal attention within each sequence, [T, heads, head_dim].
+def packed_attention(
+    q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, window: int | None = None
+) -> Tensor:
+    """Returns the causal attention within each sequence, [T, heads, head_dim], of each token to the `window`
+    last ones, its own included; None: to all before it.
 
     q is [T, heads, head_dim], k and v are [T, kv_heads, head_dim]. Padding is at the end of a sequence, so that
     no real token attends to it.
@@ -21,22 +25,44 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> T
             x.index_select(0, bucket.rows.flatten()).unflatten(0, bucket.rows.shape).transpose(1, 2)
             for x in (q, k, v)
         )
-        out = _attention(q_pad, k_pad, v_pad)
+        longest = bucket.rows.shape[1]
+        out = _attention(q_pad, k_pad, v_pad, visible(longest, longest, window, q.device))
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, layout.unpad)
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Returns the causal attention, each tensor [sequences, heads, length, head_dim].
+def visible(
+    queries: int, keys: int, window: int | None, device: torch.device | str
+) -> Tensor | None:
+    """Returns which of `keys` positions the last `queries` of them attend to, bool [queries, keys]; None if
+    these are all positions, and each attends to all before it."""
+    if queries == keys and (window is None or window >= keys):
+        return None
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    return seen if window is None else seen.triu(keys - queries + 1 - window)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Returns the attention, each tensor [sequences, heads, length, head_dim]: causal without a mask, else to
+    what `mask` bool [length, length] says.
 
     Where torch is told to warn of what it cannot repeat bit for bit, a GPU's attention only warns, though its
-    gradient could be repeated; so while that is computed, torch is told to insist.
+    gradient could be repeated; so while that is computed, torch is told to insist. With a mask only the plain
+    way can be repeated.
     """
     if not (q.is_cuda and torch.get_deterministic_debug_mode() == 1):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return _sdpa(q, k, v, mask)
+    if mask is not None:
+        with sdpa_kernel(SDPBackend.MATH):
+            return _sdpa(q, k, v, mask)
     q, k, v = Determinism.apply("warn", q, k, v)  # pyright: ignore[reportGeneralTypeIssues]
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    out = _sdpa(q, k, v, None)
     return Determinism.apply("error", out)[0]  # pyright: ignore[reportOptionalSubscript]
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    causal = mask is None
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=True)
 
 
 class Determinism(torch.autograd.Function):

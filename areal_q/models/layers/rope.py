@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from areal_q.models.config import DecoderConfig
+from areal_q.models.rope_scaling import turned_by
 
 
 def rope_tables(
     config: DecoderConfig, length: int | None = None, device: torch.device | str = "cpu"
 ) -> tuple[Tensor, Tensor]:
-    """Returns (cos, sin), each float32 [length, head_dim]; row p belongs to position p.
+    """Returns (cos, sin), each float32 [length, head_dim]; row p belongs to position p. Some ways to
+    stretch RoPE multiply both by a constant.
 
     `length` defaults to the model's max_positions.
     """
@@ -24,7 +26,13 @@ def rope_tables(
         config.max_positions if length is None else length, dtype=torch.float32, device=device
     )
     angles = torch.outer(positions, frequencies).repeat(1, 2)
-    return angles.cos(), angles.sin()
+    by = turned_by(config.rope_scaling)
+    return angles.cos() * by, angles.sin() * by
+
+
+def no_rotation(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns tables of the shape of `cos` and `sin` that leave every head as it is, to the bit."""
+    return torch.ones_like(cos), torch.zeros_like(sin)
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

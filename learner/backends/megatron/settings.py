@@ -11,16 +11,26 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from areal_q.config import AdamW, LearnerConfig, MegatronBackend
 from areal_q.errors import ConfigError
 from areal_q.models import DecoderConfig
+from areal_q.models.rope_scaling import turned_by
 
 
 def transformer_config(
     shape: DecoderConfig, cfg: LearnerConfig, backend: MegatronBackend
 ) -> TransformerConfig:
     """Returns Megatron's settings of the model. Raises ConfigError if the model cannot be divided equally among
-    the ranks, or for settings that a mixture of experts excludes."""
+    the ranks, for variants of the decoder that Megatron's has not, or for settings that a mixture of experts
+    excludes."""
     sparse: dict[str, Any] = {}
     if shape.sparse_layers:
         sparse = _sparse(shape, cfg, backend)
+    for name, asked in {
+        "biases of o_proj or the MLP": shape.o_bias or shape.mlp_bias,
+        "sliding windows": shape.window,
+        "layers without RoPE": shape.unrotated,
+        "RoPE that scales its angles' sines": turned_by(shape.rope_scaling) != 1.0,
+    }.items():
+        if asked:
+            raise ConfigError(f"learner.backend.type = megatron: not with {name}; torch has them")
     quantized = cfg.precision != "full" or cfg.lora
     for name, ranks, what, count in (
         ("tensor", backend.tensor, "key and value heads", shape.kv_heads),

@@ -15,7 +15,7 @@ from areal_q.errors import QuantizationError, WeightVersionError
 from areal_q.linear.quantized_linear import Linear
 from areal_q.models.config import DecoderConfig, Experts
 from areal_q.models.layers.moe import gates_of, mixed
-from areal_q.models.layers.rope import rope_tables
+from areal_q.models.layers.rope import no_rotation, rope_tables
 from areal_q.models.low_bit.lora import LORA_SCALE, AdaptedLinear, adapter_of
 from areal_q.quant import FORMATS
 from areal_q.quant.kv_scales import kv_scales_of
@@ -34,6 +34,7 @@ class Layer:
     head_norm: Tensor | None
     """Weights of Qwen3's RMSNorms over the heads of q and k, float32 [heads + kv_heads, head_dim]"""
     o: Linear
+    o_bias: Tensor | None
     post_norm: Tensor
     """Weight of the RMSNorm before the MLP, float32 [D]"""
     mlp: "Mlp | SparseMlp"
@@ -44,9 +45,12 @@ class Mlp:
     gate_up: Linear
     down: Linear
     ops: Ops
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
 
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
-        return self.down(self.ops.swiglu(self.gate_up(x)), add)
+        y = self.ops.swiglu(self.gate_up(x, self.gate_up_bias))
+        return self.down(y, _sum(add, self.down_bias))
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,10 @@ class SparseMlp:
         return add + mixed(x, taken, gates_of(probs, taken, self.shape), self.experts)
 
 
+def _sum(add: Tensor | None, bias: Tensor | None) -> Tensor | None:
+    return add if bias is None else bias if add is None else add + bias
+
+
 class InferenceModel:
     """A decoder with the weights of one version. Raises WeightVersionError if `weights` lack a tensor or are of
     an unknown format."""
@@ -79,6 +87,7 @@ class InferenceModel:
         self.manifest = manifest
         self.config = DecoderConfig.from_hf(manifest.model)
         self.ops = ops
+        self._names = self.config.tensors().keys()
         tensors = {name: tensor.to(device) for name, tensor in weights.tensors.items()}
         try:
             self.norm = tensors["model.norm.weight"].float()
@@ -106,31 +115,36 @@ class InferenceModel:
             return AdaptedLinear(run, pairs, outs, float(self.manifest.extra[LORA_SCALE]))
 
         def mlp(prefix: str) -> Mlp:
-            gate_up = linear(f"{prefix}.gate_proj", f"{prefix}.up_proj")
-            return Mlp(gate_up, linear(f"{prefix}.down_proj"), self.ops)
+            both, down = (f"{prefix}.gate_proj", f"{prefix}.up_proj"), f"{prefix}.down_proj"
+            return Mlp(linear(*both), linear(down), self.ops, bias(*both), bias(down))
 
         def sparse(experts: Experts) -> SparseMlp:
             router = tensors[f"{layer}.mlp.gate.weight"].float()
             each = [mlp(f"mlp.experts.{i}") for i in range(experts.count)]
             return SparseMlp(router, each, experts)
 
+        def bias(*names: str) -> Tensor | None:
+            """Returns the biases that the config names; None if the first linear has none."""
+            if f"{layer}.{names[0]}.bias" not in self._names:
+                return None
+            return torch.cat([tensors[f"{layer}.{name}.bias"] for name in names]).float()
+
         experts = self.config.experts
         qkv = [f"self_attn.{x}_proj" for x in "qkv"]
-        head_norm = bias = None
+        head_norm = None
         if self.config.qk_norm:
             q_norm = tensors[f"{layer}.self_attn.q_norm.weight"].float()
             k_norm = tensors[f"{layer}.self_attn.k_norm.weight"].float()
             head_norm = torch.cat(
                 (q_norm.expand(self.config.heads, -1), k_norm.expand(self.config.kv_heads, -1))
             )
-        if self.config.qkv_bias:
-            bias = torch.cat([tensors[f"{layer}.{name}.bias"] for name in qkv]).float()
         return Layer(
             input_norm=tensors[f"{layer}.input_layernorm.weight"].float(),
             qkv=linear(*qkv),
-            qkv_bias=bias,
+            qkv_bias=bias(*qkv),
             head_norm=head_norm,
             o=linear("self_attn.o_proj"),
+            o_bias=bias("self_attn.o_proj"),
             post_norm=tensors[f"{layer}.post_attention_layernorm.weight"].float(),
             mlp=sparse(experts) if experts and experts.has(index) else mlp("mlp"),
         )
@@ -153,13 +167,15 @@ class InferenceModel:
         sparse layer appends to `routes` the K experts that it sent the tokens to, int64 [T, K]."""
         c, ops = self.config, self.ops
         cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
+        still = no_rotation(cos, sin) if c.unrotated else (cos, sin)
         rotated = c.heads + c.kv_heads
         x = self.embedding.embed(tokens)
         for index, layer in enumerate(self.layers):
             qkv = layer.qkv(self._norm(x, layer.input_norm), layer.qkv_bias)
             qkv = qkv.view(-1, rotated + c.kv_heads, c.head_dim)
-            ops.rotate(qkv, rotated, layer.head_norm, c.norm_eps, cos, sin)
-            x = layer.o(attend(index, qkv), x)
+            turned = still if index in c.unrotated else (cos, sin)
+            ops.rotate(qkv, rotated, layer.head_norm, c.norm_eps, *turned)
+            x = layer.o(attend(index, qkv), _sum(x, layer.o_bias))
             h = self._norm(x, layer.post_norm)
             x = layer.mlp(h, x, routes) if isinstance(layer.mlp, SparseMlp) else layer.mlp(h, x)
         return x

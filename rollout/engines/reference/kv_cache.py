@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from areal_q.models.config import DecoderConfig
+from areal_q.models.layers.packed_attention import visible
 
 Attend = Callable[[int, Tensor], Tensor]
 """Function that computes the attention of one layer: (layer, qkv [T, heads + 2 · kv_heads, head_dim]) →
@@ -80,7 +81,7 @@ class KVCache:
 
 class DecodeAttention:
     """Attention of one token in each of R rows to the positions of its own slot, up to and including
-    `positions` int64 [R]; `length` is L."""
+    `positions` int64 [R], or to those of them that a layer's window shows; `length` is L."""
 
     def __init__(self, cache: KVCache, positions: Tensor, length: int) -> None:
         self.cache, self.length, self.rows = cache, length, positions.shape[0]
@@ -88,21 +89,31 @@ class DecodeAttention:
         per_head = positions.repeat_interleave(kv_heads)
         heads = torch.arange(per_head.shape[0], device=positions.device)
         self.write_at = heads * capacity + per_head
-        ahead = torch.arange(length, device=positions.device) > per_head.view(-1, 1, 1)
-        self.mask = torch.zeros(ahead.shape, device=positions.device).masked_fill_(
-            ahead, -torch.inf
-        )
+        self.per_head = per_head.view(-1, 1, 1)
+        self.masks: dict[int | None, Tensor] = {}
+        """What is added to scores [R · kv_heads, 1, L], by window."""
         self.scale = cache.config.head_dim**-0.5
 
     def __call__(self, layer: int, qkv: Tensor) -> Tensor:
         q, k, v = self.cache.split(qkv)
         self.cache.put_tokens(layer, k, v, self.write_at)
         keys, values = self.cache.read(layer, self.rows, self.length)
+        mask = self._mask(self.cache.config.window_of(layer))
         # The query heads that share a key head are the rows of one small matrix product.
         scores = torch.baddbmm(
-            self.mask, q.reshape(len(keys), -1, q.shape[-1]), keys.transpose(1, 2), alpha=self.scale
+            mask, q.reshape(len(keys), -1, q.shape[-1]), keys.transpose(1, 2), alpha=self.scale
         )
         return torch.bmm(scores.softmax(-1), values).view(self.rows, -1)
+
+    def _mask(self, window: int | None) -> Tensor:
+        if window not in self.masks:
+            at = torch.arange(self.length, device=self.per_head.device)
+            hidden = at > self.per_head
+            if window is not None:
+                hidden |= at <= self.per_head - window
+            zeros = torch.zeros(hidden.shape, device=hidden.device)
+            self.masks[window] = zeros.masked_fill_(hidden, -torch.inf)
+        return self.masks[window]
 
 
 class PromptPrefix:
@@ -135,7 +146,9 @@ class PromptPrefix:
         """Computes the causal attention of the tokens `ids`, and keeps their keys and values."""
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in cache.split(qkv))
         self.layers.append((k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        mask = visible(len(qkv), len(qkv), cache.config.window_of(layer), qkv.device)
+        causal = mask is None
+        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=True)
         return out.squeeze(0).transpose(0, 1).flatten(1)
 
 
@@ -165,7 +178,8 @@ class PrefillAttention:
         self.cache, self.source, self.prompts = cache, source, prompts
         self.slots = slice(first, first + source.shape[0])
         self.prefix = prefix
-        self.mask: Tensor | None = None
+        self.masks: dict[int | None, Tensor | None] = {}
+        """What the prompts' tokens attend to, by window."""
 
     def __call__(self, layer: int, qkv: Tensor) -> Tensor:
         by_prompt = qkv.view(self.prompts, -1, *qkv.shape[1:]).transpose(1, 2)
@@ -174,12 +188,13 @@ class PrefillAttention:
         if self.prefix:
             before = (x.expand(self.prompts, -1, -1, -1) for x in self.prefix.layers[layer])
             k, v = (torch.cat(pair, 2) for pair in zip(before, (k, v), strict=True))
-            if self.mask is None:
-                ones = torch.ones(length, k.shape[2], dtype=torch.bool, device=k.device)
-                self.mask = ones.tril(k.shape[2] - length)
         k, v = self.cache.put_prompts(layer, k, v, self.slots, self.source)
-        causal = self.mask is None
-        out = F.scaled_dot_product_attention(q, k, v, self.mask, is_causal=causal, enable_gqa=True)
+        window = self.cache.config.window_of(layer)
+        if window not in self.masks:
+            self.masks[window] = visible(length, k.shape[2], window, k.device)
+        mask = self.masks[window]
+        causal = mask is None
+        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=True)
         return out.transpose(1, 2).reshape(self.prompts * length, -1)
 
 

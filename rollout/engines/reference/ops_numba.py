@@ -34,12 +34,15 @@ class FusedDecodeAttention:
 
     def __init__(self, cache: KVCache, positions: Tensor) -> None:
         self.cache, self.positions = cache.data, positions.numpy()
-        self.heads, self.scale = cache.config.heads, cache.config.head_dim**-0.5
+        self.config, self.scale = cache.config, cache.config.head_dim**-0.5
 
     def __call__(self, layer: int, qkv: Tensor) -> Tensor:
-        out = np.empty((len(qkv), self.heads, qkv.shape[-1]), np.float32)
+        out = np.empty((len(qkv), self.config.heads, qkv.shape[-1]), np.float32)
         keys, values = self.cache[layer].numpy()
-        decoding.decode_attention(qkv.numpy(), keys, values, self.positions, self.scale, out)
+        window = self.config.window_of(layer) or keys.shape[2]
+        decoding.decode_attention(
+            qkv.numpy(), keys, values, self.positions, window, self.scale, out
+        )
         return torch.from_numpy(out).view(len(qkv), -1)
 
 

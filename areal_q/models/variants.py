@@ -1,0 +1,75 @@
+"""The variants of a decoder that a Hugging Face `config.json` may ask for: biases, windows, layers without
+RoPE; and those that are not implemented."""
+
+from typing import Any
+
+from areal_q.errors import CheckpointError
+
+SILU = ("silu", "swish")
+"""The two names by which config.json calls the same activation"""
+_WINDOW_BY_LAYER = ("qwen2", "qwen3", "smollm3")
+"""Families in which some layers may see a window and others all."""
+
+
+def not_implemented(family: str, hf: dict[str, Any]) -> dict[str, bool]:
+    """Returns, by name, whether `hf` asks for a variant that this decoder does not have: one that transformers
+    would compute differently, or with other weights."""
+    kinds = {*(hf.get("layer_types") or ())} - {"full_attention", "sliding_attention"}
+    slides = "sliding_attention" in (hf.get("layer_types") or ())
+    by_layer = family in _WINDOW_BY_LAYER and hf.get("use_sliding_window")
+    return {
+        f"hidden_act {hf.get('hidden_act')!r}": hf.get("hidden_act", "silu") not in SILU,
+        f"layer_types {', '.join(sorted(map(str, kinds)))}": bool(kinds),
+        "layer_types sliding_attention": slides and not by_layer,
+        "is_causal false": hf.get("is_causal", True) is False,
+        "quantization_config, weights that are quantized already,": bool(
+            hf.get("quantization_config")
+        ),
+    }
+
+
+def biases_of(family: str, hf: dict[str, Any]) -> dict[str, bool]:
+    """Returns which linears have biases. A flag that transformers does not read in a family is passed over."""
+    if family in ("qwen2", "mistral"):
+        return {"qkv_bias": family == "qwen2"}
+    qkv = bool(hf.get("attention_bias", family == "seed_oss"))
+    out = bool(hf.get("attention_out_bias")) if family == "seed_oss" else qkv
+    has_mlp = family in ("llama", "smollm3", "seed_oss") and bool(hf.get("mlp_bias"))
+    return {"qkv_bias": qkv, "o_bias": out, "mlp_bias": has_mlp}
+
+
+def unrotated_of(family: str, hf: dict[str, Any], layers: int) -> tuple[int, ...]:
+    """Returns the layers without RoPE: in SmolLM3, those with a 0 in `no_rope_layers`, or else every fourth."""
+    if family != "smollm3":
+        return ()
+    every = hf.get("no_rope_layer_interval") or 4
+    rotated = hf.get("no_rope_layers") or [(i + 1) % every for i in range(layers)]
+    if not isinstance(rotated, list) or len(rotated) < layers:
+        raise CheckpointError(f"no_rope_layers names fewer than {layers} layers")
+    return tuple(i for i in range(layers) if not rotated[i])
+
+
+def windows_of(
+    family: str, hf: dict[str, Any], layers: int, unrotated: tuple[int, ...]
+) -> tuple[int | None, tuple[int, ...]]:
+    """Returns the window and the layers that see no more than it. A window that is not switched on, or begins
+    after the last layer, is none. `layer_types` takes precedence over `max_window_layers`. Raises
+    CheckpointError for a window that is no number."""
+    switched = family == "mistral" or (
+        hf.get("use_sliding_window") and family not in ("llama", "seed_oss")
+    )
+    window = hf.get("sliding_window", 4096) if switched else None
+    if window is None:
+        return None, ()
+    if not isinstance(window, int) or window < 1:
+        raise CheckpointError(f"sliding_window = {window!r}")
+    if family in ("mistral", "qwen3_moe"):
+        return window, tuple(range(layers))
+    kinds = hf.get("layer_types")
+    if kinds:
+        sliding = tuple(i for i, kind in enumerate(kinds[:layers]) if kind == "sliding_attention")
+    elif family == "smollm3":
+        sliding = unrotated
+    else:
+        sliding = tuple(range(hf.get("max_window_layers", 28), layers))
+    return (window, sliding) if sliding else (None, ())
