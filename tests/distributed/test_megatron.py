@@ -444,6 +444,26 @@ def test_settings_that_experts_exclude_are_refused_by_name(run_of, setting: str,
         transformer_config(SHAPES["moe"], run.learner, run.learner.backend)
 
 
+@needs_megatron
+@pytest.mark.filterwarnings("ignore")  # Megatron's, as it is imported
+@pytest.mark.parametrize(
+    ("variant", "name"),
+    [
+        ({"o_bias": True}, "biases of o_proj or the MLP"),
+        ({"mlp_bias": True}, "biases of o_proj or the MLP"),
+        ({"window": 4, "sliding": (0,)}, "sliding windows"),
+        ({"unrotated": (1,)}, "layers without RoPE"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "scales its angles' sines"),
+    ],
+)
+def test_variants_that_megatron_lacks_are_refused_by_name(run_of, variant: dict, name: str):
+    from learner.backends.megatron.settings import transformer_config
+
+    run = run_of("llama")
+    with pytest.raises(ConfigError, match=name):
+        transformer_config(shaped(**variant), run.learner, run.learner.backend)
+
+
 def test_ranks_that_do_not_fill_the_processes_are_refused(make_run, monkeypatch):
     backend = make_run("learner.backend={type='megatron', tensor=2, pipeline=2}").learner.backend
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import engines
 from helpers.engines import generate, serving
-from helpers.families import VARIANTS, config_of
+from helpers.kinds import VARIANTS, config_of
 from helpers.policies import pack_state
 from torch import nn
 from transformers import (

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.formats import E4M3
+from helpers.kinds import E4M3
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip(

@@ -8,7 +8,7 @@ import os
 
 import pytest
 import torch
-from helpers.formats import E4M3
+from helpers.kinds import E4M3
 
 from areal_q.kernels.quantize import dispatch
 from areal_q.quant import activations

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from helpers.families import LLAMA3, VARIANTS, config_of
+from helpers.kinds import LLAMA3, VARIANTS, config_of
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 

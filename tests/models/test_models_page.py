@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.families import VARIANTS, config_of
+from helpers.kinds import VARIANTS, config_of
 from transformers import CONFIG_MAPPING
 
 from areal_q.errors import CheckpointError
@@ -29,7 +29,7 @@ OTHERS = (
     "deepseek_v3", "glm4", "qwen2_moe", "qwen3_next", "falcon_h1", "stablelm", "starcoder2", "cohere2",
     "exaone4", "ernie4_5", "hunyuan_v1_dense", "arcee",
 )  # fmt: skip
-"""Families of which no variant is in helpers/families.py."""
+"""Families of which no variant is in helpers/kinds.py."""
 
 
 def answer(table: dict[str, Any]) -> str:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from helpers.formats import every_format
+from helpers.kinds import every_format
 from helpers.policies import pack_state
 from hypothesis import given, settings
 from hypothesis import strategies as st

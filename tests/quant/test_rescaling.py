@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers.families import VARIANTS
+from helpers.kinds import VARIANTS
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.families import config_of
 from helpers.fixture_types import MakeRun, MakeSamples
+from helpers.kinds import config_of
 from helpers.policies import save_at
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig

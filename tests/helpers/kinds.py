@@ -1,9 +1,14 @@
-"""Transformers' configurations of the variants that the decoder has: families, biases, windows, ways to stretch
-RoPE. Each takes a shape of two layers or more."""
+"""The kinds of models and number formats that tests run over.
+
+VARIANTS are transformers' configurations of what the decoder has: families, biases, windows, ways to stretch
+RoPE. Each takes a shape of two layers or more.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+import torch
 from transformers import (
     LlamaConfig,
     MistralConfig,
@@ -14,6 +19,10 @@ from transformers import (
     SmolLM3Config,
 )
 
+from areal_q.quant import FORMATS
+
+E4M3 = torch.float8_e4m3fn
+every_format = pytest.mark.parametrize("name", list(FORMATS))
 LLAMA3: dict[str, Any] = {
     "rope_type": "llama3",
     "rope_theta": 500_000.0,
