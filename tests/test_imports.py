@@ -44,6 +44,7 @@ LAYERS = {
     ),
     "rollout": (
         {"engines", "loop_lag"},
+        {"reply_formats"},
         {"environments"},
         {"openai_server", "worker"},
         {"build"},

@@ -30,7 +30,6 @@ from rollout.openai_server.episode_turns import (
     new_of_prompt,
 )
 from rollout.openai_server.replies import Reply
-from rollout.openai_server.reply_formats.table import format_of
 from rollout.openai_server.request_fields import B, decoded_request
 from rollout.openai_server.schema import (
     BeginEpisode,
@@ -42,6 +41,7 @@ from rollout.openai_server.schema import (
 )
 from rollout.openai_server.streaming import stream
 from rollout.openai_server.token_route import decoded_tokens, token_answer
+from rollout.reply_formats.table import format_of
 
 logger = logging.getLogger(__name__)
 HEADER = "X-Episode"

@@ -11,8 +11,6 @@ from areal_q.tasks import Tokenizer
 from areal_q.tasks.base import Message
 from rollout.engines.base import Completion
 from rollout.engines.stop_conditions import TextStream, cut_at_stop, held_back
-from rollout.openai_server.reply_formats.base import Asked, Parser, Part, joined
-from rollout.openai_server.reply_formats.table import ReplyFormat
 from rollout.openai_server.schema import (
     ChatBody,
     CompletionBody,
@@ -23,6 +21,8 @@ from rollout.openai_server.schema import (
     usage,
 )
 from rollout.openai_server.schema import Message as SentMessage
+from rollout.reply_formats.base import Asked, Parser, Part, joined
+from rollout.reply_formats.table import ReplyFormat
 
 _PROMPT_TAIL = 16
 """Tokens at the end of a prompt that may hold the beginning of a thought"""

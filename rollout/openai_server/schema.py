@@ -13,7 +13,7 @@ from areal_q.errors import RecordError
 from areal_q.messages.trajectories import LARGEST_REWARD, FailureCause
 from areal_q.tasks.base import Message as PlainMessage
 from areal_q.tasks.base import Tool
-from rollout.openai_server.reply_formats.base import Part
+from rollout.reply_formats.base import Part
 
 _Stop = Annotated[str, Meta(min_length=1, max_length=LONGEST_STOP)]
 _Stops = _Stop | Annotated[list[_Stop], Meta(max_length=MOST_STOPS)] | None

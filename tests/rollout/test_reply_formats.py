@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from areal_q.config import Chat
 from areal_q.tasks import CharTokenizer, load_tokenizer
-from rollout.openai_server.reply_formats.base import Asked, Part, joined
-from rollout.openai_server.reply_formats.table import FORMATS, format_of
+from rollout.reply_formats.base import Asked, Part, joined
+from rollout.reply_formats.table import FORMATS, format_of
 
 
 def tool(name: str, **types: str) -> dict[str, Any]:

@@ -6,9 +6,9 @@ from functools import partial
 from typing import NamedTuple
 
 from areal_q.tasks.base import Tokenizer
-from rollout.openai_server.reply_formats.base import Asked, Parser
-from rollout.openai_server.reply_formats.tagged import Tagged, glm, hermes, mistral, qwen_xml
-from rollout.openai_server.reply_formats.untagged import Harmony, LlamaJson, Text
+from rollout.reply_formats.base import Asked, Parser
+from rollout.reply_formats.tagged import Tagged, glm, hermes, mistral, qwen_xml
+from rollout.reply_formats.untagged import Harmony, LlamaJson, Text
 
 
 class ReplyFormat(NamedTuple):

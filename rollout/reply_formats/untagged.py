@@ -4,7 +4,7 @@ import json
 import re
 
 from rollout.engines.stop_conditions import held_back
-from rollout.openai_server.reply_formats.base import Asked, Part, call, call_of_json
+from rollout.reply_formats.base import Asked, Part, call, call_of_json
 
 _PYTHON = "<|python_tag|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 
 from rollout.engines.stop_conditions import held_back
-from rollout.openai_server.reply_formats.base import (
+from rollout.reply_formats.base import (
     Asked,
     Part,
     call,
