@@ -9,17 +9,14 @@ import asyncio
 import importlib
 import inspect
 import os
-import resource
 import socket
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from areal_q.errors import ConfigError, RewardUnavailable, TaskError
-from areal_q.messages.trajectories import FailureCause
-from areal_q.plugins import line_of
+from areal_q.errors import ConfigError, TaskError
 from areal_q.system.command import accept_any_text
+from areal_q.tasks.grading.child_process import failure_of, frame, limit_memory, private_socket
 from areal_q.tasks.grading.graders import GRADERS, check_extra
 from areal_q.tasks.grading.own_reward import Scorer, load_reward, scores_of
 from areal_q.tasks.grading.reward_process import TIMED_OUT, Answer, Ask, Graded, Ready
@@ -28,17 +25,17 @@ _asks = msgspec.msgpack.Decoder(Ask)
 
 
 def main(kind: str, name: str, function: str, memory_mib: str, timeout_s: str) -> None:
-    parent = _private_socket()
+    parent = private_socket()
     accept_any_text()  # a reward may print what the model wrote
     try:
         scorer = load_reward(name, function) if kind == "file" else _grader(name)
     except (ConfigError, TaskError) as error:
         ready = Ready(error=str(error), extra_missing=isinstance(error, ConfigError))
-        parent.sendall(_frame(ready))
+        parent.sendall(frame(ready))
         return
-    _limit_memory(int(memory_mib) << 20)
+    limit_memory(int(memory_mib) << 20)
     ready = Ready(ids=scorer.ids, group=scorer.group, at_once=scorer.at_once, whole=scorer.whole)
-    parent.sendall(_frame(ready))
+    parent.sendall(frame(ready))
     if scorer.at_once:
         asyncio.run(_many(scorer, parent, float(timeout_s)))
     else:
@@ -67,7 +64,7 @@ def _one_by_one(scorer: Scorer, parent: socket.socket) -> None:
             graded = _graded(scorer, ask, given)
         except Exception as error:  # a user's code, and sympy, may raise anything
             graded = [_failed(error, scorer)]
-        parent.sendall(_frame(Answer(ask.number, graded)))
+        parent.sendall(frame(Answer(ask.number, graded)))
 
 
 async def _many(scorer: Scorer, parent: socket.socket, timeout_s: float) -> None:
@@ -83,7 +80,7 @@ async def _many(scorer: Scorer, parent: socket.socket, timeout_s: float) -> None
         except Exception as error:  # as above
             late = limit.expired()
             graded = [Graded(error=TIMED_OUT, cause="timeout") if late else _failed(error, scorer)]
-        answers.write(_frame(Answer(ask.number, graded)))
+        answers.write(frame(Answer(ask.number, graded)))
 
     async with asyncio.TaskGroup() as tasks:
         try:
@@ -104,39 +101,5 @@ def _graded(scorer: Scorer, ask: Ask, given: Any) -> list[Graded]:
 
 def _failed(error: Exception, scorer: Scorer) -> Graded:
     """Returns why there is no score: of code of the user's own, with their line."""
-    said = f"raised {type(error).__name__}: {error}"[:500]
-    said += f", in {line_of(error, scorer.path)}" if scorer.path else ""
-    return Graded(error=said, cause=_cause(error))
-
-
-def _cause(error: Exception) -> FailureCause:
-    if isinstance(error, RewardUnavailable):
-        return "unavailable"
-    return "killed" if isinstance(error, MemoryError) else "exception"
-
-
-def _limit_memory(more: int) -> None:
-    """Limits this process to `more` bytes of address space beyond what it has now; 0 means no limit. The memory
-    that libraries reserve on import, for some of them tens of gigabytes, does not count."""
-    held = Path("/proc/self/statm")
-    if not more or not held.exists():
-        return
-    now = int(held.read_text().split()[0]) * resource.getpagesize()
-    _, most = resource.getrlimit(resource.RLIMIT_AS)
-    bound = now + more if most == resource.RLIM_INFINITY else min(now + more, most)
-    resource.setrlimit(resource.RLIMIT_AS, (bound, most))
-
-
-def _private_socket() -> socket.socket:
-    """Returns the socket that was stdin and stdout. The reward's own reads are then empty, and its prints go to
-    stderr."""
-    parent = socket.socket(fileno=os.dup(0))
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.dup2(2, 1)
-    return parent
-
-
-def _frame(message: msgspec.Struct) -> bytes:
-    data = msgspec.msgpack.encode(message)
-    return len(data).to_bytes(4, "little") + data
+    said, cause = failure_of(error, scorer.path)
+    return Graded(error=said, cause=cause)
