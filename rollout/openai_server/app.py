@@ -41,7 +41,7 @@ from rollout.openai_server.schema import (
 )
 from rollout.openai_server.streaming import stream
 from rollout.openai_server.token_route import decoded_tokens, token_answer
-from rollout.reply_formats.table import format_of
+from rollout.reply_formats.reader import ReplyReader
 
 logger = logging.getLogger(__name__)
 HEADER = "X-Episode"
@@ -77,11 +77,7 @@ class Endpoint:
         self._web = web
         self._engine, self._tokenizer, self._model = engine, tokenizer, model
         self._episodes, self._sampling = episodes, sampling
-        self._format = format_of(tokenizer, reply_format)
-        marks = (*self._format.shown, *self._format.ends)
-        named = {tokenizer.decode([i]): i for i in tokenizer.special_ids} if marks else {}
-        self._ends = frozenset(named[token] for token in self._format.ends if token in named)
-        self._shown = frozenset(named[token] for token in self._format.shown if token in named)
+        self._reader = ReplyReader(tokenizer, reply_format)
         self._runner: Any = None
         self._listener: asyncio.Server | None = None
 
@@ -187,7 +183,7 @@ class Endpoint:
         talk = Talk(messages, [tool.plain() for tool in body.tools or ()])
         variables = body.chat_template_kwargs or {}
         if episode is not None:
-            given = new_of_messages(self._tokenizer, episode, talk, variables, self._ends)
+            given = new_of_messages(self._tokenizer, episode, talk, variables, self._reader.ends)
             prompt = given.after(episode)
         else:
             prompt = self._tokenizer.encode_messages(messages, variables, talk.tools)
@@ -239,11 +235,13 @@ class Endpoint:
         stops = frozenset([*self._tokenizer.stops, *(body.stop_token_ids or ())])
         no_text = self._tokenizer.special_ids
         if isinstance(body, ChatBody):
-            stops, no_text = stops | self._ends, no_text - self._shown
+            stops, no_text = stops | self._reader.ends, self._reader.no_text
         # In an episode the agent needs the whole text, its stops included, for its next turn must extend it.
         kept = body.include_stop_str_in_output or episode is not None
         hidden = () if kept else stop_strings(sampling)
-        reply = Reply(body, prompt, self._model, self._tokenizer, hidden, self._format, no_text)
+        reply = Reply(
+            body, prompt, self._model, self._tokenizer, hidden, self._reader.format, no_text
+        )
 
         async def generate(on_token: TokenCallback | None) -> list[Completion]:
             if episode is not None and given is not None:

@@ -22,10 +22,8 @@ from rollout.openai_server.schema import (
 )
 from rollout.openai_server.schema import Message as SentMessage
 from rollout.reply_formats.base import Asked, Parser, Part, joined
+from rollout.reply_formats.reader import PROMPT_TAIL
 from rollout.reply_formats.table import ReplyFormat
-
-_PROMPT_TAIL = 16
-"""Tokens at the end of a prompt that may hold the beginning of a thought"""
 
 
 class Reply:
@@ -47,7 +45,7 @@ class Reply:
         self._format, self._no_text = format, no_text
         called = isinstance(body, ChatBody) and body.tool_choice != "none" and body.tools
         tools = [tool.plain() for tool in called or ()]
-        tail = prompt[-_PROMPT_TAIL:] if self._chat else []
+        tail = prompt[-PROMPT_TAIL:] if self._chat else []
         self._asked = Asked(tools, tokenizer.decode(tail))
         self._parsers: dict[int, Parser] = {}
         self._calls: dict[int, int] = {}
