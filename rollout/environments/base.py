@@ -21,7 +21,7 @@ from areal_q.messages import (
     VersionSpan,
     merge_spans,
 )
-from areal_q.tasks import Completed, Score, Tokenizer, without_end
+from areal_q.tasks import Completed, Problem, Reward, Score, Tokenizer, without_end
 from rollout.engines.base import Completion
 from rollout.engines.stop_conditions import cut_after_stop, stop_strings
 
@@ -63,9 +63,12 @@ class Response:
     def text(self, tokenizer: Tokenizer, sampling: Sampling) -> str:
         """Returns the text that rewards judge: the beginning that the chat template gave the reply and all that
         followed, special tokens included, but without the model's end token. It ends with the stop string that
-        ended the response."""
+        ended the last turn."""
         text = tokenizer.decode(without_end(self.ids, tokenizer.stops))
-        return tokenizer.prefill + cut_after_stop(text, stop_strings(sampling))
+        given = max((place for place, drawn in enumerate(self.mask, 1) if not drawn), default=0)
+        before = len(tokenizer.decode(self.ids[:given]))
+        last = cut_after_stop(text[before:], stop_strings(sampling))
+        return tokenizer.prefill + text[:before] + last
 
     def completed(self, tokenizer: Tokenizer, sampling: Sampling) -> Completed:
         """Returns the response as rewards judge it."""
@@ -145,6 +148,15 @@ class Response:
             ended=partial.ended,
             routes=None if partial.routes is None else partial.routes.numpy(),
         )
+
+
+async def scored(
+    reward: Reward, ticket: Ticket, responses: Sequence[Response], tokenizer: Tokenizer
+) -> list[Score]:
+    """Returns the scores of the responses: their own, which agents and environments give, or the reward's."""
+    open_ones = [r.completed(tokenizer, ticket.sampling) for r in responses if r.score is None]
+    scores = iter(await reward(Problem.of_ticket(ticket), open_ones))
+    return [r.score or next(scores) for r in responses]
 
 
 def with_shared_prompt(ticket: Ticket, responses: list[Response]) -> tuple[Ticket, list[Response]]:

@@ -183,3 +183,9 @@ def test_the_task_demonstrates_the_call_and_judges_the_end(make_run: MakeRun):
     assert call.endswith(f"){result}") and problem.prompt == call[1 : call.index(")")] + "="
     assert not score(problem, f"{call} 1{result}").correct
     assert not score(problem, "").correct
+
+
+def test_only_the_last_turn_is_cut_after_its_stop():
+    """A token may spell more than the stop string that it completes; what follows earlier stops was said."""
+    response = Response(ids=CHARS.encode("1)2+3)4"), mask=[1, 1, 0, 0, 1, 1, 1])
+    assert response.text(CHARS, Sampling(stop=(")",))) == "1)2+3)"
