@@ -17,7 +17,7 @@ from rollout.engines.base import Engine
 from rollout.environments.base import Environment
 from rollout.environments.engine_client import EngineClient
 from rollout.environments.external import Episodes
-from rollout.environments.registry import build_environment, build_evaluation_environment
+from rollout.environments.registry import build_environment, for_evaluation
 from rollout.openai_server.app import Endpoint
 from rollout.worker import Worker, WorkerCapacity, first_error
 
@@ -69,7 +69,7 @@ def build_parts(run: Run, run_name: str, address: EndpointAddress) -> WorkerPart
             token_file=address.token_file,
             reply_format=chat.reply_format if (chat := chat_of(run.task)) else "auto",
         )
-    evaluation = build_evaluation_environment(run, client)
+    evaluation = for_evaluation(environment, client)
     return WorkerParts(engine, tokenizer, environment, evaluation, endpoint)
 
 

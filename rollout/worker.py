@@ -43,13 +43,14 @@ from areal_q.messages import (
     Trajectory,
     WorkerStatus,
 )
-from areal_q.tasks import Problem, Reward, Tokenizer
+from areal_q.tasks import Reward, Tokenizer
 from buffer.redis_store import Claim, WorkerBuffer
 from buffer.weight_sync import WeightSource, WeightSubscriber
 from rollout.engines.base import Engine
-from rollout.environments.base import Environment, Response, with_shared_prompt
+from rollout.environments.base import Environment, Response, scored, with_shared_prompt
 from rollout.environments.engine_client import EngineClient
 from rollout.environments.external import Episodes
+from rollout.environments.own_environment import OwnTurns
 from rollout.environments.single_turn import SingleTurn
 from rollout.loop_lag import LoopLag
 
@@ -133,6 +134,7 @@ class Worker:
         self._environments = {"train": environment or single, "eval": evaluation or single}
         """Environments by the ticket's purpose"""
         self._episodes = environment if isinstance(environment, Episodes) else None
+        self._own = environment if isinstance(environment, OwnTurns) else None
         self._routes = routes
         """True if the learner needs the experts that tokens were sent to"""
         self._capacity = capacity
@@ -160,6 +162,8 @@ class Worker:
         """Works until cancelled. `begin` is awaited as soon as the engine takes requests. Any error of a loop
         is raised, in an ExceptionGroup, since a worker that cannot work must not look alive."""
         await self._reward.start()
+        if self._own:
+            await self._own.start()
         await self._engine.start()
         try:
             if begin:
@@ -172,6 +176,8 @@ class Worker:
         finally:
             await self._engine.close()
             await self._reward.close()
+            if self._own:
+                await self._own.close()
             works = self._in_flight.values()
             await self._buffer.leave([replace(w.claim, partial=w.partial()) for w in works])
 
@@ -261,14 +267,11 @@ class Worker:
                 self._resumed += 1
 
     async def _scored(self, ticket: Ticket, responses: list[Response]) -> list[Trajectory]:
-        """Returns the records of the responses. Agents have scored theirs already."""
-        open_ones = [r for r in responses if r.score is None]
-        completed = [r.completed(self._tokenizer, ticket.sampling) for r in open_ones]
-        scores = iter(await self._reward(Problem.of_ticket(ticket), completed))
+        """Returns the records of the responses."""
+        scores = await scored(self._reward, ticket, responses, self._tokenizer)
         wanted = self._routes and ticket.purpose == "train"
-        return [
-            r.trajectory(i, r.score or next(scores), routes=wanted) for i, r in enumerate(responses)
-        ]
+        pairs = zip(responses, scores, strict=True)
+        return [r.trajectory(i, score, routes=wanted) for i, (r, score) in enumerate(pairs)]
 
     async def _swap(self) -> None:
         while True:
@@ -369,7 +372,9 @@ class Worker:
             resumed=self._resumed,
             run_id=self._run_id,
             waits_for=self._waits_for(now_s),
-            failure=self._reward.failure[: 2 * LONGEST_NAME],
+            failure=(self._reward.failure or (self._own.failure if self._own else ""))[
+                : 2 * LONGEST_NAME
+            ],
             episodes=self._episodes.unfinished if self._episodes else 0,
             open_episodes=self._episodes.open if self._episodes else 0,
         )

@@ -78,6 +78,7 @@ def train(
     heldout: Rows | float | None = None,
     objective: Code | None = None,
     advantage: Code | None = None,
+    environment: Code | None = None,
     config: str | Path | None = None,
     name: str | None = None,
     settings: Settings | None = None,
@@ -104,10 +105,14 @@ def train(
         given.append(("task.heldout", other))
     if reward is not None:
         given.append(("reward.path", _code(reward, inputs)))
-    for place, code in (("objective", objective), ("advantage", advantage)):
+    for place, code in (
+        ("learner.objective", objective),
+        ("learner.advantage", advantage),
+        ("rollout.environment", environment),
+    ):
         if code is not None:
             own = {"type": "python", "path": _code(code, inputs), "digest": ""}
-            given.append((f"learner.{place}", own))
+            given.append((place, own))
     given += [("steps", steps)] * (steps is not None) + [("name", name)] * (name is not None)
     run = load(config, [*given, *(settings or {}).items()])
     began, os.environ[BEGAN] = os.environ.get(BEGAN), str(time.monotonic())

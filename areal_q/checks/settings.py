@@ -4,11 +4,12 @@ import os
 from pathlib import Path
 
 from areal_q.checks.packages import check_packages
-from areal_q.config import External, PretrainedModel, Run
+from areal_q.config import External, PretrainedModel, PythonEnvironment, Run
 from areal_q.errors import ConfigError
 from areal_q.system.ports import check_free
 from areal_q.system.run_dir import FIXED_CODE, with_digests
 from areal_q.tasks import build_task, check_characters, check_reward
+from areal_q.tasks.environments.own_class import load_environment
 
 
 def served_at(serve: str | int | None, index: int) -> tuple[str, int] | None:
@@ -68,8 +69,9 @@ def preflight(run: Run) -> None:
     check_packages(run, serves)
     for address in filter(None, (served_at(run.rollout.serve, i) for i in range(workers))):
         check_free("rollout.serve", *address)
-    with_digests(
-        run, (*FIXED_CODE, "buffer.sampler")
-    )  # read, but not run: this process does without torch
+    # Read, but not run: this process does without torch.
+    with_digests(run, (*FIXED_CODE, "buffer.sampler", "rollout.environment"))
+    if isinstance(environment, PythonEnvironment) and workers:
+        load_environment(environment.path)
     check_reward(run)
     check_characters(run.model, run.warmstart, build_task(run.task))

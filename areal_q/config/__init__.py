@@ -21,6 +21,7 @@ from areal_q.config.environments import (
     CalculatorTool as CalculatorTool,
     EnvironmentConfig as EnvironmentConfig,
     External as External,
+    PythonEnvironment as PythonEnvironment,
     SingleTurn as SingleTurn,
 )
 from areal_q.config.load import (

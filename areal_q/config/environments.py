@@ -1,10 +1,17 @@
-"""How a ticket becomes responses: one turn, turns with a tool, or an agent of the user's own."""
+"""How a ticket becomes responses: one turn, turns with a tool, an environment or an agent of the user's own."""
 
 from typing import Annotated
 
 from msgspec import Meta
 
-from areal_q.config.struct_types import Count, Seconds, TaggedSettings
+from areal_q.config.struct_types import (
+    Count,
+    PythonCode,
+    Seconds,
+    TaggedSettings,
+    Thousands,
+    WholeNumber,
+)
 
 
 class SingleTurn(TaggedSettings, frozen=True, kw_only=True, tag="single"):
@@ -38,4 +45,23 @@ class External(TaggedSettings, frozen=True, kw_only=True, tag="external"):
     see `reward.on_error`. One of which nothing was drawn yet begins again all the same."""
 
 
-EnvironmentConfig = SingleTurn | CalculatorTool | External
+class PythonEnvironment(PythonCode, frozen=True, kw_only=True, tag="python"):
+    """An environment of the user's own: a class with tools, or with `step` (docs/environments.md). Each episode
+    has an object of it, made with `settings`, in a process of its own beside the worker."""
+
+    digest: str = ""
+    """Hash of the file and of those beside it that it imports, which a run fills in whenever it starts."""
+    max_turns: Thousands = 8
+    """Turns of the model in one response; the tools that the last one calls are not asked."""
+    max_given_tokens: Count = 512
+    """Tokens that are not the model's own: descriptions of tools, what `reset` gives, results and observations.
+    A response without room for the next of them ends."""
+    timeout_s: Seconds = 30.0
+    """A call of the environment's code that takes longer has failed, and its process is killed."""
+    processes: Thousands = 64
+    """Episodes at once in each worker; others wait."""
+    memory_mib: WholeNumber = 4096
+    """Address space that an episode may take in its process, beyond what loading the file took. 0: no bound"""
+
+
+EnvironmentConfig = SingleTurn | CalculatorTool | External | PythonEnvironment

@@ -18,7 +18,13 @@ Table = dict[str, Any]
 Override = str | tuple[str, Any]
 """A setting on top of others: "a.b=1.5", or ("a.b", 1.5)"""
 COMMAND_LINE = "on the command line"
-OWN_BY_PATH = ("learner.objective", "learner.advantage", "learner.order", "buffer.sampler")
+OWN_BY_PATH = (
+    "learner.objective",
+    "learner.advantage",
+    "learner.order",
+    "buffer.sampler",
+    "rollout.environment",
+)
 """Tables in which only `type = "python"` has a path, so that to set it chooses that type. The digest of the
 file that was named before goes, too."""
 

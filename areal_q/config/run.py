@@ -6,7 +6,12 @@ from msgspec import Meta
 
 from areal_q.config.buffer import BufferConfig
 from areal_q.config.engines import EngineConfig, TorchEngine
-from areal_q.config.environments import CalculatorTool, EnvironmentConfig, SingleTurn
+from areal_q.config.environments import (
+    CalculatorTool,
+    EnvironmentConfig,
+    PythonEnvironment,
+    SingleTurn,
+)
 from areal_q.config.learner import LearnerConfig
 from areal_q.config.struct_types import (
     AtLeastOne,
@@ -203,12 +208,13 @@ class RolloutConfig(Settings, frozen=True, kw_only=True):
 
     @property
     def tokens_after_prompt(self) -> int:
-        """Most tokens that can follow a prompt: a response's own, and the results of its calls of a tool.
+        """Most tokens that can follow a prompt: a response's own, and what its environment adds.
 
         Example: 16 tokens of its own and 4 calls with results of up to 12 tokens are 64."""
         tool = self.environment
         results = tool.max_calls * tool.max_result_tokens if isinstance(tool, CalculatorTool) else 0
-        return self.sampling.max_tokens + results
+        given = tool.max_given_tokens if isinstance(tool, PythonEnvironment) else 0
+        return self.sampling.max_tokens + results + given
 
 
 class BroadcastConfig(Settings, frozen=True, kw_only=True):

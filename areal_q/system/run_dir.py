@@ -59,7 +59,7 @@ LEARNERS_CODE = ("learner.objective", "learner.advantage")
 """Tables of settings whose own code a replay runs again."""
 FIXED_CODE = (*LEARNERS_CODE, "learner.order")
 """Tables of settings whose own code stays what it was as the run began."""
-OWN_CODE = (*FIXED_CODE, "buffer.sampler", "task", "reward")
+OWN_CODE = (*FIXED_CODE, "buffer.sampler", "rollout.environment", "task", "reward")
 """All that may name code of the user's own."""
 MAY_CHANGE_ON_RESUME = (
     "steps",
@@ -93,6 +93,10 @@ MAY_CHANGE_ON_RESUME = (
     "reward.memory_mib",
     "reward.digest",
     "task.digest",
+    "rollout.environment.digest",
+    "rollout.environment.timeout_s",
+    "rollout.environment.processes",
+    "rollout.environment.memory_mib",
 )
 """Settings, or prefixes of settings, that may change because what was learnt so far stays valid."""
 

@@ -4,13 +4,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from areal_q.config import CalculatorTool, External, Run
+from areal_q.config import CalculatorTool, External, PythonEnvironment, Run
 from areal_q.config import SingleTurn as SingleTurnConfig
 from areal_q.tasks import unscored
 from rollout.environments.base import Environment
 from rollout.environments.calculator import Calculator
 from rollout.environments.engine_client import EngineClient
 from rollout.environments.external import Episodes
+from rollout.environments.own_environment import OwnTurns
 from rollout.environments.single_turn import SingleTurn
 
 ENVIRONMENTS: dict[type, Callable[[Run, EngineClient, Any], Environment]] = {
@@ -19,6 +20,7 @@ ENVIRONMENTS: dict[type, Callable[[Run, EngineClient, Any], Environment]] = {
     External: lambda run, client, config: Episodes(
         client, config, run.learner.microbatch_tokens, partial(unscored, cfg=run.reward)
     ),
+    PythonEnvironment: OwnTurns,
 }
 
 
@@ -28,8 +30,7 @@ def build_environment(run: Run, client: EngineClient) -> Environment:
     return ENVIRONMENTS[type(config)](run, client, config)
 
 
-def build_evaluation_environment(run: Run, client: EngineClient) -> Environment:
-    """Returns the environment for held-out problems. It is that of training, except that the model answers in
-    one turn if training has external agents."""
-    outside = isinstance(run.rollout.environment, External)
-    return SingleTurn(client) if outside else build_environment(run, client)
+def for_evaluation(environment: Environment, client: EngineClient) -> Environment:
+    """Returns the environment for held-out problems: that of training, except that the model answers in one
+    turn if training has external agents."""
+    return SingleTurn(client) if isinstance(environment, Episodes) else environment

@@ -21,9 +21,10 @@ from areal_q.tasks.prompt_lengths import short
 from areal_q.weights.version import pack_version
 from rollout import engines
 from rollout.engines.base import Engine
-from rollout.environments.base import Response
+from rollout.environments.base import Environment, Response, scored
 from rollout.environments.engine_client import EngineClient
-from rollout.environments.registry import build_evaluation_environment
+from rollout.environments.own_environment import OwnTurns
+from rollout.environments.registry import build_environment, for_evaluation
 
 
 def fitting(
@@ -60,10 +61,15 @@ async def answered(
     reward = build_reward(run)
     config = run.rollout.engine
     engine = engines.build_engine(config if isinstance(config, TorchEngine) else TorchEngine())
-    answering = _Answering(run, engine, tokenizer, reward)
+    client = EngineClient(engine, tokenizer)
+    environment = for_evaluation(build_environment(run, client), client)
+    own = environment if isinstance(environment, OwnTurns) else None
+    answering = _Answering(run, environment, tokenizer, reward)
     tasks: list[asyncio.Task[Answered]] = []
     try:
         await reward.start()
+        if own:
+            await own.start()
         await engine.start()
         prompts = (tokenizer.encode_prompt(problem.asked) for problem in problems)
         await _load(engine, run, model, prompts)
@@ -78,12 +84,16 @@ async def answered(
         await asyncio.gather(*tasks, return_exceptions=True)
         await engine.close()
         await reward.close()
+        if own:
+            await own.close()
 
 
 class _Answering:
-    def __init__(self, run: Run, engine: Engine, tokenizer: Tokenizer, reward: Reward) -> None:
+    def __init__(
+        self, run: Run, environment: Environment, tokenizer: Tokenizer, reward: Reward
+    ) -> None:
         self._run, self._tokenizer, self._reward = run, tokenizer, reward
-        self._environment = build_evaluation_environment(run, EngineClient(engine, tokenizer))
+        self._environment = environment
         self._given = answer_of(run.task, run.rollout.sampling)
 
     async def one(
@@ -125,8 +135,8 @@ class _Answering:
             ExceptionGroup
         ) as several:  # an environment that plays responses concurrently raises a group
             raise several.exceptions[0] from several
+        scores = await scored(self._reward, ticket, responses, self._tokenizer)
         completed = [response.completed(self._tokenizer, sampling) for response in responses]
-        scores = await self._reward(problem, completed)
         return [
             Reply(
                 response=response.text,

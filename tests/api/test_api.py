@@ -52,7 +52,16 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Run]:
 def test_a_call_means_what_a_command_line_does(launched: list[Run], tmp_path: Path):
     settings = {"learner.groups": 8, "task.heldout": 0.5}
     with pytest.raises(Launched):
-        areal_q.train("DIR", iter(ROWS), mine, 7, name="n", objective="mine.py", settings=settings)
+        areal_q.train(
+            "DIR",
+            iter(ROWS),
+            mine,
+            7,
+            name="n",
+            objective="mine.py",
+            environment="env.py",
+            settings=settings,
+        )
     (rows,) = (tmp_path / "runs" / "inputs").iterdir()
     assert launched == [
         load(
@@ -61,6 +70,7 @@ def test_a_call_means_what_a_command_line_does(launched: list[Run], tmp_path: Pa
                 *('model={type="pretrained", path="DIR"}', "steps=7", "name=n"),
                 f'task={{type="jsonl", path="{rows}", heldout=0.5}}',
                 *("learner.objective.path=mine.py", "learner.groups=8"),
+                "rollout.environment.path=env.py",
                 f'reward.path="{__name__}:mine"',  # of a package; another process must find that
             ],
         )

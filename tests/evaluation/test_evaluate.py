@@ -140,6 +140,32 @@ def test_a_tool_of_the_run_answers_in_its_evaluation_too(
         main(run_dir, max_tokens=99, problems=2)
 
 
+def test_an_environment_of_ones_own_judges_evaluations_too(
+    run_dir: Path, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path
+):
+    """Two turns: the model says %, then the sum."""
+    code = """
+class Environment:
+    def reset(self, prompt, answer):
+        self.answer = answer
+    def step(self, text):
+        return "=", 0.5, text == self.answer
+"""
+    (tmp_path / "mine.py").write_text(code)
+    own = f'rollout.environment={{type="python",path="{tmp_path}/mine.py",max_given_tokens=8}}'
+    room = ("model.max_positions=64", "rollout.sampling.max_tokens=9")
+    run = make_run("name=demo", f'root="{run_dir.parent}"', *room, own)
+    (run_dir / "config.toml").write_text(dump_toml(run))
+    answering(monkeypatch, run, lambda seen: "%" if seen.count("=") == 1 else right(seen[:-2]))
+    out = tmp_path / "answers.jsonl"
+    main(run_dir, problems=4, out=out)
+    rows = [json.loads(line)["greedy"] for line in out.read_text().splitlines()]
+    assert [row["reward"] for row in rows] == [
+        1.0
+    ] * 4 and "accuracy 1.000" in capsys.readouterr().out
+    assert all(row["response"].startswith("%=") for row in rows)
+
+
 def test_prompts_too_long_for_the_model_are_left_out_and_counted(
     make_run: MakeRun,
     run_dir: Path,

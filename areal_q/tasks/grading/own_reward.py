@@ -65,6 +65,11 @@ def load_reward(path: str, name: str) -> Scorer:
     """Returns the reward `name` of a file, or its `reward_group` where it has no `reward`. Raises TaskError,
     with the line, for a file that cannot be loaded, or a function that asks for what there is not."""
     function = load_function(path, name, *["reward_group"] * (name == "reward"))
+    return scorer_of(function, path)
+
+
+def scorer_of(function: Callable[..., Any], path: str) -> Scorer:
+    """Returns the reward that a function of file `path` is. Raises TaskError as `load_reward` does."""
     with user_code(path):
         names = _names(function)
         whole, arguments = True, _rows

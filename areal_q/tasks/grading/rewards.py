@@ -15,6 +15,7 @@ from areal_q.config import (
     External,
     Overlong,
     Python,
+    PythonEnvironment,
     PythonOrder,
     RewardConfig,
     Run,
@@ -171,8 +172,11 @@ def build_score(cfg: TaskConfig) -> Callable[[Problem, str], Score]:
 def second_opinion(run: Run) -> Opinion | None:
     """Returns what else can say whether a response is right, where a user's file gives the rewards: the task's
     own grader, or for a Python task and a slow grader True for the very answer and None for all else. None for
-    rewards that are the task's own, or an agent's."""
-    if isinstance(run.rollout.environment, External) or _reward_file(run) is None:
+    rewards that are the task's own, an agent's or an environment's."""
+    if (
+        isinstance(run.rollout.environment, External | PythonEnvironment)
+        or _reward_file(run) is None
+    ):
         return None
     grader = GRADERS.get(run.task.grader)
     if grader is None or grader.slow:
@@ -202,8 +206,9 @@ def _without_stop(text: str, stops: Sequence[str]) -> str:
 
 def columns_for(run: Run) -> tuple[str, ...] | None:
     """Returns the columns of a problem's row that its ticket carries: all, which is None, or those that
-    `reward.columns` names where the reward or the order is a user's own, else none."""
+    `reward.columns` names where the reward, the order or the environment is a user's own, else none."""
     own = _reward_file(run) is not None or isinstance(run.learner.order, PythonOrder)
+    own = own or isinstance(run.rollout.environment, PythonEnvironment)
     return run.reward.columns if own else ()
 
 
