@@ -136,6 +136,15 @@ class Tokenizer(Protocol):
         refuses, such as tools, and for any of them where there is no template."""
         ...
 
+    def encode_transcript(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = ()
+    ) -> tuple[list[int], list[bool]]:
+        """Returns the ids of a whole conversation up to the end of its last reply, with the system message of
+        the settings if it has none of its own, and for each id whether the assistant wrote it: thoughts,
+        contents, calls of tools, and the token that ends each of its messages. Raises TaskError as
+        `encode_messages` does, and for a conversation without a reply."""
+        ...
+
     def opened(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Returns the messages after the system message of the settings, if they have none of their own."""
         ...

@@ -12,6 +12,7 @@ from typing import Any
 from areal_q.config.tasks import Chat
 from areal_q.errors import ConfigError, TaskError
 from areal_q.tasks.base import NO_VARIABLES, Message, Tool, Variables
+from areal_q.tasks.transcripts import assistant_parts, common
 
 MARK = "\x02the assistant\x03"
 """A text that no chat template changes and no conversation contains"""
@@ -75,7 +76,12 @@ class ChatTemplate:
         ends = self._added.match(last[1].lstrip()) if last else None
         self.end = ends[0] if ends and added[ends[0]].special else None
         """The special token that follows an assistant's message; None if that is another text"""
-        self.prefill = self._prefill([around[0] for around in (last, earlier) if around])
+        around = [both for both in (last, earlier) if both]
+        after = (self._special.match(both[1].lstrip()) for both in around)
+        self._ends = _any_of(end[0] for end in after if end)
+        """Matches the special tokens that end an assistant's message, a last one or another"""
+        self._prefills = self._prompt_ends([both[0] for both in around])
+        self.prefill = next(iter(self._prefills), "")
 
     def prompt(self, prompt: str | Sequence[Message]) -> list[Message]:
         """Returns a problem's prompt as messages, after the system message of the settings."""
@@ -93,10 +99,29 @@ class ChatTemplate:
         """Returns the ids of the conversation and of the beginning of the reply. Raises TaskError with the
         template's words if it refuses the messages, and for a role, tools or calls of tools that it leaves
         out."""
-        if tools and not self._shows_tools:
-            raise TaskError("the chat template leaves out `tools`")
+        self._check_tools(tools)
         talk = self._hide(self._in_form(messages))
         return self._ids(self._render(talk, variables=variables, tools=self._hide([*tools])))
+
+    def encode_transcript(
+        self, messages: Sequence[Message], tools: Sequence[Tool]
+    ) -> tuple[list[int], list[bool]]:
+        """Returns a whole conversation, and which ids its assistant wrote; see Tokenizer."""
+        self._check_tools(tools)
+        talk, given = self._hide(self._in_form(self.prompt(messages))), self._hide([*tools])
+        text, parts = assistant_parts(
+            lambda said, reply: self._render(said, reply, tools=given),
+            talk,
+            self._prefills,
+            self._special,
+            self._ends,
+        )
+        ids = self._ids(text[: parts[-1].stop])
+        learnt = [False] * len(ids)
+        for part in parts:
+            start, stop = (common(self._ids(text[:end]), ids) for end in part)
+            learnt[start:stop] = [True] * (stop - start)
+        return ids, learnt
 
     def encode_turn(
         self,
@@ -172,6 +197,10 @@ class ChatTemplate:
             return False
         return _PROBED["name"] in text and _PROBED["arguments"]["x"] in text and "{'x'" not in text
 
+    def _check_tools(self, tools: Sequence[Tool]) -> None:
+        if tools and not self._shows_tools:
+            raise TaskError("the chat template leaves out `tools`")
+
     @cached_property
     def _shows_tools(self) -> bool:
         function = {
@@ -206,15 +235,15 @@ class ChatTemplate:
         before, found, after = text.rpartition(MARK)
         return (before, after) if found else None
 
-    def _prefill(self, befores: Sequence[str]) -> str:
-        """Returns what the prompt for a reply has beyond the text before an assistant's content, that of a last
-        message if it begins with that: some templates write an empty thought before that one, as they do in the
-        prompt for a reply without a thought, which then is no part of the reply."""
+    def _prompt_ends(self, befores: Sequence[str]) -> list[str]:
+        """Returns what the prompt for a reply has beyond each of the texts before an assistant's content that
+        it begins with. That of a last message comes first: some templates write an empty thought before it, as
+        they do in the prompt for a reply without a thought, which then is no part of the reply."""
         try:
             asked = self._render([_ASKED])
         except TaskError:
-            return ""
-        return next((asked[len(b) :] for b in befores if asked.startswith(b)), "")
+            return []
+        return [asked[len(b) :] for b in befores if asked.startswith(b)]
 
     def _hide(self, said: Any) -> Any:
         """Returns messages, tools or a part of them with every control token in their texts replaced by a

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_q.config.tasks import Chat
-from areal_q.errors import CheckpointError, ConfigError
+from areal_q.errors import CheckpointError, ConfigError, TaskError
 from areal_q.tasks.base import NO_VARIABLES, Message, Stop, Tool, Variables
 from areal_q.tasks.chat_template import ChatTemplate, joined
 from areal_q.tasks.stops import collect_stops
@@ -76,6 +76,13 @@ class HFTokenizer:
         if self._chat:
             return self._chat.encode(messages, variables, tools)
         return self.encode_prompt(joined(messages, variables, tools))
+
+    def encode_transcript(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = ()
+    ) -> tuple[list[int], list[bool]]:
+        if self._chat:
+            return self._chat.encode_transcript(messages, tools)
+        raise TaskError("a conversation needs a chat template: template = 'chat'")
 
     def opened(self, messages: Sequence[Message]) -> Sequence[Message]:
         return self._chat.prompt(messages) if self._chat else messages

@@ -52,6 +52,19 @@ class CharTokenizer:
         """Returns the ids of the contents, one after the other, since this tokenizer has no roles."""
         return self.encode(joined(messages, variables, tools))
 
+    def encode_transcript(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = ()
+    ) -> tuple[list[int], list[bool]]:
+        """Returns the contents one after the other, those of the assistant followed by <eos>."""
+        joined(messages, tools=tools)  # refuses what only a template can take
+        ids: list[int] = []
+        learnt: list[bool] = []
+        for message in messages:
+            own = message["role"] == "assistant"
+            said = self.encode(message["content"]) + [self.eos_id] * own
+            ids, learnt = ids + said, learnt + [own] * len(said)
+        return ids, learnt
+
     def opened(self, messages: Sequence[Message]) -> Sequence[Message]:
         return messages
 
