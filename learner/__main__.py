@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 
 from areal_q.checks.automatic import settled, why_dtype, why_smoothing
@@ -123,7 +124,7 @@ def _follow(run: Run) -> None:
 @contextmanager
 def _as_service(config: Path, overrides: list[str]) -> Iterator[tuple[Run, Path, bool]]:
     """Yields (settings, the run's directory, True to resume), and locks the directory meanwhile."""
-    run = load(config, overrides)
+    run = msgspec.structs.replace(load(config, overrides), sft=None)  # of a command of its own
     again = rundir.resumes(run)
     run, resume = again or settled(run), again is not None
     with rundir.claimed(run, resume) as (directory, moved):

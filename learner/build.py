@@ -118,7 +118,7 @@ def _check_broadcast(settings: BroadcastConfig, announce: str, fetch: str) -> No
         raise ConfigError(f"broadcast: {error}") from error
 
 
-def _updater(policy: TorchPolicy, run: Run, ranks: Ranks) -> PolicyUpdater:
+def updater_of(policy: TorchPolicy, run: Run, ranks: Ranks) -> PolicyUpdater:
     """Returns the updater of `policy`, which is sharded over `ranks` if there are several processes."""
     if ranks is ALONE:
         return SingleProcessUpdater(policy)
@@ -227,7 +227,7 @@ def _build(
         metrics.write("start", 0, {}, doing="loading the model")
     policy, state = build_policy(run, directory, resume, task, tokenizer, metrics, stop)
     start = state.step if state else 0
-    updater = _updater(policy, run, ranks)
+    updater = updater_of(policy, run, ranks)
     if resume:
         metrics.rewind(start)
     _note_beginning(run, directory, start, tokenizer, metrics)

@@ -6,30 +6,34 @@ from pathlib import Path
 
 import torch
 
+from areal_q.config import Run
 from areal_q.errors import BufferGone
-from areal_q.models import save_decoder
+from areal_q.models import Decoder, save_decoder
 from areal_q.models.hf.adapters import save_adapted
 from areal_q.quant.rescaling import fold_back
-from areal_q.tasks import build_tokenizer
+from areal_q.tasks import Tokenizer, build_tokenizer
 from learner.loop import Learner
 from learner.replay.export import declared, source_of
 
 
-def finish(learner: Learner, directory: Path, step: int) -> bool:
-    """Exports the model to `hf/` in the run's `directory`, in the dtype of the one that the run began with, and
-    writes the `end` record with reason "done", or "drained" if `step` is not the last. Returns True if the run
-    is done and Redis tells the workers so, which end then.
-
-    UAQ's scaling is taken out of the learner's own weights, as nothing reads them any more."""
-    run = learner.run
-    model, tokenizer = learner.policy.model, build_tokenizer(run.model, run.task)
+def export_model(run: Run, model: Decoder, directory: Path, tokenizer: Tokenizer) -> None:
+    """Writes `hf/`, and for adapters `base/` and `adapter/`, into the run's directory, in the dtype of the
+    model that the run began with. UAQ's scaling is taken out of the weights of `model` itself."""
     dtype, source = getattr(torch, declared(run.model)), source_of(run.model)
     if run.learner.lora:
         save_adapted(model, directory, run.learner.lora, run.learner.uaq, tokenizer, dtype, source)
-    else:
-        if run.learner.uaq > 1:
-            fold_back(model, run.learner.uaq)
-        save_decoder(model, directory / "hf", tokenizer, dtype, source)
+        return
+    if run.learner.uaq > 1:
+        fold_back(model, run.learner.uaq)
+    save_decoder(model, directory / "hf", tokenizer, dtype, source)
+
+
+def finish(learner: Learner, directory: Path, step: int) -> bool:
+    """Exports the model to the run's `directory`, as nothing reads the learner's own weights any more, and
+    writes the `end` record with reason "done", or "drained" if `step` is not the last. Returns True if the run
+    is done and Redis tells the workers so, which end then."""
+    run = learner.run
+    export_model(run, learner.policy.model, directory, build_tokenizer(run.model, run.task))
     accuracy, done = learner.heldout.accuracy, step == run.steps
     learner.metrics.write(
         "end",

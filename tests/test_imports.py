@@ -56,9 +56,10 @@ LAYERS = {
         {"backends", "heldout_eval", "policy_advantages"},
         {"measure"},
         {"policy_update"},
-        {"checkpoint", "train_step"},
+        {"checkpoint", "supervised", "train_step"},
         {"build_policy", "loop", "multi_process", "replay"},
         {"build", "doctor", "final_export"},
+        {"sft"},
         {"__main__"},
     ),
 }
@@ -76,8 +77,8 @@ STAND_INS = "tests/sglang_cpu"
 NAMES_THAT_OCCUR_TWICE = {
     "areal_q/registry": "the dict of what its subpackage offers: FORMATS, TASKS",
     "rollout/base": "the Protocol of its subpackage: Engine, Environment",
-    "learner/build": "builds the learner, or its optimizer",
-    "learner/cli": "the command of its subpackage: replay, doctor",
+    "learner/build": "builds the learner, its optimizer, or a supervised run",
+    "learner/cli": "the command of its subpackage: replay, doctor, sft",
     "learner/tables": "what the command of its subpackage prints",
     "learner/critic": "the critic of torch's backends, and Megatron's",
     "bench/report": "the command that writes its bench's table",

@@ -26,7 +26,7 @@ EXITS = (
     "run died; 2 something to mend, which one line names; 130 killed by a second Ctrl-C."
 )
 GROUPS = {
-    "Train": ("run", "check", "settings", "check-config"),
+    "Train": ("run", "sft", "check", "settings", "check-config"),
     "While a run goes on": ("watch", "status", "weights", "buffer"),
     "Afterwards, or meanwhile": ("report", "doctor", "replay", "fetch", "eval"),
     "Models": ("formats", "export", "quantize"),
@@ -42,6 +42,7 @@ ELSEWHERE = {
     "replay": "learner.replay.cli",
     "fetch": "learner.replay.fetch",
     "export": "learner.replay.export",
+    "sft": "learner.sft.cli",
     "doctor": "learner.doctor.cli",
     "check": "rollout.commands.check",
     "status": "rollout.commands.status",
@@ -147,11 +148,13 @@ def run(
     overrides = overrides or []
     if config is not None and "=" in config:
         config, overrides = None, [config, *overrides]
-    settings = _settings(config, overrides, resume, name)
+    settings = asked_for(config, overrides, resume, name)
     sys.exit(launch(settings, resume, build_view(settings)))
 
 
-def _settings(config: str | None, overrides: list[str], resume: bool, name: str | None) -> Run:
+def asked_for(config: str | None, overrides: list[str], resume: bool, name: str | None) -> Run:
+    """Returns the settings of the run that a command is to begin, or to go on with. Raises ConfigError, and
+    CheckpointError if there is nothing to go on with."""
     from areal_q.system import run_dir
 
     named = [*overrides, f'name="{name}"'] if name else overrides

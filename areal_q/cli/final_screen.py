@@ -69,8 +69,12 @@ def _next_commands(run: Run, run_dir: Path, summary: Summary) -> list[tuple[str,
     """Returns the commands to suggest, only those that would work."""
     more = f" steps={2 * run.steps}" if summary.reason == "done" else ""
     commands = [("evaluate", f"areal-q eval {run_dir}")] if (run_dir / "hf").is_dir() else []
+    if run.sft and commands:
+        path = f"model.type=pretrained model.path={run_dir / 'hf'}"
+        commands.append(("RL from here", f"areal-q run CONFIG {path}"))
     if has_checkpoint(run_dir):
-        commands.append(("go on", f"areal-q run {run_dir} --resume{more}"))
+        command = "sft" if run.sft else "run"
+        commands.append(("go on", f"areal-q {command} {run_dir} --resume{more}"))
     commands.append(("look closer", f"areal-q report {run_dir}"))
     return [*commands, ("or with", f"tensorboard --logdir {run_dir / TENSORBOARD_DIR}")]
 

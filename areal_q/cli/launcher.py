@@ -30,6 +30,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
 from areal_q.checks.automatic import settled, why_dtype, why_smoothing
 from areal_q.checks.disk_use import disk_use
 from areal_q.checks.settings import preflight, served_at, without_effect
@@ -39,7 +41,7 @@ from areal_q.errors import BufferUnavailable, ChildDied, ConfigError, UserError
 from areal_q.system.credentials import check_redis_url, redis_password
 from areal_q.system.disk import DiskWatch, size
 from areal_q.system.processes import module_command
-from areal_q.system.run_dir import claimed, given_up, has_checkpoint
+from areal_q.system.run_dir import claimed, given_up, has_checkpoint, path_of
 from areal_q.system.socket_dir import socket_dir
 
 KILLED = 130
@@ -126,6 +128,10 @@ def launch(
     Raises UserError for an error that the user can correct, and ChildDied with the last lines of a dead child's
     log.
     """
+    if run.sft and resume:
+        directory = path_of(run)
+        raise ConfigError(f"{directory}: a supervised run; go on: areal-q sft {directory} --resume")
+    run = msgspec.structs.replace(run, sft=None)  # of a command of its own
     preflight(run)
     run = settled(run)
     _read_model(run, view)

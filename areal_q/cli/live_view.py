@@ -195,6 +195,8 @@ def awaited(run: Run, history: History) -> str:
     if history.phase == "set-up":
         first = "" if run.warmstart.steps else f", then {_evaluating(run)}"
         return history.doing or f"starting: Redis, learner and workers{first}"
+    if run.sft and (history.last or history.evals):
+        return "writing the model" if history.phase == "final evaluation" else ""
     if history.phase == "final evaluation":
         return _evaluating(run) if evaluated < history.step else "writing the model"
     if history.last:

@@ -9,7 +9,15 @@ from rich.text import Text
 
 from areal_q.observability.metrics_log import Record
 from areal_q.observability.progress import History
-from areal_q.observability.run_summary import ACCURACY, LIVE_ROWS, duration, figures, shown
+from areal_q.observability.run_summary import (
+    ACCURACY,
+    LIVE_ROWS,
+    SUPERVISED_ROWS,
+    duration,
+    figures,
+    is_supervised,
+    shown,
+)
 from areal_q.system.command import escaped
 
 WIDE, NARROW = 108, 72
@@ -72,8 +80,11 @@ def _line(cells: list[RenderableType], stretched: int | None = None) -> Table:
 
 def _figures(history: History, width: int) -> RenderableType:
     """Returns the labelled numbers, in two columns if there is room."""
-    rows = figures(history.last or {}, LIVE_ROWS)
-    if best := history.best_eval:
+    last = history.last or {}
+    rows = figures(last, SUPERVISED_ROWS if is_supervised(last) else LIVE_ROWS)
+    if history.evals and "eval/loss" in history.evals[-1]:
+        rows.insert(1, ("held-out", shown("{eval/loss:.4f} nats a token", history.evals[-1])))
+    elif best := history.best_eval:
         accuracy = f"{shown(ACCURACY, history.evals[-1])}, best {shown(ACCURACY, best)}"
         rows.insert(1, ("held-out", f"{accuracy} at {best['step']}"))
     grid = Table.grid(padding=(0, 2))

@@ -88,6 +88,7 @@ from areal_q.config.run import (
     RolloutConfig as RolloutConfig,
     Run as Run,
     Sampling as Sampling,
+    Sft as Sft,
     SmallModel as SmallModel,
     Smoothing as Smoothing,
     WarmStart as WarmStart,

@@ -27,7 +27,7 @@ from areal_q.config.struct_types import (
     TokenId,
     WholeNumber,
 )
-from areal_q.config.tasks import Arithmetic, RewardConfig, TaskConfig
+from areal_q.config.tasks import Arithmetic, Chat, RewardConfig, TaskConfig
 
 FormatName = Literal[
     "bf16",
@@ -97,6 +97,31 @@ class WarmStart(Settings, frozen=True, kw_only=True):
     """Problems in a step."""
     lr: Positive = 2e-3
     """Learning rate."""
+
+
+class Sft(Settings, frozen=True, kw_only=True):
+    """`areal-q sft`: supervised training as a run of its own. Model, optimizer, precision, backend, checkpoints
+    and the number of steps are those of the other tables."""
+
+    path: str | None = None
+    """Rows with `messages`, and `tools` where there are any, or with a prompt and an answer: a file, or a
+    directory of save_to_disk. None: the task's own problems and answers."""
+    prompt: str = "prompt"
+    """Name of the field: a text, or a list of messages."""
+    answer: str = "answer"
+    """Name of the field with the answer."""
+    heldout: Fraction | str = 0.05
+    """The last share of the rows, or another file, which is not learnt from; 0: none."""
+    template: Literal["chat", "plain"] = "chat"
+    """`chat`: the tokenizer's own chat template; `plain`: prompt and answer as bare text."""
+    chat: Chat = Chat()
+    """The conversation."""
+    batch: Count = 32
+    """Rows in a step."""
+    epochs: Positive | None = None
+    """Passes over the rows, in place of `steps`."""
+    accuracy: bool | None = None
+    """Also ask the task's held-out problems, at the start and at the end; None: if they are what is learnt."""
 
 
 LARGEST_TEMPERATURE = 1000.0
@@ -286,6 +311,8 @@ class Run(Settings, frozen=True, kw_only=True):
     """What a response is worth."""
     warmstart: WarmStart = WarmStart()
     """Supervised steps before RL."""
+    sft: Sft | None = None
+    """Supervised training as a run of its own, which `areal-q sft` begins and `areal-q run` leaves out."""
     rollout: RolloutConfig = RolloutConfig()
     """Workers, engine and sampling."""
     learner: LearnerConfig = LearnerConfig()

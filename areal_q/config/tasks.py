@@ -185,8 +185,8 @@ TaskConfig = (
 )
 
 
-def chat_of(task: TaskConfig) -> Chat | None:
-    """Returns the settings of the chat template; None if the task's prompts are bare text."""
+def chat_of(task: Settings | None) -> Chat | None:
+    """Returns the settings of the chat template of a task, or of `sft`; None if prompts are bare text."""
     return getattr(task, "chat", None) if getattr(task, "template", "") == "chat" else None
 
 

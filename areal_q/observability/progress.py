@@ -10,11 +10,11 @@ from areal_q.observability.learning_faults import FAULTS, FaultName, LearningJud
 from areal_q.observability.metrics_log import Record, read_metrics
 from areal_q.observability.reward_signal import RewardFailures
 from areal_q.observability.run_summary import (
-    ACCURACY,
-    STEP_LINE,
     Gap,
     duration,
+    held_out,
     shown,
+    step_line,
     summarize,
     unfaithful,
 )
@@ -131,12 +131,11 @@ def plain_line(record: Record, history: History) -> str:
         case "waiting":
             return f"{head}waiting for agents, {open_episodes(record)}"
         case "eval":
-            told = f"held-out accuracy {shown(ACCURACY, record)}"
-            return f"{head}step {record['step']}/{history.total_steps}  {told}"
+            return f"{head}step {record['step']}/{history.total_steps}  {held_out(record)}"
         case "end":
             return f"{head}{record.get('reason', 'ended')} at step {record['step']}"
     eta = "" if history.eta_s is None else f"  left {duration(history.eta_s)}"
-    return f"{head}step {record['step']}/{history.total_steps}  {shown(STEP_LINE, record)}{eta}"
+    return f"{head}step {record['step']}/{history.total_steps}  {step_line(record)}{eta}"
 
 
 class FaultWatch:

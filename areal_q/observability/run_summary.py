@@ -40,7 +40,20 @@ STEP_LINE = (
     "rollout {rollout/tokens_per_s:,.0f} tok/s  learner {learner/tokens_per_s:,.0f} tok/s"
 )
 """A step as a part of a line of text."""
+SUPERVISED_LINE = (
+    "loss {train/loss:.4f}  lr {train/lr:.2e}  pass {train/epoch:.2f}  "
+    "learner {learner/tokens_per_s:,.0f} tok/s"
+)
+"""The same of a supervised step."""
+SUPERVISED_ROWS = (
+    ("loss", "{train/loss:.4f} nats a token, gradient {train/grad_norm:.3g}"),
+    ("passes", "{train/epoch:.2f}, learning rate {train/lr:.2e}"),
+    ("learner", "{learner/tokens_per_s:,.0f} tokens/s"),
+)
+"""The rows of a supervised run's live view."""
 ACCURACY = "{eval/accuracy:.3f}"
+HELD_OUT = (("accuracy", ACCURACY), ("loss", "{eval/loss:.4f}"))
+"""What an evaluation measured: label, and the metric with its format"""
 
 
 @dataclass(frozen=True)
@@ -153,33 +166,55 @@ def summarize(records: Sequence[Record], responses: int = 0) -> Summary:
         told = failed_text(failed, causes, responses * len(steps))
         warnings.append(("reward failed", f"✗ {told}"))
     faults = learning_faults(records)
-    rows = [*((fault.name, f"✗ {fault.says}") for fault in faults), *_accuracy_rows(evals)]
+    rows = [*((fault.name, f"✗ {fault.says}") for fault in faults), *_held_out_rows(evals)]
     rows += [*_step_rows(steps), *warnings]
     return Summary(title, rows, _answers(evals), faults, reason)
 
 
-def _accuracy_rows(evals: list[Record]) -> Iterable[tuple[str, str]]:
-    if not evals:
-        return
-    first, last = evals[0], evals[-1]
-    best = max(evals, key=lambda r: r.get("eval/accuracy") or 0.0)
-    problems = f"{last.get('eval/problems', 0):.0f} problems"
-    change = f"{shown(ACCURACY, first)} → {shown(ACCURACY, last)}"
-    times = f"from {duration(first['elapsed_s'])} to {duration(last['elapsed_s'])}, {problems}"
-    yield "held-out accuracy", f"{change}   ({times})"
-    yield "best", f"{shown(ACCURACY, best)} at step {best['step']}"
+def is_supervised(step: Record) -> bool:
+    """Returns True for the record of a step of `areal-q sft`, which no reward was given for."""
+    return "train/epoch" in step
+
+
+def step_line(step: Record) -> str:
+    """Returns a step as a part of a line of text."""
+    return shown(SUPERVISED_LINE if is_supervised(step) else STEP_LINE, step)
+
+
+def held_out(record: Record) -> str:
+    """Returns what an evaluation measured, such as "held-out accuracy 0.500, loss 1.2345"."""
+    rows = figures(record, HELD_OUT) or [("accuracy", shown(ACCURACY, record))]
+    return "held-out " + ", ".join(f"{label} {value}" for label, value in rows)
+
+
+def _held_out_rows(evals: list[Record]) -> Iterable[tuple[str, str]]:
+    """Yields the change of the held-out loss and of the accuracy, and where either was best."""
+    measured = any("eval/loss" in r for r in evals)
+    for key, label, template, best in (
+        ("eval/loss", "held-out loss", "{eval/loss:.4f}", min),
+        ("eval/accuracy", "held-out accuracy", ACCURACY, max),
+    ):
+        known = [r for r in evals if r.get(key) is not None]
+        if not known and (measured or key == "eval/loss" or not evals):
+            continue
+        known = known or evals  # no answer could be scored
+        first, last = known[0], known[-1]
+        problems = f", {last['eval/problems']:.0f} problems" if "eval/problems" in last else ""
+        times = f"from {duration(first['elapsed_s'])} to {duration(last['elapsed_s'])}{problems}"
+        yield label, f"{shown(template, first)} → {shown(template, last)}   ({times})"
+        top = best(known, key=lambda r: r.get(key) or 0.0)
+        yield "best", f"{shown(template, top)} at step {top['step']}"
 
 
 def _step_rows(steps: list[Record]) -> Iterable[tuple[str, str]]:
     if not steps:
         return
     tenth = max(1, len(steps) // 10)
-
+    name, key = ("loss", "train/loss") if is_supervised(steps[-1]) else ("reward", "reward/mean")
     first, last = (
-        shown("{reward/mean:.3f}", {"reward/mean": mean(part, "reward/mean")})
-        for part in (steps[:tenth], steps[-tenth:])
+        shown(f"{{{key}:.3f}}", {key: mean(part, key)}) for part in (steps[:tenth], steps[-tenth:])
     )
-    yield "reward", f"{first} → {last}   (first and last tenth of the steps)"
+    yield name, f"{first} → {last}   (first and last tenth of the steps)"
     keys = {key for _, template in SUMMARY_ROWS for key in _keys(template)}
     means = {key: mean(steps, key) for key in keys if any(key in r for r in steps)}
     if "lag/max" in means:

@@ -109,14 +109,16 @@ def with_absolute_files(run: Run) -> Run:
     """Returns `run` with absolute paths of its model, data, chat template and own code, so that it can be
     evaluated and resumed from any directory. A path that is no file here, such as the id of a data set, stays
     as it is."""
-    for name in ("model", *OWN_CODE):
+    for name in ("model", *OWN_CODE, "sft"):
         if path := getattr(attrgetter(name)(run), "path", None):
             run = _with(run, name, path=absolute(path))
-    if isinstance(heldout := getattr(run.task, "heldout", None), str):
-        run = _with(run, "task", heldout=absolute(heldout))
-    chat = chat_of(run.task)
-    if chat and chat.template_file:
-        return _with(run, "task.chat", template_file=absolute(chat.template_file))
+    for name in ("task", "sft"):
+        table = getattr(run, name)
+        if isinstance(heldout := getattr(table, "heldout", None), str):
+            run = _with(run, name, heldout=absolute(heldout))
+        chat = chat_of(table)
+        if chat and chat.template_file:
+            run = _with(run, f"{name}.chat", template_file=absolute(chat.template_file))
     return run
 
 
@@ -146,12 +148,14 @@ def _with(settings: Any, name: str, **changes: Any) -> Any:
 
 
 def _dated(run: Run, before: Run | None) -> Run:
-    """Returns `run` with the date of its chat template, where its settings name none: that of `before`, the run
-    that it goes on with, else today's."""
-    if (chat := chat_of(run.task)) is None or chat.date:
-        return run
-    known = chat_of(before.task) if before else None
-    return _with(run, "task.chat", date=(known and known.date) or str(date.today()))
+    """Returns `run` with the date of its chat templates, where its settings name none: that of `before`, the
+    run that it goes on with, else today's."""
+    for name in ("task", "sft"):
+        if (chat := chat_of(getattr(run, name))) and not chat.date:
+            known = chat_of(getattr(before, name)) if before else None
+            day = (known and known.date) or str(date.today())
+            run = _with(run, f"{name}.chat", date=day)
+    return run
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from areal_q.config import Python, TaskConfig
+from areal_q.config import Python, Sft, TaskConfig
 from areal_q.errors import RecordError, TaskError
 from areal_q.messages import Array, Group, Trajectory
 from areal_q.models import DecoderConfig
@@ -57,7 +57,7 @@ def _check_routes(t: Trajectory, config: DecoderConfig, where: str) -> None:
         raise RecordError(f"{where}: routes to more than {experts.count} experts")
 
 
-def check_data(directory: Path, cfg: TaskConfig, task: Task) -> None:
+def check_data(directory: Path, cfg: TaskConfig | Sft, task: Task) -> None:
     """Records in the run's `directory` a digest of the problems that the run began with. Raises TaskError if
     they have changed: ticket numbers would stand for other problems, and accuracies could not be compared.
 

@@ -11,10 +11,15 @@ from typing import Annotated
 import msgspec
 import typer
 
+from areal_q.config import load
 from areal_q.errors import ConfigError
+from areal_q.observability.metrics_log import read_metrics
+from areal_q.observability.progress import History
 from areal_q.observability.run_end import how_it_ended
+from areal_q.observability.run_summary import step_line
 from areal_q.system import command
 from areal_q.system.credentials import no_password
+from areal_q.system.run_dir import METRICS_FILE
 
 SILENT_S = 120.0
 """Seconds without a new version after which the learner is said to be stuck; `--silent-s` sets it."""
@@ -28,15 +33,45 @@ class Ended(msgspec.Struct, frozen=True):
     well: bool
 
 
+class Supervised(msgspec.Struct, frozen=True):
+    """The document that `areal-q status --json` prints of a supervised run in progress."""
+
+    run: str
+    step: int
+    steps: int
+    last: dict | None
+    """The newest step's record; None before the first"""
+
+
 def _end_if_ended(directory: Path, json: bool) -> None:
-    """Prints how the run in `directory` ended and raises typer.Exit, with 0 if it ended as it should. Returns
-    if the run has not ended."""
+    """Prints how the run in `directory` ended and raises typer.Exit, with 0 if it ended as it should; or how
+    far it is, if it is a supervised one. Returns if the run is one of RL that has not ended."""
     if not directory.is_dir():
         raise ConfigError(f"{directory}: no such run")
     if told := how_it_ended(directory):
         said = msgspec.json.encode(Ended(directory.name, *told)).decode()
         typer.echo(said if json else f"{directory}: {told[0]}")
         raise typer.Exit(0 if told[1] else 1)
+    _tell_supervised(directory, json)
+
+
+def _tell_supervised(directory: Path, json: bool) -> None:
+    """Prints how far a supervised run is, which has neither Redis nor workers, and raises typer.Exit. Returns
+    for any other run."""
+    if not (run := load(directory / "config.toml")).sft:
+        return
+    history = History(run.steps)
+    path = directory / METRICS_FILE
+    for record in read_metrics(path) if path.exists() else []:
+        history.add(record)
+    done = Supervised(run.name, history.step, run.steps, history.last)
+    line = (
+        f"step {done.step}/{done.steps}  {step_line(history.last)}"
+        if history.last
+        else history.doing
+    )
+    typer.echo(msgspec.json.encode(done).decode() if json else f"{directory}: {line}")
+    raise typer.Exit
 
 
 EXITS = (

@@ -1,0 +1,1 @@
+"""Supervised training as a run of its own: `areal-q sft`."""

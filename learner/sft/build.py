@@ -1,0 +1,115 @@
+"""Builds a supervised run: rows, tokenizer, policy, ranks, and where it goes on from."""
+
+import math
+import os
+import threading
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from areal_q.checks.model import check_experts, check_format, check_vocabulary
+from areal_q.config import MegatronBackend, PretrainedModel, Run, Sft
+from areal_q.models.hf.weight_files import check_tensors
+from areal_q.models.shape import shape_of
+from areal_q.observability.metrics_log import MetricsLog
+from areal_q.system import run_dir
+from areal_q.tasks import Task, Tokenizer, build_task
+from areal_q.tasks.stops import write_stops
+from learner.backends.data_parallel import ALONE
+from learner.build import updater_of
+from learner.build_policy import build_policy
+from learner.checkpoint.async_writer import CheckpointWriter
+from learner.data.validation import check_data
+from learner.sft.stage import SupervisedRun
+from learner.supervised.demonstrations import (
+    Demonstrations,
+    Rows,
+    encoded,
+    read_demonstrations,
+    tokenizer_of,
+)
+
+
+def rows_of(run: Run) -> tuple[Run, Task | Rows]:
+    """Returns `run` with the steps that its epochs are, if it names some, and the rows. Raises TaskError naming
+    file and line."""
+    cfg = _settings(run)
+    rows = build_task(run.task) if cfg.path is None else read_demonstrations(cfg)
+    if cfg.epochs:
+        steps = max(1, math.ceil(cfg.epochs * len(rows.train) / cfg.batch))
+        return replace(run, steps=steps), rows
+    return run, rows
+
+
+def _settings(run: Run) -> Sft:
+    assert run.sft is not None
+    return run.sft
+
+
+def has_ranks(run: Run) -> bool:
+    """Returns True if the model is sharded by torch.distributed, over one process or several."""
+    several = os.environ.get("WORLD_SIZE", "1") != "1"
+    return several or isinstance(run.learner.backend, MegatronBackend)
+
+
+def build_supervised(
+    run: Run,
+    directory: Path,
+    rows: Task | Rows,
+    resume: bool,
+    metrics: MetricsLog,
+    stop: threading.Event,
+) -> SupervisedRun:
+    """Returns a supervised run in `directory` that is ready to train, after checks in order of their cost.
+    Raises ConfigError, CheckpointError or TaskError for what cannot be trained, or gone on with."""
+    cfg, tokenizer = _settings(run), tokenizer_of(run)
+    data = _data(run, directory, rows, tokenizer, metrics)
+    metrics.write("start", 0, {}, doing="loading the model")
+    policy, state = build_policy(run, directory, resume, rows, tokenizer, metrics, stop)
+    start = state.step if state else 0
+    if resume:
+        metrics.rewind(start)
+    ranks = ALONE
+    if has_ranks(run):
+        from learner.multi_process import join
+
+        ranks = join(run)
+    write_stops(directory, tokenizer.stops)
+    keep = run.checkpoint.keep, run.checkpoint.keep_every
+    checkpoints = CheckpointWriter(directory / "checkpoints", *keep)
+    policy.readers.append(checkpoints.wait_until_read)
+    return SupervisedRun(
+        run=run,
+        directory=directory,
+        run_id=run_dir.run_id(directory, state.run_id if state else ""),
+        step=start,
+        data=data,
+        batch=cfg.batch,
+        accuracy=cfg.path is None if cfg.accuracy is None else cfg.accuracy,
+        tokenizer=tokenizer,
+        updater=updater_of(policy, run, ranks),
+        metrics=metrics,
+        checkpoints=checkpoints,
+    )
+
+
+def _data(
+    run: Run, directory: Path, rows: Task | Rows, tokenizer: Tokenizer, metrics: MetricsLog
+) -> Demonstrations:
+    """Returns the rows, encoded, once it is known that the model can read them."""
+    cfg, shape = _settings(run), shape_of(run.model, tokenizer)
+    if isinstance(run.model, PretrainedModel):
+        check_tensors(run.model.path, shape)
+    check_experts(shape, run.learner)
+    if run.learner.lora or run.learner.precision != "full":
+        check_format(shape, run.rollout.format)
+    check_vocabulary(shape, tokenizer, encoded(rows.train[0], tokenizer)[0])
+    check_data(directory, run.task if cfg.path is None else cfg, rows)
+    longest = min(shape.max_positions, run.learner.microbatch_tokens)
+    data = Demonstrations(rows, tokenizer, longest, run.seed)
+
+    def tell(done: int, of: int) -> None:
+        metrics.write("start", 0, {}, doing=f"encoding: {done:,} of {of:,} rows")
+
+    data.encode(run.eval.problems, tell)
+    return data

@@ -1,0 +1,121 @@
+"""`areal-q sft CONFIG` trains on conversations, or on prompts and answers, before RL or without it.
+
+    areal-q sft chats.toml                                             # writes runs/NAME-sft
+    areal-q run chats.toml model.path=runs/NAME-sft/hf                 # and on from there by RL
+    torchrun --nproc-per-node 2 -m areal_q sft chats.toml              # FSDP2, or Megatron, over two processes
+
+The learner is that of RL, without Redis and workers.
+"""
+
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from msgspec.structs import replace
+
+from areal_q.checks.automatic import settled, why_dtype
+from areal_q.cli.app import asked_for
+from areal_q.cli.live_view import build_view
+from areal_q.config import Run, Sft, load
+from areal_q.errors import ConfigError
+from areal_q.observability.metrics_log import MetricsLog
+from areal_q.system import run_dir
+from areal_q.system.processes import command_began
+from areal_q.system.stop_request import StopRequest
+
+EXITS = (
+    "Exit codes: 0 done, or stopped by Ctrl-C with a checkpoint; 143 so stopped by SIGTERM; 2 something to "
+    "mend, which one line names."
+)
+
+
+def main(
+    config: Annotated[
+        str,
+        typer.Argument(
+            metavar="CONFIG",
+            help="a TOML file, the name of a configuration that comes with areal-q, or a run's directory",
+        ),
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="a.b=c", help="settings on top, such as sft.batch=64"),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="go on from the newest checkpoint")
+    ] = False,
+    name: Annotated[
+        str | None, typer.Option(help="name of the run; default: CONFIG's own and -sft")
+    ] = None,
+) -> None:
+    """Train on conversations or answers, with the learner of RL: packing, optimizer, checkpoints, backends.
+
+    What is learnt, and how, is the table [sft] of CONFIG. The model is in the run's hf/, where model.path of a
+    run of RL finds it.
+    """
+    logging.basicConfig(level=logging.WARNING, format="areal-q sft: %(message)s")
+    stop = StopRequest()
+    stop.listen()
+    if name is None and not Path(config).is_dir():
+        name = f"{load(config, overrides or []).name}-sft"
+    run = asked_for(config, overrides or [], resume, name)
+    if resume and run.sft is None:
+        raise ConfigError(
+            f"{run_dir.path_of(run)}: no supervised run; go on with areal-q run --resume"
+        )
+    run = run if run.sft else replace(run, sft=Sft())
+    if os.environ.get("RANK", "0") != "0":
+        _follow(run)
+    raise typer.Exit(_train(run, resume, stop))
+
+
+def _follow(run: Run) -> None:
+    """Takes part in the steps of rank 0, and ends this process."""
+    from learner.arithmetic import set_arithmetic
+    from learner.multi_process import exit_process, follow, join
+    from learner.supervised.supervised_step import supervised
+
+    run = supervised(run)
+    set_arithmetic(run.learner.threads, run.learner.device)
+    follow(run, join(run))
+    exit_process()
+
+
+def _train(run: Run, resume: bool, stop: StopRequest) -> int:
+    """Trains, and shows the run meanwhile. Returns the exit code."""
+    from learner.arithmetic import set_arithmetic
+    from learner.sft.build import build_supervised, has_ranks, rows_of
+    from learner.supervised.supervised_step import supervised
+
+    run = settled(supervised(run))
+    set_arithmetic(run.learner.threads, run.learner.device)
+    counted, rows = rows_of(run)
+    run = run if resume else counted
+    view = build_view(run)
+    with run_dir.claimed(run, resume) as (directory, moved):
+        run = load(directory / "config.toml")
+        if moved:
+            view.note(f"an earlier run was in {directory}: moved to {moved}")
+        view.start(directory)
+        view.note(why_dtype(run))
+        metrics = MetricsLog(directory, began=command_began())
+        metrics.also("view", lambda _: view.refresh())
+        try:
+            training = build_supervised(run, directory, rows, resume, metrics, stop)
+            try:
+                done = training.train(stop)
+            finally:
+                training.close()
+        finally:
+            metrics.close()
+            view.stop()
+    view.finish()
+    code = 0 if done or stop.number == signal.SIGINT else stop.exit_code
+    if has_ranks(run):
+        from learner.multi_process import exit_process
+
+        exit_process(code)
+    return code

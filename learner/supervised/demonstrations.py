@@ -1,0 +1,218 @@
+"""What supervised training learns from: rows of a file, or a task's problems with their answers.
+
+A row is a conversation, whose assistant's messages are learnt, or a prompt and an answer, encoded as a rollout
+would see the one and write the other. What the assistant did not write is context.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from areal_q.config import Run, Sft, SmallModel
+from areal_q.config.tasks import chat_of
+from areal_q.errors import TaskError
+from areal_q.messages import Array, Trajectory, VersionSpan
+from areal_q.tasks import CharTokenizer, Problem, Tokenizer, build_tokenizer, load_tokenizer
+from areal_q.tasks.base import Message, Task, columns_of
+from areal_q.tasks.datasets.benchmark_fields import text_of
+from areal_q.tasks.datasets.conversations import problem_of
+from areal_q.tasks.datasets.jsonl_rows import read_objects
+from areal_q.tasks.shuffle import shuffled
+from learner.data.packing import Sample
+
+logger = logging.getLogger(__name__)
+Tell = Callable[[int, int], None]
+"""A function that is called with (rows encoded, rows in all)"""
+TELL_EVERY = 1000
+"""Rows from one such call to the next"""
+
+
+@dataclass
+class Rows:
+    """The rows of files, each as a Problem. That of a conversation has neither prompt nor answer: its `columns`
+    are the JSON of its `messages` and `tools`."""
+
+    train: Sequence[Problem]
+    heldout: Sequence[Problem]
+
+
+def tokenizer_of(run: Run) -> Tokenizer:
+    """Returns the tokenizer with the template that the rows of `run` ask for."""
+    if run.sft is None or run.sft.path is None:
+        return build_tokenizer(run.model, run.task)
+    if isinstance(run.model, SmallModel):
+        return CharTokenizer()
+    return load_tokenizer(run.model.path, chat_of(run.sft))
+
+
+def read_demonstrations(cfg: Sft) -> Rows:
+    """Returns the rows that the settings name; those that are held out are nowhere learnt from. Raises
+    TaskError naming file and line."""
+    path = str(cfg.path)
+    rows = _read(cfg, path)
+    if isinstance(cfg.heldout, str):
+        train, heldout = rows, _read(cfg, cfg.heldout)
+    else:
+        cut = len(rows) - round(cfg.heldout * len(rows))
+        train, heldout = rows[:cut], rows[cut:]
+    kept = set(map(_content, heldout))
+    train = [row for row in train if _content(row) not in kept]
+    if not train:
+        raise TaskError(f"{path}: every row is held out; there is none to learn from")
+    return Rows(train, heldout)
+
+
+def _content(row: Problem) -> bytes:
+    return msgspec.json.encode((row.prompt, row.answer, row.messages, row.columns))
+
+
+def _read(cfg: Sft, path: str) -> list[Problem]:
+    return [_row(row, cfg, where) for where, row in read_objects(path)]
+
+
+def _row(row: dict[str, Any], cfg: Sft, where: str) -> Problem:
+    if "messages" in row and cfg.answer not in row:
+        entries = row["messages"] if isinstance(row["messages"], list) else []
+        messages = [_message(entry, where) for entry in entries]
+        if not any(m["role"] == "assistant" and (m["content"] or len(m) > 2) for m in messages):
+            raise TaskError(f"{where}: `messages` has none of the assistant: nothing to learn")
+        talk = {"messages": messages, "tools": _tools(row, where)}
+        return Problem("", "", columns=columns_of(talk, where))
+    asked = row.get(cfg.prompt)
+    answer = text_of(row, cfg.answer, where)
+    if not answer:
+        raise TaskError(f"{where}: field `{cfg.answer}` is empty: nothing to learn")
+    prompt = asked if isinstance(asked, list) else text_of(row, cfg.prompt, where)
+    return problem_of(prompt, answer, cfg.template, where)
+
+
+def _message(entry: Any, where: str) -> Message:
+    """Returns a message without the fields that Parquet fills with null, and arguments of calls as objects,
+    where OpenAI's API has their JSON."""
+    entry = _without_null(entry)
+    match entry:
+        case {"role": str(), **rest} if isinstance(rest.get("content", ""), str):
+            message = {"content": "", **entry}
+        case _:
+            raise TaskError(
+                f"{where}: {str(entry)[:80]} is no message: role and content, both text"
+            )
+    try:
+        calls = [_call(call) for call in message.get("tool_calls", [])]
+    except (KeyError, TypeError, ValueError) as error:
+        raise TaskError(f"{where}: `tool_calls` are not as in OpenAI's API: {error!r}") from error
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _call(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function["arguments"]
+    arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _tools(row: dict[str, Any], where: str) -> list[Any]:
+    """Returns the tools of a row: a list, or its JSON, as many data sets have it."""
+    tools = row.get("tools") or []
+    try:
+        tools = json.loads(tools) if isinstance(tools, str) else _without_null(tools)
+    except ValueError as error:
+        raise TaskError(f"{where}: `tools` is no JSON: {error}") from error
+    if not isinstance(tools, list):
+        raise TaskError(f"{where}: `tools` is not a list")
+    return tools
+
+
+def _without_null(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_null(v) for name, v in value.items() if v is not None}
+    return [_without_null(v) for v in value] if isinstance(value, list) else value
+
+
+def encoded(row: Problem, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+    """Returns the ids of a row, and for each whether it is learnt. Raises TaskError for what the chat template
+    refuses or leaves out."""
+    if not row.prompt:
+        talk = json.loads(row.columns)
+        return tokenizer.encode_transcript(talk["messages"], talk["tools"])
+    prompt = tokenizer.encode_prompt(row.asked)
+    answer = [*tokenizer.encode(row.answer), tokenizer.eos_id]
+    return [*prompt, *answer], [False] * len(prompt) + [True] * len(answer)
+
+
+def sample_of(number: int, ids: Sequence[int], learnt: Sequence[bool]) -> Sample:
+    """Returns the sample with this number of its ticket: a response that begins with the first id that is
+    learnt, of advantage 1, whose other ids do not count. Nothing predicts a row's first id, which is never
+    learnt."""
+    mask = np.asarray(learnt, np.uint8)
+    start = max(1, int(mask.argmax()))
+    tokens = len(mask) - start
+    response = Trajectory(
+        index=0,
+        response_ids=Array.of(np.asarray(ids[start:]), "int32"),
+        behavior_logprobs=Array.of(np.zeros(tokens), "float32"),
+        loss_mask=Array.of(mask[start:], "uint8"),
+        spans=[VersionSpan(0, tokens, "")],
+        finish_reason="stop",
+        reward=0.0,
+    )
+    prompt = np.asarray(ids[:start], np.int32)
+    return Sample(number, prompt, response, 1.0, np.zeros(tokens, np.int64))
+
+
+class Demonstrations:
+    """Samples to learn from and held-out ones, in the order that numbers and the seed alone decide."""
+
+    def __init__(self, rows: Task | Rows, tokenizer: Tokenizer, longest: int, seed: int) -> None:
+        self._rows, self._tokenizer = rows, tokenizer
+        self._longest, self._seed = longest, seed
+        self._train: Sequence[Sample] | None = None
+        self.heldout: Sequence[Sample] = ()
+
+    @property
+    def size(self) -> int:
+        """Number of rows to learn from."""
+        return len(self._rows.train if self._train is None else self._train)
+
+    def encode(self, problems: int, tell: Tell) -> None:
+        """Encodes all rows of files, so that a fault in one is found before training, and at most `problems` of
+        the held-out ones. Leaves out rows of more than `longest` tokens. Raises TaskError as `encoded` does, or
+        if no row is left."""
+        self.heldout = self._short(self._rows.heldout[:problems])
+        if not isinstance(self._rows, Rows):
+            return
+        self._train = self._short(self._rows.train, tell)
+        if left_out := len(self._rows.train) - len(self._train):
+            logger.warning(
+                "%d rows are left out: they have more than %d tokens", left_out, self._longest
+            )
+        if not self._train:
+            raise TaskError(f"every row has more than {self._longest} tokens")
+
+    def _short(
+        self, rows: Sequence[Problem], tell: Tell = lambda done, of: None
+    ) -> Sequence[Sample]:
+        samples = []
+        for number, row in enumerate(rows):
+            if number % TELL_EVERY == 0:
+                tell(number, len(rows))
+            try:
+                sample = sample_of(number, *encoded(row, self._tokenizer))
+            except TaskError as error:
+                raise TaskError(f"row {number + 1}: {error}") from error
+            if sample.num_tokens <= self._longest:
+                samples.append(sample)
+        return samples
+
+    def at(self, number: int) -> Sample:
+        """Returns sample `number` of an endless sequence, in which each pass has all rows in another order."""
+        place = shuffled(number, self.size, self._seed)
+        if self._train is None:
+            ids, learnt = encoded(self._rows.train[place], self._tokenizer)
+            return sample_of(number, ids, learnt)
+        return replace(self._train[place], ticket=number)
