@@ -48,7 +48,7 @@ from bench.learning_curve import DEFINITION, Curve, Point, time_to
 from learner.build_policy import build_model
 from learner.checkpoint import files as checkpoints
 from learner.replay.export import export as export_model
-from learner.sft_warmup import warm_start
+from learner.supervised.warm_start import warm_start
 from rollout.evaluation.generate import answered
 
 AIM = 3.0

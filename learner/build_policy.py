@@ -25,7 +25,7 @@ from learner import checkpoint
 from learner.backends.precision import PrecisionSettings, set_precision
 from learner.backends.single_device import TorchPolicy
 from learner.publishing.version_builder import VersionSettings
-from learner.sft_warmup import warm_start
+from learner.supervised.warm_start import warm_start
 
 logger = logging.getLogger(__name__)
 

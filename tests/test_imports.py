@@ -52,7 +52,7 @@ LAYERS = {
         {"__main__"},
     ),
     "learner": (
-        {"arithmetic", "data", "optim", "publishing", "sft_warmup"},
+        {"arithmetic", "data", "optim", "publishing"},
         {"backends", "heldout_eval", "policy_advantages"},
         {"measure"},
         {"policy_update"},

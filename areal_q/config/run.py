@@ -92,7 +92,7 @@ class WarmStart(Settings, frozen=True, kw_only=True):
     steps: WholeNumber = 0
     """Optimizer steps; 0 leaves the warm start out."""
     until_accuracy: Fraction = 1.0
-    """Stops early once the running share of answers that greedy decoding would get right is this."""
+    """Stops early once the running share of answers that greedy decoding would get right is this; 1: never."""
     batch: Count = 128
     """Problems in a step."""
     lr: Positive = 2e-3

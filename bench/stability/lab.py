@@ -49,7 +49,7 @@ from learner.data.staleness import VersionHistory
 from learner.measure.reward_check import RewardCheck
 from learner.policy_update import SingleProcessUpdater
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
-from learner.sft_warmup import warm_start
+from learner.supervised.warm_start import warm_start
 from learner.train_step import train_step
 from rollout.engines.base import Completion, Engine, Request
 from rollout.engines.reference.torch_engine import torch_engine

@@ -42,7 +42,8 @@ from learner.publishing.version_builder import VersionBuilder, VersionSettings
 from learner.publishing.weight_publisher import WeightPublisher
 from learner.replay.compare import compare
 from learner.replay.replay_steps import Replay
-from learner.sft_warmup import supervised_loss
+from learner.supervised.demonstrations import sample_of
+from learner.supervised.supervised_step import held_out_loss, share_right
 from learner.train_step import train_step
 
 if not shutil.which("c++"):
@@ -148,12 +149,12 @@ def test_kv_scales_are_the_same(
         torch.testing.assert_close(far.kv_scales[name].cpu(), scale)
 
 
-def test_the_warm_start_is_the_same(make_run: MakeRun, cuda: SecondDevice) -> None:
-    far, near = (policy.model for policy in policies(make_run()))
-    rows = [([1, 2, 3], [4, 5]), ([6], [7, 8, 9])]
-    (loss, right), (far_loss, far_right) = supervised_loss(near, rows), supervised_loss(far, rows)
-    assert far_right == right
-    torch.testing.assert_close(far_loss.cpu(), loss)
+def test_supervised_measures_are_the_same(make_run: MakeRun, cuda: SecondDevice) -> None:
+    rows = [([1, 2, 3, 4, 5], [False] * 3 + [True] * 2), ([6, 7, 8, 9], [False] + [True] * 3)]
+    samples = [sample_of(number, *row) for number, row in enumerate(rows)]
+    far, near = policies(make_run())
+    assert share_right(far, samples) == share_right(near, samples)
+    assert held_out_loss(far, samples) == pytest.approx(held_out_loss(near, samples), abs=1e-5)
 
 
 @pytest.mark.parametrize("format", ["int8", "nf4", "fp8"])

@@ -10,11 +10,11 @@ import torch
 from helpers.fixture_types import MakeRun
 from helpers.policies import initial_model
 
-from areal_q.config import Arithmetic, Calculator, Run
+from areal_q.config import Calculator, Run
 from areal_q.errors import Stopped
-from areal_q.models import Decoder, PackedLayout
-from areal_q.tasks import build_task, build_tokenizer, problem_at
-from learner.sft_warmup import supervised_loss, warm_start
+from areal_q.models import Decoder
+from areal_q.tasks import build_task, build_tokenizer
+from learner.supervised.warm_start import warm_start
 
 Progress = list[tuple[int, float]]
 
@@ -119,6 +119,20 @@ def test_it_stops_at_the_accuracy_that_is_enough(make_run: MakeRun):
     assert told[0][1] == told[1][1]
 
 
+def test_it_is_not_looked_at_where_none_is_enough(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+):
+    looks: list[int] = []
+    monkeypatch.setattr(
+        "learner.supervised.warm_start.share_right",
+        lambda _, samples: looks.append(len(samples)) or 0.0,
+    )
+    warmed(make_run("warmstart.steps=5", "warmstart.batch=8"))
+    assert looks == []
+    warmed(make_run("warmstart.steps=5", "warmstart.batch=8", "warmstart.until_accuracy=0.5"))
+    assert looks == [8, 8, 8]
+
+
 def test_stop_request_raises_and_leaves_nothing_in_the_cache(make_run: MakeRun, cache: Path):
     stop = threading.Event()
     stop.set()
@@ -144,49 +158,6 @@ def test_a_torn_file_in_the_cache_is_made_again(make_run: MakeRun, cache: Path):
     assert not cached
     assert same(first, again)
     assert warmed(run)[1]
-
-
-def test_loss_is_the_mean_cross_entropy_of_the_answers_tokens(make_run: MakeRun):
-    run = make_run()
-    tokenizer, task = build_tokenizer(run.model, run.task), build_task(run.task)
-    model = initial_model(run)
-    problems = [problem_at(task, n, 0) for n in range(7)]
-    rows = [
-        (tokenizer.encode(p.prompt), [*tokenizer.encode(p.answer), tokenizer.eos_id])
-        for p in problems
-    ]
-    losses = []
-    with torch.no_grad():
-        for prompt, answer in rows:
-            for place, token in enumerate(answer):
-                # Every token by itself, from all that stands before it.
-                loss, _ = supervised_loss(model, [(prompt + answer[:place], [token])])
-                losses.append(loss.item())
-        mean, _ = supervised_loss(model, rows)
-    assert mean.item() == pytest.approx(sum(losses) / len(losses), abs=1e-5)
-
-
-def test_the_share_it_has_right_is_that_of_greedy_decoding(make_run: MakeRun):
-    run = make_run("warmstart.steps=60", "warmstart.batch=32", "warmstart.lr=1e-2")
-    run = msgspec.structs.replace(run, task=Arithmetic(digits=1, heldout=20))
-    model, _, _ = warmed(run)
-    tokenizer, task = build_tokenizer(run.model, run.task), build_task(run.task)
-    rows = [
-        (tokenizer.encode(p.prompt), [*tokenizer.encode(p.answer), tokenizer.eos_id])
-        for p in task.train
-    ]
-
-    def greedy(prompt: list[int], length: int) -> list[int]:
-        ids = list(prompt)
-        for _ in range(length):
-            hidden = model(torch.tensor(ids), PackedLayout.of([len(ids)]))
-            ids.append(int(model.logits(hidden[-1]).argmax()))
-        return ids[len(prompt) :]
-
-    with torch.no_grad():
-        right = [greedy(prompt, len(answer)) == answer for prompt, answer in rows]
-    assert 0 < sum(right) < len(rows)
-    assert supervised_loss(model, rows)[1] == sum(right) / len(rows)
 
 
 def test_it_learns(make_run: MakeRun):

@@ -10,33 +10,35 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from itertools import accumulate, count
 from pathlib import Path
 
 import msgspec
-import torch
+from msgspec.structs import replace
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import nn
 
-from areal_q.config import Run
+from areal_q.config import AdamW, Run, TorchBackend
 from areal_q.errors import Stopped
-from areal_q.models import Decoder, PackedLayout
+from areal_q.models import Decoder
 from areal_q.system.files import move_into_place, save_tensors
 from areal_q.tasks import Task, Tokenizer, problem_at
+from learner.backends.single_device import TorchPolicy
+from learner.policy_update import SingleProcessUpdater
+from learner.supervised.demonstrations import Demonstrations
+from learner.supervised.supervised_step import learn, share_right, supervised_learner
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[int, float], None]
 """A function that is called with (step, loss in nats per token)."""
-REVISION = 2
+REVISION = 3
 """A part of the cache's key, to be increased when a change of the program makes the same settings give other
 weights."""
-WARMUP_STEPS = 20
-"""Steps over which the learning rate rises to its full value."""
+WARMUP_STEPS = 19
+"""Steps before the first with the full learning rate."""
 PROGRESS_STEPS = 10
 """Steps from one call of the progress function to the next."""
-MEAN_STEPS = 8
-"""Steps of the running mean of the accuracy."""
+LOOK_EVERY, MEAN_LOOKS = 2, 4
+"""Steps from one look at the accuracy to the next, and looks of its running mean."""
 
 
 def warm_start(
@@ -88,53 +90,32 @@ def _train(
     stop: threading.Event,
 ) -> None:
     cfg = run.warmstart
-    optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, betas=(0.9, 0.95), fused=True)
-    numbers = count()
+    # Its weights are cached by `_key`, whatever precision or adapters RL goes on with.
+    learner = replace(
+        supervised_learner(run.learner),
+        optimizer=AdamW(lr=cfg.lr, warmup_steps=WARMUP_STEPS),
+        max_grad_norm=1.0,
+        dtype="float32",
+        precision="full",
+        lora=None,
+        backend=TorchBackend(),
+    )
+    data = Demonstrations(task, tokenizer, longest=0, seed=run.seed)
+    policy = TorchPolicy(model, learner, temperature=1.0)
+    updater = SingleProcessUpdater(policy)
     accuracy, nats = 0.0, 0.0
     for step in range(cfg.steps):
         if stop.is_set():
             raise Stopped("during the warm start")
-        rows = []
-        for _ in range(cfg.batch):
-            problem = problem_at(task, next(numbers), run.seed)
-            answer = [*tokenizer.encode(problem.answer), tokenizer.eos_id]
-            rows.append((tokenizer.encode_prompt(problem.asked), answer))
-        loss, right = supervised_loss(model, rows)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = cfg.lr * min(1.0, (step + 1) / WARMUP_STEPS)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        accuracy += (right - accuracy) / MEAN_STEPS
-        nats = loss.item()
+        samples = [data.at(number) for number in range(step * cfg.batch, (step + 1) * cfg.batch)]
+        if cfg.until_accuracy < 1 and step % LOOK_EVERY == 0:
+            accuracy += (share_right(policy, samples) - accuracy) / MEAN_LOOKS
+        nats = learn(updater, samples)["train/loss"]
         if step % PROGRESS_STEPS == 0:
             progress(step, nats)
         if accuracy >= cfg.until_accuracy:
             break
     progress(cfg.steps, nats)
-
-
-def supervised_loss(
-    model: Decoder, rows: list[tuple[list[int], list[int]]]
-) -> tuple[torch.Tensor, float]:
-    """Returns the mean cross-entropy, in nats, of the response tokens in `rows` of (prompt, response), and the
-    share of rows that greedy decoding gets right, as each of their tokens is the most probable."""
-    device = next(model.parameters()).device
-    layout = PackedLayout.of([len(p) + len(r) for p, r in rows], device)
-    ids = torch.tensor([t for p, r in rows for t in (*p, *r)]).to(device, non_blocking=True)
-    starts = [0, *accumulate(layout.lengths)]
-    predict = torch.cat(
-        [
-            torch.arange(start + len(p) - 1, start + len(p) + len(r) - 1)
-            for start, (p, r) in zip(starts, rows, strict=False)
-        ]
-    )
-    predict = predict.to(device, non_blocking=True)
-    logits = model.logits(model(ids, layout)[predict])
-    hits = (logits.argmax(-1) == ids[predict + 1]).cpu().split([len(r) for _, r in rows])
-    right = sum(bool(hit.all()) for hit in hits) / len(rows)
-    return nn.functional.cross_entropy(logits, ids[predict + 1]), right
 
 
 def _key(run: Run, task: Task) -> str:
