@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from areal_q.config import shipped
 from areal_q.config.faults import fault
 from areal_q.config.rules import broken_rules
 from areal_q.config.run import Run
+from areal_q.decode_errors import suggestion
 from areal_q.errors import ConfigError, SettingsError
 
 Table = dict[str, Any]
@@ -27,6 +27,9 @@ OWN_BY_PATH = (
 )
 """Tables in which only `type = "python"` has a path, so that to set it chooses that type. The digest of the
 file that was named before goes, too."""
+_PACKAGE = Path(__file__).resolve().parents[1]
+TEMPLATES = "templates"
+"""Folder of the shipped configurations in which those of `areal-q init` are, whose names are not offered."""
 
 
 def load(path: str | Path | None = None, overrides: Sequence[Override] | None = None) -> Run:
@@ -35,9 +38,7 @@ def load(path: str | Path | None = None, overrides: Sequence[Override] | None = 
     if path is None:
         return parse("", "settings", overrides)
     try:
-        text = shipped.find(Path(path)).read_text(
-            "utf-8-sig"
-        )  # a BOM is what editors on Windows write
+        text = find(Path(path)).read_text("utf-8-sig")  # a BOM is what editors on Windows write
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -82,7 +83,7 @@ def _overridden(table: Table, source: str, overrides: Sequence[Override]) -> Run
     line's."""
     together = table
     for setting in overrides:
-        path, value = _parsed(setting) if isinstance(setting, str) else setting
+        path, value = parsed(setting) if isinstance(setting, str) else setting
         together = merge(together, _at(path, value))
     run = _convert(together)
     if isinstance(run, Run):
@@ -132,7 +133,7 @@ def _with_schedule(run: Run) -> Run:
     return msgspec.structs.replace(run, rollout=rollout)
 
 
-def _parsed(text: str) -> tuple[str, Any]:
+def parsed(text: str) -> tuple[str, Any]:
     """Returns `a.b=1.5` as ("a.b", 1.5). The value is TOML; a bare word is a string."""
     path, sep, raw = text.partition("=")
     if not sep or not path.strip():
@@ -188,3 +189,35 @@ def dump_toml(run: Run) -> str:
         return value
 
     return tomli_w.dumps(drop_none(msgspec.to_builtins(run)))
+
+
+def find(path: Path) -> Path:
+    """Returns `path`, or the shipped configuration that is meant by it. Raises ConfigError with their names.
+
+    Example: `quickstart` and `configs/quickstart.toml` are the same, unless files of these names are there.
+    """
+    if path.exists():
+        return path
+    if path.name == "config.toml":
+        raise ConfigError(f"{path.parent}: there is no run: it has no config.toml")
+    name, names = path.as_posix().removeprefix("configs/").removesuffix(".toml"), shipped_names()
+    if name in names:
+        return shipped() / f"{name}.toml"
+    near = suggestion(name, names)
+    raise ConfigError(
+        f"{path}: no such file; {f'{near} ' if near else ''}Configurations that come with areal-q, by "
+        f"name: {', '.join(names)} (in {shipped()})"
+    )
+
+
+def shipped() -> Path:
+    """Returns the directory of the configurations that come with the program, and are found by name: in the
+    package, where a wheel has them, or beside it in a clone."""
+    packaged = _PACKAGE / "configs"
+    return packaged if packaged.is_dir() else _PACKAGE.parent / "configs"
+
+
+def shipped_names() -> list[str]:
+    """Returns names such as `quickstart` and `papers/qurl-gsm8k`."""
+    files = (path.relative_to(shipped()) for path in shipped().rglob("*.toml"))
+    return sorted(f.with_suffix("").as_posix() for f in files if f.parts[0] != TEMPLATES)

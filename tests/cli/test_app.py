@@ -12,7 +12,8 @@ from helpers.paths import EXECUTABLE
 import areal_q
 from areal_q.cli.app import ELSEWHERE, GROUPS, app
 from areal_q.cli.launcher import plan
-from areal_q.config import Run, load, shipped
+from areal_q.config import Run, load
+from areal_q.config.load import shipped
 from areal_q.errors import ConfigError
 from areal_q.tasks.datasets.jsonl_rows import read_jsonl
 
@@ -160,7 +161,7 @@ def test_an_unknown_configuration_names_those_there_are(tmp_path, monkeypatch):
         ConfigError, match=r"quickstrat: no such file; did you mean 'quickstart'\?"
     ) as e:
         load("quickstrat")
-    assert "papers/qurl-gsm8k" in str(e.value) and str(shipped.directory()) in str(e.value)
+    assert "papers/qurl-gsm8k" in str(e.value) and str(shipped()) in str(e.value)
 
 
 def test_check_config_prints_settings_that_load_back_equal(areal_q_command, tmp_path):
