@@ -10,7 +10,7 @@ TORCH_CPU ?= $(TORCH)+cpu
 JOBS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS)
 
-.PHONY: setup lock run real test test-slow test-formats test-peers test-agents test-vllm test-sglang test-megatron test-engine check bench bench-buffer chaos fuzz mutants browser promtool redis7 crds real-model tokenizers reference clean
+.PHONY: setup lock run real test test-slow test-formats test-peers test-agents test-trackers test-vllm test-sglang test-megatron test-engine check bench bench-buffer chaos fuzz mutants browser promtool redis7 crds real-model tokenizers reference clean
 
 # Everything that `make check` and `make test` need.
 setup: $(VENV)/.installed-dev
@@ -52,6 +52,10 @@ test-peers: $(VENV)-peers/.installed
 # Loops of other libraries' agents against the endpoint: docs/endpoint.md.
 test-agents: $(VENV)-agents/.installed
 	$(VENV)-agents/bin/python -m pytest -m agents tests/rollout/test_agent_sdks.py
+
+# wandb, MLflow and trackio, offline, read back: docs/trackers.md.
+test-trackers: $(VENV)-trackers/.installed
+	$(VENV)-trackers/bin/python -m pytest -m trackers tests/observability/test_tracker_stores.py
 
 # The learner's Megatron backend beside torch's, on gloo: docs/sharding.md.
 test-megatron: $(VENV)-megatron/.installed
@@ -165,6 +169,15 @@ $(VENV)-agents/.installed: $(VENV)/.installed-dev
 	  > $$($(VENV)-agents/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
 	touch $@
 
+# In front of $(VENV)'s packages; each is left out where the package index lacks it.
+$(VENV)-trackers/.installed: $(VENV)/.installed-dev
+	$(BIN)/python -m venv $(VENV)-trackers
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"), "$(CURDIR)", sep="\n")' \
+	  > $$($(VENV)-trackers/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
+	for tracker in wandb==0.31.0 mlflow==3.17.2 trackio==0.43.0; do \
+	  $(VENV)-trackers/bin/pip install -q $$tracker || echo "The package index lacks $$tracker: its tests are skipped."; done
+	touch $@
+
 # torchvision and the like are no use here, and an index may have only their CUDA builds, with which
 # transformers cannot be imported beside a CPU torch.
 $(VENV)-vllm/.installed: pyproject.toml
@@ -239,4 +252,4 @@ models/tokenizers/%/tokenizer.json:
 	rm $(@D)/*.tgz
 
 clean:
-	rm -rf $(VENV) $(VENV)-formats $(VENV)-peers $(VENV)-agents $(VENV)-vllm $(VENV)-sglang $(VENV)-megatron build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-formats $(VENV)-peers $(VENV)-agents $(VENV)-trackers $(VENV)-vllm $(VENV)-sglang $(VENV)-megatron build dist *.egg-info

@@ -19,6 +19,7 @@
     ├── RankLost                        another of a learner's processes ended in the middle of its work
     ├── RunFinished                     the run that a worker works for has done its last step
     ├── ChildDied                       a process of a run ended when it should not have
+    ├── TrackerFailed                   a tracker did not take what it was given; the run goes on without it
     ├── RewardUnavailable               raised by a user's reward: what it needs did not answer
     └── Stopped                         asked to end before there was anything to keep
 
@@ -125,3 +126,7 @@ class Stopped(AReaLQError):
 
 class ChildDied(AReaLQError):
     """A process of a run ended when it should not have; carries the last lines of its log."""
+
+
+class TrackerFailed(AReaLQError):
+    """A tracker did not take what it was given, for a reason of its own; the run goes on without it."""

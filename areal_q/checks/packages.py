@@ -6,6 +6,7 @@ import importlib.util
 from areal_q.config import MegatronBackend, Run, SglangEngine, VllmEngine
 from areal_q.config.run import EngineConfig
 from areal_q.errors import ConfigError
+from areal_q.observability.trackers.registry import check_tracker_package
 
 
 def check_packages(run: Run, serves: bool) -> None:
@@ -17,6 +18,8 @@ def check_packages(run: Run, serves: bool) -> None:
             check_endpoint_packages()
     if isinstance(run.learner.backend, MegatronBackend):
         check_megatron()
+    for tracker in run.trackers:
+        check_tracker_package(tracker)
 
 
 def check_engine_packages(engine: EngineConfig) -> None:

@@ -70,7 +70,7 @@ def preflight(run: Run) -> None:
     for address in filter(None, (served_at(run.rollout.serve, i) for i in range(workers))):
         check_free("rollout.serve", *address)
     # Read, but not run: this process does without torch.
-    with_digests(run, (*FIXED_CODE, "buffer.sampler", "rollout.environment"))
+    with_digests(run, (*FIXED_CODE, "buffer.sampler", "rollout.environment", "trackers"))
     if isinstance(environment, PythonEnvironment) and workers:
         load_environment(environment.path)
     check_reward(run)

@@ -28,7 +28,7 @@ EXITS = (
 GROUPS = {
     "Train": ("run", "sft", "check", "settings", "check-config"),
     "While a run goes on": ("watch", "status", "weights", "buffer"),
-    "Afterwards, or meanwhile": ("report", "doctor", "replay", "fetch", "eval"),
+    "Afterwards, or meanwhile": ("report", "track", "doctor", "replay", "fetch", "eval"),
     "Models": ("formats", "export", "quantize"),
     "Services, for several machines": ("learner", "rollout", "relay", "keys"),
     "Other": ("version",),
@@ -37,6 +37,7 @@ GROUPS = {
 
 ELSEWHERE = {
     "report": "buffer.report.cli",
+    "track": "areal_q.cli.track",
     "weights": "buffer.weight_sync.commands.inspect_weights",
     "keys": "buffer.weight_sync.commands.make_keys",
     "replay": "learner.replay.cli",

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,8 @@ class Program:
     name: str
     argv: list[str]
     threads: int = 1
+    beside: bool = False
+    """Its end, however it comes, is no end of the run"""
 
 
 class ChildProcesses:
@@ -45,9 +48,14 @@ class ChildProcesses:
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._asked: set[str] = set()
         """Names of the children that were sent SIGTERM"""
+        self._beside: set[str] = set()
+        """Names of those whose end is no end of the run"""
+        self._told: set[str] = set()
+        """Names of those of them whose end was told"""
 
     def start(self, program: Program) -> None:
         began = {BEGAN: str(command_began())}
+        self._beside |= {program.name} if program.beside else set()
         threads = dict.fromkeys(THREAD_VARIABLES, str(program.threads))
         with (self._logs / f"{program.name}.log").open("ab") as log:
             self._children[program.name] = subprocess.Popen(
@@ -66,9 +74,19 @@ class ChildProcesses:
         too."""
         for name, child in self._children.items():
             code = child.poll()
-            if code is not None and not (code == 0 and name.startswith("rollout")):
+            finished = code == 0 and name.startswith("rollout")
+            if code is not None and not finished and name not in self._beside:
                 return name
         return None
+
+    def lost_beside(self) -> Iterator[str]:
+        """Yields a sentence for each child beside the run that has ended with an error, once."""
+        for name in sorted(self._beside - self._told):
+            if code := self._children[name].poll():
+                self._told.add(name)
+                log = self._logs / f"{name}.log"
+                *_, said = ["", *log.read_text("utf-8", errors="replace").splitlines()]
+                yield f"{name} {_how(code)}, and the run goes on: {said or f'see {log}'}"
 
     def exit_code(self, name: str) -> int | None:
         """Returns the exit code of child `name`; None if it was not started, or has not ended."""

@@ -1,13 +1,14 @@
 """Starts all processes of a run on this machine in order, watches them, and stops them in order.
 
-    start   redis ─▶ learner ─▶ rollout-0 … rollout-N
-    stop    learner (writes a checkpoint) ─▶ rollout workers (give tickets back) ─▶ redis
+    start   redis ─▶ learner ─▶ rollout-0 … rollout-N, trackers
+    stop    learner (writes a checkpoint) ─▶ rollout workers (give tickets back) ─▶ redis ─▶ trackers
 
 | what happens                     | what follows                                            | result    |
 |----------------------------------|---------------------------------------------------------|-----------|
 | the learner exits with 0         | the others stop                                         | 0         |
 | a worker exits with 0            | nothing: the run is finished, the learner ends, too     |           |
 | a child exits with 2             | the others stop; its last line is the error             | UserError |
+| a tracker ends                   | a line says so, and the run goes on                     |           |
 | any other process ends by itself | the learner drains, the others stop                     | ChildDied |
 | Ctrl-C                           | the learner drains, the others stop                     | 0         |
 | SIGTERM or SIGHUP                | the same                                                | 143, 129  |
@@ -24,9 +25,9 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -37,7 +38,9 @@ from areal_q.checks.disk_use import disk_use
 from areal_q.checks.settings import preflight, served_at, without_effect
 from areal_q.cli.child_processes import DRAIN_S, ChildProcesses, Interrupts, Program
 from areal_q.config import PretrainedModel, Run, dump_toml
+from areal_q.config.trackers import labelled
 from areal_q.errors import BufferUnavailable, ChildDied, ConfigError, UserError
+from areal_q.observability.trackers.described import keep_commit
 from areal_q.system.credentials import check_redis_url, redis_password
 from areal_q.system.disk import DiskWatch, size
 from areal_q.system.processes import module_command
@@ -49,8 +52,11 @@ KILLED = 130
 _POLL_S = 0.2
 _START_S = 30.0
 """Seconds within which Redis must answer, also if it loads a large append-only file"""
+TRACKER = "tracker-"
 STOP_S = 10.0
 """Seconds from SIGTERM to SIGKILL for workers and Redis"""
+TRACKERS_STOP_S = 60.0
+"""Seconds that trackers may take for what is left, and for the report"""
 FULL_BYTES = 32 << 20
 """Free bytes below which a full disk is the likeliest cause of a death"""
 
@@ -78,6 +84,7 @@ class Plan:
     redis_url: str
     learner: Program
     workers: list[Program]
+    trackers: list[Program] = field(default_factory=list)
 
 
 def plan(run: Run, run_dir: Path, sockets: Path, resume: bool) -> Plan:
@@ -105,6 +112,14 @@ def plan(run: Run, run_dir: Path, sockets: Path, resume: bool) -> Plan:
         [
             Program(name, [*worker, "--id", name, *_serve(run, i)], run.rollout.threads)
             for i, name in enumerate(names)
+        ],
+        [
+            Program(
+                f"{TRACKER}{label}",
+                module_command("areal_q", "track", str(run_dir), "--to", label, "--follow"),
+                beside=True,
+            )
+            for label in labelled(run.trackers)
         ],
     )
 
@@ -143,6 +158,7 @@ def launch(
         if moved:
             view.note(f"an earlier run was in {run_dir}: moved to {moved}")
         children = ChildProcesses(run_dir / "logs", sockets)
+        keep_commit(run_dir)
         view.start(run_dir)
         view.note(why_dtype(run))
         if smoothing := why_smoothing(run):
@@ -211,6 +227,8 @@ def _run(
             view.refresh()
             if complaint := disk.complaint():
                 view.note(f"warning: {complaint}")
+            for sentence in children.lost_beside():
+                view.note(f"warning: {sentence}")
             time.sleep(_POLL_S)
 
     if plan.redis:
@@ -220,7 +238,8 @@ def _run(
         if plan.redis:
             raise BufferUnavailable(f"Redis did not answer within {_START_S:.0f} s")
         raise ConfigError("REDIS_URL: no Redis answers there")
-    for program in [] if interrupts.count or children.ended() else [plan.learner, *plan.workers]:
+    programs = [plan.learner, *plan.workers, *plan.trackers]
+    for program in [] if interrupts.count or children.ended() else programs:
         children.start(program)
     wait(lambda: interrupts.count or children.ended())
 
@@ -231,18 +250,47 @@ def _run(
             "draining: waits for the learner to end its step and write a checkpoint, then for workers to hand "
             "back their tickets; Ctrl-C again kills"
         )
+    _stop(plan, children, view, interrupts, wait, DRAIN_S if first else float("inf"))
+    children.check(first or "learner")
+    return _exit_code(children.exit_code("learner"), interrupts.first)
+
+
+def _stop(
+    plan: Plan,
+    children: ChildProcesses,
+    view: View,
+    interrupts: Interrupts,
+    wait: Callable[[Callable[[], object], float], None],
+    drain_s: float,
+) -> None:
+    """Stops the processes in order; the learner may take `drain_s` seconds."""
     children.send(["learner"], signal.SIGTERM)
-    wait(lambda: not children.alive(["learner"]), DRAIN_S if first else float("inf"))
+    wait(lambda: not children.alive(["learner"]), drain_s)
     workers = [program.name for program in plan.workers]
-    children.send(workers, signal.SIGTERM)
+    trackers = [program.name for program in plan.trackers]
+    children.send([*workers, *trackers], signal.SIGTERM)
     wait(lambda: not children.alive(workers), STOP_S)
     if children.alive(["redis"]):
         rewrite = _Rewrite(plan.redis_url)
         wait(lambda: not children.alive(["redis"]) or rewrite.ended(), STOP_S)
     children.send(["redis"], signal.SIGTERM)
     wait(lambda: not children.alive(["redis"]), STOP_S)
-    children.check(first or "learner")
-    return _exit_code(children.exit_code("learner"), interrupts.first)
+    if children.alive(trackers):
+        before = interrupts.count
+        view.note("waits for trackers to take the last records and the report; Ctrl-C leaves that")
+        wait(
+            lambda: not children.alive(trackers) or interrupts.count > before,
+            TRACKERS_STOP_S,
+        )
+    for sentence in (*children.lost_beside(), *_unended(children, trackers)):
+        view.note(f"warning: {sentence}")
+
+
+def _unended(children: ChildProcesses, trackers: list[str]) -> Iterator[str]:
+    """Yields how to go on with each tracker that has not ended, and will be killed."""
+    for name in (name for name in trackers if children.alive([name])):
+        to = name.removeprefix(TRACKER)
+        yield f"{name} has not ended, and is killed; to go on: areal-q track RUN --to {to}"
 
 
 def _exit_code(learner: int | None, interrupt: int) -> int:

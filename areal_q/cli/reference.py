@@ -128,7 +128,11 @@ def _sections(table: types.Type, prefix: str, variant: str) -> Iterator[Section]
         nested += [(choice, f"{name}.") for choice in choices]
         if choices and len(choices) > 1:
             tags, default = " or ".join(f"`{c.tag}`" for c in choices), _tag_of(_default(field))
-            own.append(Setting(f"{name}.type", variant, tags, default, "", meaning))
+            listed = isinstance(field.type, types.VarTupleType)
+            place, kind = (
+                (name, f"list of tables, type {tags}") if listed else (f"{name}.type", tags)
+            )
+            own.append(Setting(place, variant, kind, default, "", meaning))
         elif not choices or isinstance(field.type, types.UnionType):
             kind, default = _kind(field.type), _shown(_default(field))
             unit = next((unit for end, unit in _UNITS.items() if field.name.endswith(end)), "")
@@ -172,6 +176,8 @@ def _docs_of_class(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
 
 
 def _structs(kind: types.Type) -> list[types.StructType]:
+    """Returns the tables that a setting may be, or that may be in its list."""
+    kind = kind.item_type if isinstance(kind, types.VarTupleType) else kind
     members = kind.types if isinstance(kind, types.UnionType) else (kind,)
     return [member for member in members if isinstance(member, types.StructType)]
 

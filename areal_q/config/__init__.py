@@ -107,3 +107,10 @@ from areal_q.config.tasks import (
     TaskConfig as TaskConfig,
     ToolCalculator as ToolCalculator,
 )
+from areal_q.config.trackers import (
+    Mlflow as Mlflow,
+    PythonTracker as PythonTracker,
+    TrackerConfig as TrackerConfig,
+    Trackio as Trackio,
+    Wandb as Wandb,
+)

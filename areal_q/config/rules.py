@@ -5,6 +5,7 @@ are reported at once; none may raise, whatever the other settings are.
 """
 
 import math
+import re
 from collections.abc import Callable
 
 from areal_q.config.buffer import LONGEST_CLAIM_S, SHORTEST_CLAIM_S
@@ -14,6 +15,7 @@ from areal_q.config.learner import MegatronBackend
 from areal_q.config.objectives import Gae
 from areal_q.config.run import ROUNDS_ACTIVATIONS, WEIGHT_SCALES, Run, SmallModel
 from areal_q.config.tasks import Chat, Choice, Gsm8k, Math, Python, chat_of
+from areal_q.config.trackers import Mlflow, labelled
 
 _LAST_PORT = 65535
 _WILDCARDS = ("tcp://0.0.0.0:", "tcp://*:", "tcp://[::]:")
@@ -317,6 +319,18 @@ def _claims_outlive_heartbeats(run: Run) -> str | None:
     )
 
 
+def _tracker_has_no_password(run: Run) -> str | None:
+    """config.toml would keep it, and every tracker that shows the settings."""
+    for label, tracker in labelled(run.trackers).items():
+        uri = tracker.uri or "" if isinstance(tracker, Mlflow) else ""
+        if re.search(r"//[^/@]*:[^/@]+@", uri):
+            return (
+                f"trackers: the uri of {label} holds a password: MLFLOW_TRACKING_USERNAME and "
+                "MLFLOW_TRACKING_PASSWORD have it, or all of the uri is in MLFLOW_TRACKING_URI"
+            )
+    return None
+
+
 RULES: tuple[Callable[[Run], str | None], ...] = (
     _minibatches_divide_groups,
     _group_is_sampled,
@@ -349,6 +363,7 @@ RULES: tuple[Callable[[Run], str | None], ...] = (
     _length_penalty_punishes_some,
     _weights_fill_bytes,
     _claims_outlive_heartbeats,
+    _tracker_has_no_password,
 )
 
 

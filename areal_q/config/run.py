@@ -28,6 +28,7 @@ from areal_q.config.struct_types import (
     WholeNumber,
 )
 from areal_q.config.tasks import Arithmetic, Chat, RewardConfig, TaskConfig
+from areal_q.config.trackers import TrackerConfig
 
 FormatName = Literal[
     "bf16",
@@ -325,3 +326,5 @@ class Run(Settings, frozen=True, kw_only=True):
     """When checkpoints are written, and which are kept."""
     eval: EvalConfig = EvalConfig()
     """Evaluation on held-out problems."""
+    trackers: tuple[TrackerConfig, ...] = ()
+    """Trackers of other projects that get the metrics, such as [{type = "wandb", project = "sums"}]."""

@@ -6,7 +6,9 @@ runs/NAME/
     run-id            distinguishes this run from others of the same name, on any machine
     stops.json        the ids that end a response, and what says so (areal_q/tasks/stops.py)
     problems-digest   a hash of the problems, by which a resumed run notices others
+    commit            of the directory in which the run was launched (areal_q/observability/trackers/commit.py)
     metrics.jsonl     one record per event (areal_q/observability/metrics_log.py); tensorboard/ holds the same
+    trackers/         what each tracker was given, and what it keeps on this disk
     logs/             one log per process
     checkpoints/      for resuming and replaying
     trajectories/     every group that was learnt from
@@ -23,7 +25,7 @@ import itertools
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import date
 from operator import attrgetter
@@ -32,14 +34,14 @@ from typing import Any
 
 import msgspec
 
-from areal_q.config import Run, as_before, dump_toml, load, override, settings_hash
+from areal_q.config import PythonTracker, Run, as_before, dump_toml, load, override, settings_hash
 from areal_q.config.tasks import chat_of
 from areal_q.errors import CheckpointError, ConfigError, TaskError
 from areal_q.plugins import absolute, digest_of
 from areal_q.system.files import replacing
 
 METRICS_FILE, RUN_ID_FILE, STOPS_FILE = "metrics.jsonl", "run-id", "stops.json"
-SETTINGS_DIR = "settings"
+SETTINGS_DIR, TRACKERS_DIR, COMMIT_FILE = "settings", "trackers", "commit"
 OF_A_START = {
     *(
         "config.toml",
@@ -47,6 +49,8 @@ OF_A_START = {
         RUN_ID_FILE,
         STOPS_FILE,
         "problems-digest",
+        COMMIT_FILE,
+        TRACKERS_DIR,
         METRICS_FILE,
         "tensorboard",
         "logs",
@@ -59,7 +63,7 @@ LEARNERS_CODE = ("learner.objective", "learner.advantage")
 """Tables of settings whose own code a replay runs again."""
 FIXED_CODE = (*LEARNERS_CODE, "learner.order")
 """Tables of settings whose own code stays what it was as the run began."""
-OWN_CODE = (*FIXED_CODE, "buffer.sampler", "rollout.environment", "task", "reward")
+OWN_CODE = (*FIXED_CODE, "buffer.sampler", "rollout.environment", "task", "reward", "trackers")
 """All that may name code of the user's own."""
 MAY_CHANGE_ON_RESUME = (
     "steps",
@@ -74,6 +78,7 @@ MAY_CHANGE_ON_RESUME = (
     "learner.threads",
     "learner.microbatch_tokens",  # changes the order of sums only
     "learner.backend.",  # gives the same loss and weights within tolerances
+    "trackers",
     # From here on: how the run goes on learning. settings/ has each step's, for replays.
     "learner.max_lag",
     "learner.max_grad_norm",
@@ -119,6 +124,7 @@ def with_absolute_files(run: Run) -> Run:
         chat = chat_of(table)
         if chat and chat.template_file:
             run = _with(run, f"{name}.chat", template_file=absolute(chat.template_file))
+    run = _own_trackers(run, "path", absolute)
     return run
 
 
@@ -136,7 +142,16 @@ def with_digests(run: Run, names: Sequence[str] = OWN_CODE) -> Run:
                 f"that of then back, or replay with --set {name}.path=FILE"
             )
         run = _with(run, name, digest=digest)
-    return run
+    return _own_trackers(run, "digest", digest_of) if "trackers" in names else run
+
+
+def _own_trackers(run: Run, key: str, of: Callable[[str], str]) -> Run:
+    """Returns `run` with what `of` makes of their paths as `key` of the trackers of the user's own."""
+    trackers = (
+        _with(one, "", **{key: of(one.path)}) if isinstance(one, PythonTracker) else one
+        for one in run.trackers
+    )
+    return _with(run, "", trackers=tuple(trackers))
 
 
 def _with(settings: Any, name: str, **changes: Any) -> Any:

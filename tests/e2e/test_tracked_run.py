@@ -1,0 +1,90 @@
+"""A real run with trackers that hang and die: it learns all its steps, and each goes on afterwards."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from areal_q.observability.metrics_log import read_metrics
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+FATEFUL = """
+import json, os, signal, time
+
+def tracker(run, out, fate):
+    seen = 0
+    def log(record):
+        nonlocal seen
+        if record["kind"] == "step":
+            seen += 1
+            if seen == 3 and not os.path.exists(out + ".cured"):
+                time.sleep(1e6) if fate == "hang" else os.kill(os.getpid(), signal.SIGKILL)
+        with open(out, "a") as file:
+            file.write(json.dumps(record) + "\\n")
+    return log
+"""
+SETTINGS = [
+    *(
+        "name=demo",
+        "steps=6",
+        "task.digits=1",
+        "task.heldout=20",
+        "model.layers=2",
+        "model.width=64",
+    ),
+    *("model.mlp=128", "warmstart.steps=30", "rollout.sampling.max_tokens=4", "learner.groups=16"),
+    *("eval.problems=20", "eval.every=1000"),
+]
+
+
+def areal_q(here: Path, *words: str) -> str:
+    environment = {k: v for k, v in os.environ.items() if k != "REDIS_URL"}
+    command = [sys.executable, "-P", "-m", "areal_q", *words]
+    done = subprocess.run(
+        command,
+        cwd=here,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def test_trackers_that_hang_or_die_cost_the_run_nothing(tmp_path: Path) -> None:
+    (tmp_path / "fateful.py").write_text(FATEFUL)
+    own = [
+        f'{{type="python", path="fateful.py", settings={{out="{tmp_path}/{fate}", fate="{fate}"}}}}'
+        for fate in ("die", "hang")
+    ]
+    driver = tmp_path / "briefly.py"  # the command itself, which waits for 60 s else
+    driver.write_text(
+        "from areal_q.cli import app, launcher\nlauncher.TRACKERS_STOP_S = 2.0\napp.main()\n"
+    )
+    command = [
+        sys.executable,
+        str(driver),
+        "run",
+        "quickstart",
+        *SETTINGS,
+        f"trackers=[{', '.join(own)}]",
+    ]
+    environment = {k: v for k, v in os.environ.items() if k != "REDIS_URL"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "tracker-python was killed by SIGKILL, and the run goes on" in done.stdout
+    assert "tracker-python-2 has not ended, and is killed" in done.stdout
+    assert "demo: done after 6 steps" in done.stdout
+    records = read_metrics(tmp_path / "runs" / "demo" / "metrics.jsonl")
+    for fate in ("die", "hang"):
+        (tmp_path / f"{fate}.cured").touch()
+    areal_q(tmp_path, "track", "runs/demo")
+    for fate in ("die", "hang"):
+        taken = [json.loads(line) for line in (tmp_path / fate).read_text().splitlines()]
+        assert taken == records
+    assert "trackers" in (tmp_path / "runs" / "demo" / "config.toml").read_text()
