@@ -124,8 +124,7 @@ def with_absolute_files(run: Run) -> Run:
         chat = chat_of(table)
         if chat and chat.template_file:
             run = _with(run, f"{name}.chat", template_file=absolute(chat.template_file))
-    run = _own_trackers(run, "path", absolute)
-    return run
+    return _own_trackers(run, "path", absolute)
 
 
 def with_digests(run: Run, names: Sequence[str] = OWN_CODE) -> Run:
