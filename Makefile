@@ -51,7 +51,7 @@ test-peers: $(VENV)-peers/.installed
 
 # Loops of other libraries' agents against the endpoint: docs/endpoint.md.
 test-agents: $(VENV)-agents/.installed
-	$(VENV)-agents/bin/python -m pytest -m agents tests/rollout/test_agent_sdks.py
+	$(VENV)-agents/bin/python -m pytest -m agents tests/openai_server/test_agent_sdks.py
 
 # wandb, MLflow and trackio, offline, read back: docs/trackers.md.
 test-trackers: $(VENV)-trackers/.installed
@@ -90,7 +90,7 @@ chaos: $(VENV)/.installed
 # episodes, over HTTP: docs/survival.md.
 fuzz: $(VENV)/.installed-dev
 	$(BIN)/python -m bench.fuzz
-	$(PYTEST) tests/rollout/test_openai_server_fuzz.py tests/rollout/test_episode_fuzz.py
+	$(PYTEST) tests/openai_server/test_openai_server_fuzz.py tests/rollout/test_episode_fuzz.py
 	$(PYTEST) -m slow tests/chaos/test_live_fuzz.py
 
 # One operator or constant of the source is changed and the nearest tests run, 60 times: docs/mutants.md.
@@ -164,7 +164,7 @@ $(VENV)-megatron/.installed: pyproject.toml $(VENV)/.installed-dev
 # In front of $(VENV)'s packages.
 $(VENV)-agents/.installed: $(VENV)/.installed-dev
 	$(BIN)/python -m venv $(VENV)-agents
-	$(VENV)-agents/bin/pip install -q openai-agents==0.24.0
+	$(VENV)-agents/bin/pip install -q openai-agents==0.24.0 anthropic==2.14.0
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"), "$(CURDIR)", sep="\n")' \
 	  > $$($(VENV)-agents/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
 	touch $@

@@ -39,10 +39,16 @@ def _token(path: str | None) -> bytes | None:
     return token
 
 
-def episode_key(headers: Mapping[str, str]) -> str | None:
-    """Returns the episode that a request names as its key, `Bearer ep-…`; None if it names none."""
+def _key(headers: Mapping[str, str]) -> str | None:
+    """Returns the key of a request: OpenAI's header, or Anthropic's; None if it has none."""
     kind, _, key = headers.get("Authorization", "").partition(" ")
-    return key if kind == "Bearer" and key.startswith(EPISODE) else None
+    return key if kind == "Bearer" else headers.get("X-Api-Key")
+
+
+def episode_key(headers: Mapping[str, str]) -> str | None:
+    """Returns the episode that a request names as its key, `ep-…`; None if it names none."""
+    key = _key(headers)
+    return key if key is not None and key.startswith(EPISODE) else None
 
 
 def denied(headers: Mapping[str, str], token: bytes | None) -> tuple[int, str, str] | None:
@@ -52,7 +58,7 @@ def denied(headers: Mapping[str, str], token: bytes | None) -> tuple[int, str, s
         reason = refusal(headers)
         return None if reason is None else (403, "permission_error", reason)
     # aiohttp keeps bytes that are not UTF-8 as surrogates.
-    said = headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-    if hmac.compare_digest(said, b"Bearer " + token):
+    said = (_key(headers) or "").encode("utf-8", "surrogateescape")
+    if hmac.compare_digest(said, token):
         return None
     return 401, "authentication_error", "wrong or missing bearer token"

@@ -1,4 +1,5 @@
-"""The OpenAI-compatible endpoint of a worker (docs/endpoint.md): completions, chat, models, episodes.
+"""The endpoint of a worker (docs/endpoint.md): OpenAI's completions, chats and responses, Anthropic's messages,
+models, episodes.
 
 Requests share the engine with the tickets. A request that names no episode leaves nothing behind. One that
 does, by the header `X-Episode`, by its URL or by its key, continues the recorded turns: episode_turns.py.
@@ -23,6 +24,7 @@ from rollout.engines.stop_conditions import stop_strings
 from rollout.environments.external import Episode, Episodes, Given, Said, Talk
 from rollout.openai_server.access import bound_to, denied, episode_key
 from rollout.openai_server.connections import Connections
+from rollout.openai_server.dialects import messages, responses
 from rollout.openai_server.episode_turns import (
     asked_sampling,
     fixed_sampling,
@@ -36,17 +38,14 @@ from rollout.openai_server.schema import (
     ChatBody,
     CompletionBody,
     RewardBody,
-    Told,
     decoded,
 )
 from rollout.openai_server.streaming import stream
-from rollout.openai_server.token_route import decoded_tokens, token_answer
+from rollout.openai_server.token_route import TokenReply, decoded_tokens
 from rollout.reply_formats.reader import ReplyReader
 
 logger = logging.getLogger(__name__)
 HEADER = "X-Episode"
-Whole = Callable[[Reply, list[Told]], dict[str, Any]]
-"""Function that returns the answer to a request that is not streamed"""
 MAX_BODY_BYTES = 4 << 20
 """Most bytes in a request's body, enough for about 500,000 token ids in JSON"""
 BODY_S = 60.0
@@ -103,6 +102,8 @@ class Endpoint:
             app.router.add_get(f"{base}/models", self._models)
             app.router.add_post(f"{base}/completions", self._completions)
             app.router.add_post(f"{base}/chat/completions", self._chat)
+            app.router.add_post(f"{base}/responses", self._responses)
+            app.router.add_post(f"{base}/messages", self._messages)
         app.router.add_post("/v1/episodes", self._begin)
         app.router.add_post("/v1/episodes/{id}/reward", self._reward)
         app.router.add_delete("/v1/episodes/{id}", self._drop)
@@ -134,7 +135,8 @@ class Endpoint:
         try:
             return await handler(request)
         except (RecordError, TaskError) as error:
-            return self._refused(400, "invalid_request_error", str(error))
+            details = getattr(error, "details", None)
+            return self._refused(400, "invalid_request_error", str(error), details)
         except EngineDied as error:
             return self._refused(503, "unavailable", str(error))
         except self._web.HTTPException as error:
@@ -158,11 +160,9 @@ class Endpoint:
 
     async def _generate(self, request: Any) -> Any:
         body = self._of_model(decoded_tokens(await self._read(request)))
-        return await self._complete(request, body, token_answer)
+        return await self._complete(request, body, TokenReply)
 
-    async def _complete(
-        self, request: Any, body: CompletionBody, whole: Whole = Reply.whole
-    ) -> Any:
+    async def _complete(self, request: Any, body: CompletionBody, kind: type[Reply] = Reply) -> Any:
         episode = self._episode(request)
         given: Given | None = None
         if episode is not None:
@@ -173,21 +173,31 @@ class Endpoint:
         else:
             prompt = body.prompt
         said = body.prompt if isinstance(body.prompt, str) else None
-        return await self._answer(request, body, prompt, given, episode, said, whole)
+        return await self._answer(request, body, prompt, given, episode, said, kind)
 
     async def _chat(self, request: Any) -> Any:
-        body = await self._body(request, ChatBody)
+        return await self._talk(request, await self._body(request, ChatBody))
+
+    async def _responses(self, request: Any) -> Any:
+        body = self._of_model(responses.decoded_chat(await self._read(request)))
+        return await self._talk(request, body, responses.ResponsesReply)
+
+    async def _messages(self, request: Any) -> Any:
+        body = self._of_model(messages.decoded_chat(await self._read(request)))
+        return await self._talk(request, body, messages.MessagesReply)
+
+    async def _talk(self, request: Any, body: ChatBody, kind: type[Reply] = Reply) -> Any:
         episode = self._episode(request)
         given: Given | None = None
-        messages = [m.plain() for m in body.messages]
-        talk = Talk(messages, [tool.plain() for tool in body.tools or ()])
+        said = [m.plain() for m in body.messages]
+        talk = Talk(said, [tool.plain() for tool in body.tools or ()])
         variables = body.chat_template_kwargs or {}
         if episode is not None:
             given = new_of_messages(self._tokenizer, episode, talk, variables, self._reader.ends)
             prompt = given.after(episode)
         else:
-            prompt = self._tokenizer.encode_messages(messages, variables, talk.tools)
-        return await self._answer(request, body, prompt, given, episode, talk)
+            prompt = self._tokenizer.encode_messages(said, variables, talk.tools)
+        return await self._answer(request, body, prompt, given, episode, talk, kind)
 
     async def _body(self, request: Any, type: type[B]) -> B:
         """Returns the decoded body. A request need not name a model; raises HTTPNotFound if it names another
@@ -225,7 +235,7 @@ class Endpoint:
         given: Given | None,
         episode: Episode | None,
         said: Said,
-        whole: Whole = Reply.whole,
+        kind: type[Reply] = Reply,
     ) -> Any:
         if not prompt:
             raise RecordError("the prompt is empty")
@@ -239,7 +249,7 @@ class Endpoint:
         # In an episode the agent needs the whole text, its stops included, for its next turn must extend it.
         kept = body.include_stop_str_in_output or episode is not None
         hidden = () if kept else stop_strings(sampling)
-        reply = Reply(
+        reply = kind(
             body, prompt, self._model, self._tokenizer, hidden, self._reader.format, no_text
         )
 
@@ -264,7 +274,7 @@ class Endpoint:
             await stream(request, response, reply, generate)
             return response
         told = [reply.told(c, i) for i, c in enumerate(await generate(None))]
-        return self._json(whole(reply, told))
+        return self._json(reply.whole(told))
 
     async def _begin(self, request: Any) -> Any:
         data = await self._read(request)
@@ -309,5 +319,10 @@ class Endpoint:
         data = msgspec.json.encode(values)
         return self._web.Response(body=data, status=status, content_type="application/json")
 
-    def _refused(self, status: int, kind: str, message: str) -> Any:
-        return self._json({"error": {"message": message, "type": kind, "code": None}}, status)
+    def _refused(
+        self, status: int, kind: str, message: str, details: dict[str, Any] | None = None
+    ) -> Any:
+        # The outer type, and details, are what Anthropic's clients look for.
+        error: dict[str, Any] = {"message": message, "type": kind, "code": None}
+        error |= {"details": details} if details else {}
+        return self._json({"type": "error", "error": error}, status)

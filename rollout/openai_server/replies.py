@@ -25,9 +25,16 @@ from rollout.reply_formats.base import Asked, Parser, Part, joined
 from rollout.reply_formats.reader import PROMPT_TAIL
 from rollout.reply_formats.table import ReplyFormat
 
+Event = dict[str, Any]
+"""What one server-sent event holds, as JSON"""
+
 
 class Reply:
-    """Builds the answers to one request, whole or in chunks."""
+    """Builds the answer to one request, whole or as events of a stream, as OpenAI's completions and chats have
+    it. Other dialects override what writes it (rollout/openai_server/dialects/)."""
+
+    done = b"data: [DONE]\n\n"
+    """What ends a stream"""
 
     def __init__(
         self,
@@ -59,8 +66,8 @@ class Reply:
             "model": model,
         }
         self._key = uuid.uuid4().hex[:4]
-        self._hidden = hidden
-        self.counts = body.stream_options is not None and body.stream_options.include_usage
+        self._hidden, self._stop_strings = hidden, body.stops
+        self._counts = body.stream_options is not None and body.stream_options.include_usage
         self._streams: dict[int, TextStream] = {}
         self._text: dict[int, str] = {}
         self._sent: dict[int, int] = {}
@@ -111,16 +118,38 @@ class Reply:
             "prompt_token_ids": self._prompt,
         }
 
-    def counted(self, told: list[Told]) -> dict[str, Any]:
-        """Returns the last chunk of a stream whose request asked for the number of tokens."""
-        return {**self._of_stream(), "choices": [], "usage": self._usage(told)}
+    def begin(self) -> list[Event]:
+        """Returns the events that come before the first token."""
+        return []
+
+    def events(self, told: Told) -> list[Event]:
+        """Returns the events of what is new of a choice."""
+        if not self._chat:
+            return [{**self._head, "choices": [completion_choice(told, self._logprobs)]}]
+        choice = chat_choice(told, self._logprobs)
+        delta = choice["delta"] = choice.pop("message")
+        delta["content"] = delta["content"] or ""
+        if found := delta.get("tool_calls"):
+            delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(found, told.calls)]
+        return [{**self._head, "object": "chat.completion.chunk", "choices": [choice]}]
+
+    def end(self, told: list[Told]) -> list[Event]:
+        """Returns the events that come last, after those of all choices."""
+        if not self._counts:
+            return []
+        (chunk,) = self.events(told[0])
+        return [{**chunk, "choices": [], "usage": self._usage(told)}]
+
+    def failed(self, why: str) -> Event:
+        """Returns the event of an error after the first token."""
+        return {"error": {"message": why, "type": "server_error"}}
 
     def _usage(self, told: list[Told]) -> dict[str, int]:
         return usage(len(self._prompt), sum(len(t.ids) for t in told))
 
-    def chunk(self, index: int, token: int, logprob: float) -> dict[str, Any] | None:
-        """Returns the chunk for one token. Text is kept for a later chunk as long as it ends in the middle of a
-        character, or with what may be the beginning of a hidden stop string."""
+    def new(self, index: int, token: int, logprob: float) -> Told:
+        """Returns what one token adds. Text is kept for later as long as it ends in the middle of a character,
+        or with what may be the beginning of a hidden stop string."""
         stream = self._streams.setdefault(index, TextStream(self._decode))
         text = self._text.get(index, "") + stream.add(token)[0]
         sent = self._sent.get(index, 0)
@@ -138,32 +167,24 @@ class Reply:
             versions=[],
             finish_reason=None,
         )
-        return self._chunk(one, False)
+        return self._parsed(one, False)
 
-    def last(self, told: Told) -> dict[str, Any]:
+    def rest(self, told: Told) -> Told:
+        """Returns what is left of a choice after its last token."""
         rest = told.text[self._sent.get(told.index, 0) :]
         new = msgspec.structs.replace(told, text=rest, ids=[], pieces=[], logprobs=[])
-        return self._chunk(new, True)
+        return self._parsed(new, True)
 
-    def _chunk(self, told: Told, ended: bool) -> dict[str, Any]:
+    def _parsed(self, told: Told, ended: bool) -> Told:
         if not self._chat:
-            return {**self._of_stream(), "choices": [completion_choice(told, self._logprobs)]}
+            return told
         index, calls = told.index, self._calls.get(told.index, 0)
         if index not in self._parsers:
             self._parsers[index] = self._format.parser(self._asked)
         parts = self._parts(self._parsers[index], told.text, ended)
+        self._calls[index] = calls + sum(part.kind == "call" for part in parts)
         key = self._key_of(index)
-        new = msgspec.structs.replace(told, parts=parts, key=key, calls=calls)
-        choice = chat_choice(new, self._logprobs)
-        delta = choice["delta"] = choice.pop("message")
-        delta["content"] = delta["content"] or ""
-        if found := delta.get("tool_calls"):
-            delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(found, calls)]
-            self._calls[index] = calls + len(found)
-        return {**self._of_stream(), "choices": [choice]}
-
-    def _of_stream(self) -> dict[str, Any]:
-        return {**self._head, "object": "chat.completion.chunk"} if self._chat else self._head
+        return msgspec.structs.replace(told, parts=parts, key=key, calls=calls)
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode([i for i in ids if i not in self._no_text])

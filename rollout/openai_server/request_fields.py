@@ -1,5 +1,6 @@
 """Decodes a request and refuses, by name, each field that would change the reply and is not implemented."""
 
+from collections.abc import Container, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -70,9 +71,7 @@ def decoded_request(data: bytes, type: type[B]) -> B:
     """Returns the request in `data`. Raises RecordError if it is not JSON, for a value that does not fit its
     field, and for a field, or one of a message, that is not implemented."""
     found = decoded(data, dict[str, Raw])
-    for name in found:
-        if name not in type.__struct_fields__ and name not in WITHOUT_EFFECT:
-            _refuse(name, found[name], NEUTRAL.get(name, ()), "")
+    refuse_others(found, {*type.__struct_fields__, *WITHOUT_EFFECT}, NEUTRAL)
     body = decoded(data, type)
     if isinstance(body, ChatBody):
         for name, neutral in _OF_TOOLS.items():
@@ -84,14 +83,20 @@ def decoded_request(data: bytes, type: type[B]) -> B:
             for name in ("tool_calls", "reasoning_content"):
                 if body.messages[i].role != "assistant" and getattr(body.messages[i], name):
                     raise RecordError(f"messages[{i}]: `{name}` is the assistant's alone")
-            for name in message:
-                if name not in Message.__struct_fields__:
-                    _refuse(name, message[name], _EMPTY, f" in messages[{i}]")
+            empty = dict.fromkeys(message, _EMPTY)
+            refuse_others(message, Message.__struct_fields__, empty, f" in messages[{i}]")
     return body
 
 
-def _refuse(name: str, raw: Raw, neutral: tuple[Any, ...], where: str) -> None:
-    """Raises RecordError unless the value is null or asks for nothing."""
-    value = msgspec.json.decode(raw)
-    if value is not None and value not in neutral:
-        raise RecordError(f"`{name}` is not implemented{where}")
+def refuse_others(
+    found: Mapping[str, Raw],
+    known: Container[str],
+    neutral: Mapping[str, tuple[Any, ...]],
+    where: str = "",
+) -> None:
+    """Raises RecordError, which says `where`, for a field that is not known, unless its value is null or one of
+    its `neutral` ones, which ask for nothing."""
+    for name, raw in found.items():
+        value = None if name in known else msgspec.json.decode(raw)
+        if value is not None and value not in neutral.get(name, ()):
+            raise RecordError(f"`{name}` is not implemented{where}")

@@ -1,5 +1,5 @@
-"""Streams a reply as server-sent events: a chunk for each token, then one with the finish reason and the
-versions."""
+"""Streams a reply as server-sent events: those of each token, then those with the finish reason and the
+versions. One that has a type is named by it."""
 
 import asyncio
 import logging
@@ -10,7 +10,7 @@ import msgspec
 
 from areal_q.errors import EngineDied, RecordError
 from rollout.engines.base import Completion, TokenCallback
-from rollout.openai_server.replies import Reply
+from rollout.openai_server.replies import Event, Reply
 
 logger = logging.getLogger(__name__)
 Generate = Callable[[TokenCallback | None], Awaitable[list[Completion]]]
@@ -44,23 +44,24 @@ async def _events(
     tokens: Tokens,
     task: "asyncio.Future[list[Completion]]",
 ) -> None:
+    await _send(response, reply.begin())
     try:
         while item is not None:
-            if (chunk := reply.chunk(*item)) is not None:
-                await _event(response, chunk)
+            await _send(response, reply.events(reply.new(*item)))
             item = await tokens.get()
         completions = await task
     except (RecordError, EngineDied) as error:
         # The status has been sent, so the error is an event.
-        await _event(response, {"error": {"message": str(error), "type": "server_error"}})
+        await _send(response, [reply.failed(str(error))])
         return
     told = [reply.told(c, i) for i, c in enumerate(completions)]
     for one in told:
-        await _event(response, reply.last(one))
-    if reply.counts:
-        await _event(response, reply.counted(told))
-    await response.write(b"data: [DONE]\n\n")
+        await _send(response, reply.events(reply.rest(one)))
+    await _send(response, reply.end(told))
+    await response.write(reply.done)
 
 
-async def _event(response: Any, value: dict[str, Any]) -> None:
-    await response.write(b"data: " + msgspec.json.encode(value) + b"\n\n")
+async def _send(response: Any, events: list[Event]) -> None:
+    for event in events:
+        name = b"event: %b\n" % event["type"].encode() if "type" in event else b""
+        await response.write(name + b"data: " + msgspec.json.encode(event) + b"\n\n")

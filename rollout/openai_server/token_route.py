@@ -35,15 +35,17 @@ def decoded_tokens(data: bytes) -> CompletionBody:
     return decoded_request(msgspec.json.encode(fields), CompletionBody)
 
 
-def token_answer(reply: Reply, told: list[Told]) -> dict[str, Any]:
-    """Returns the answer to one request."""
-    whole = reply.whole(told)
-    return {
-        "request_id": uuid.uuid4().hex,
-        "prompt_token_ids": whole["prompt_token_ids"],
-        "usage": whole["usage"],
-        "choices": [_choice(one) for one in told],
-    }
+class TokenReply(Reply):
+    """The answer to one request."""
+
+    def whole(self, told: list[Told]) -> dict[str, Any]:
+        whole = super().whole(told)
+        return {
+            "request_id": uuid.uuid4().hex,
+            "prompt_token_ids": whole["prompt_token_ids"],
+            "usage": whole["usage"],
+            "choices": [_choice(one) for one in told],
+        }
 
 
 def _choice(told: Told) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from rollout.engines import build_engine
 from rollout.engines.base import Request
 from rollout.engines.reference.async_engine import AsyncEngine
 from rollout.openai_server.app import Endpoint
+from rollout.openai_server.dialects import messages, responses
 from rollout.openai_server.schema import MAX_STOP_IDS, ChatBody, CompletionBody, RewardBody, decoded
 
 GOOD: dict[str, Any] = {"prompt": "1+2=", "max_tokens": 4, "seed": 5, "temperature": 1.0}
@@ -104,12 +105,20 @@ def test_no_completion_request_reaches_the_next_one(served: Served, body: dict[s
     check_next(served, expected)
 
 
+SAID: dict[str, Any] = {"messages": [{"role": "user", "content": "1+2="}], "max_tokens": 4}
+CHATS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "/chat/completions": (ChatBody, SAID),
+    "/responses": (responses.Asked, {"input": "1+2=", "max_output_tokens": 4}),
+    "/messages": (messages.Asked, SAID),
+}
+
+
 @FUZZ
-@given(bodies(ChatBody))
-def test_no_chat_request_reaches_the_next_one(served: Served, body: dict[str, Any]):
+@given(st.sampled_from(sorted(CHATS)), st.data())
+def test_no_chat_request_reaches_the_next_one(served: Served, path: str, data: st.DataObject):
     expected = served.drawn()
-    sound = {"messages": [{"role": "user", "content": "1+2="}], "max_tokens": 4}
-    status, said = served.ask("/chat/completions", sound | body)
+    kind, sound = CHATS[path]
+    status, said = served.ask(path, sound | data.draw(bodies(kind)))
     assert status in (200, 400, 404), said[:300]
     check_next(served, expected)
 
@@ -118,7 +127,8 @@ def test_no_chat_request_reaches_the_next_one(served: Served, body: dict[str, An
 @given(st.binary(max_size=200))
 def test_no_bytes_reach_the_next_request(served: Served, data: bytes):
     expected = served.drawn()
-    assert served.ask("/completions", data)[0] == 400
+    for path in ("/completions", *CHATS):
+        assert served.ask(path, data)[0] == 400
     check_next(served, expected)
 
 

@@ -1,0 +1,106 @@
+"""Loops of other libraries' agents, unmodified, against the endpoint: what they play is what is learnt."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from helpers.openai_server.scripted import World
+
+from areal_q.messages import Ticket
+
+agents: Any = pytest.importorskip("agents", reason="needs openai-agents: make test-agents")
+pytestmark = [pytest.mark.agents, pytest.mark.timeout(60)]
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": %d, "b": %d}}\n</tool_call>'
+
+
+def script_of_calls() -> list[str]:
+    return [f"<think>\nhm\n</think>\n\n{CALL % (1, 2)}\n{CALL % (3, 4)}", "3 and 7"]
+
+
+def check_tokens(here: World, instructions: str) -> None:
+    """Two turns were drawn: the second extends the first, token by token, by the results of the calls."""
+    (first, drawn), (second, answer) = here.engine.drawn
+    assert second[: len(first) + len(drawn)] == [*first, *drawn]
+    between = here.tokenizer.decode(second[len(first) + len(drawn) :])
+    results = "".join(f"<|im_start|>tool\n{n}<|im_end|>\n" for n in (3, 7))
+    assert between == f"\n{results}<|im_start|>assistant\n"
+    asked = here.tokenizer.decode(first)
+    assert f"<|im_start|>system\n{instructions}<|im_end|>" in asked
+    assert asked.endswith("<|im_start|>user\n1+2 and 3+4?<|im_end|>\n<|im_start|>assistant\n")
+    assert here.tokenizer.decode(answer) == "3 and 7<|im_end|>"
+
+
+@pytest.mark.parametrize("api", ["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_openai_s_agents_play_an_episode(
+    tmp_path: Path, make_ticket: Callable[..., Ticket], streamed: bool, api: str
+) -> None:
+    """Instructions, two calls at once whose results come back, then an answer. The program knows only a URL."""
+    added: list[int] = []
+
+    @agents.function_tool
+    def add(a: int, b: int) -> str:
+        """Adds two numbers."""
+        added.append(a + b)
+        return str(a + b)
+
+    here = World(tmp_path, make_ticket, script_of_calls())
+    agents.set_tracing_disabled(True)
+    async with here.served():
+        id = (await here.post("/episodes"))["id"]
+        client = openai.AsyncOpenAI(
+            base_url=f"{here.url}/episodes/{id}", api_key="none", max_retries=0
+        )
+        model = getattr(agents, api)(model="run", openai_client=client)
+        agent = agents.Agent(
+            name="adder", instructions="Add with the tool.", model=model, tools=[add]
+        )
+        if streamed:
+            result = agents.Runner.run_streamed(agent, "1+2 and 3+4?")
+            async for _ in result.stream_events():
+                pass
+        else:
+            result = await agents.Runner.run(agent, "1+2 and 3+4?")
+        assert result.final_output == "3 and 7" and added == [3, 7]
+        await here.post(f"/episodes/{id}/reward", {"reward": 1.0})
+        await client.close()
+        await asyncio.sleep(0)
+    check_tokens(here, "Add with the tool.")
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_anthropic_s_tool_runner_plays_an_episode(
+    tmp_path: Path, make_ticket: Callable[..., Ticket], streamed: bool
+) -> None:
+    """The episode is the client's key. Its own loop calls the tools and sends their results."""
+    anthropic: Any = pytest.importorskip("anthropic", reason="needs anthropic: make test-agents")
+    added: list[int] = []
+
+    @anthropic.beta_async_tool
+    async def add(a: int, b: int) -> str:
+        """Adds two numbers."""
+        added.append(a + b)
+        return str(a + b)
+
+    here = World(tmp_path, make_ticket, script_of_calls())
+    async with here.served():
+        id = (await here.post("/episodes"))["id"]
+        async with anthropic.AsyncAnthropic(
+            base_url=here.url.removesuffix("/v1"), api_key=id, max_retries=0
+        ) as client:
+            runner = client.beta.messages.tool_runner(
+                model="run",
+                max_tokens=1000,
+                system="Add with the tool.",
+                messages=[{"role": "user", "content": "1+2 and 3+4?"}],
+                tools=[add],
+                **({"stream": True} if streamed else {}),
+            )
+            last = await runner.until_done()
+        assert last.content[-1].text == "3 and 7" and added == [3, 7]
+        assert last.stop_reason == "end_turn"
+        await here.post(f"/episodes/{id}/reward", {"reward": 1.0})
+    check_tokens(here, "Add with the tool.")
