@@ -104,3 +104,75 @@ async def test_anthropic_s_tool_runner_plays_an_episode(
         assert last.stop_reason == "end_turn"
         await here.post(f"/episodes/{id}/reward", {"reward": 1.0})
     check_tokens(here, "Add with the tool.")
+
+
+@pytest.mark.parametrize("api", ["OpenAIChatModel", "OpenAIResponsesModel"])
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_pydantic_ai_s_agent_plays_an_episode(
+    tmp_path: Path, make_ticket: Callable[..., Ticket], streamed: bool, api: str
+) -> None:
+    pytest.importorskip("pydantic_ai", reason="needs pydantic-ai: make test-agents")
+    from pydantic_ai import Agent
+    from pydantic_ai.models import openai as models
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    added: list[int] = []
+
+    def add(a: int, b: int) -> str:
+        """Adds two numbers."""
+        added.append(a + b)
+        return str(a + b)
+
+    here = World(tmp_path, make_ticket, script_of_calls())
+    async with here.served():
+        id = (await here.post("/episodes"))["id"]
+        url = f"{here.url}/episodes/{id}"
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            model = getattr(models, api)("run", provider=OpenAIProvider(openai_client=client))
+            agent = Agent(model, instructions="Add with the tool.", tools=[add])
+            if streamed:
+                async with agent.run_stream("1+2 and 3+4?") as running:
+                    output = await running.get_output()
+            else:
+                output = (await agent.run("1+2 and 3+4?")).output
+        await here.post(f"/episodes/{id}/reward", {"reward": 1.0})
+    assert output == "3 and 7" and sorted(added) == [3, 7]
+    check_tokens(here, "Add with the tool.")
+
+
+@pytest.mark.parametrize("responses", [False, True])
+async def test_langchain_s_agent_plays_an_episode(
+    tmp_path: Path, make_ticket: Callable[..., Ticket], responses: bool
+) -> None:
+    pytest.importorskip("langchain_openai", reason="needs langchain-openai: make test-agents")
+    import httpx
+    from langchain.agents import create_agent
+    from langchain.tools import tool
+    from langchain_openai import ChatOpenAI
+
+    added: list[int] = []
+
+    @tool
+    def add(a: int, b: int) -> str:
+        """Adds two numbers."""
+        added.append(a + b)
+        return str(a + b)
+
+    here = World(tmp_path, make_ticket, script_of_calls())
+    async with here.served():
+        id = (await here.post("/episodes"))["id"]
+        async with httpx.AsyncClient() as client:
+            model = ChatOpenAI(
+                model="run",
+                base_url=f"{here.url}/episodes/{id}",
+                api_key="none",
+                max_retries=0,
+                use_responses_api=responses,
+                http_async_client=client,
+            )
+            agent = create_agent(model, tools=[add], system_prompt="Add with the tool.")
+            asked = {"messages": [{"role": "user", "content": "1+2 and 3+4?"}]}
+            said = (await agent.ainvoke(asked))["messages"][-1]
+        await here.post(f"/episodes/{id}/reward", {"reward": 1.0})
+    assert said.text == "3 and 7" and sorted(added) == [3, 7]
+    check_tokens(here, "Add with the tool.")
