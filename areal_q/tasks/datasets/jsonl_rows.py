@@ -1,16 +1,14 @@
 """Rows of files, of GSM8K on the Hugging Face Hub, and their split. Imports no torch."""
 
 import importlib
-import re
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 from areal_q.errors import ConfigError, TaskError
 from areal_q.tasks.base import columns_of
-from areal_q.tasks.datasets.row_files import converted, read_rows_as
+from areal_q.tasks.datasets.row_files import converted, is_hub_id, read_rows_as, saved_first
 
 T = TypeVar("T")
 
@@ -34,10 +32,7 @@ class _Line(msgspec.Struct, frozen=True):
 def read_rows(path: str) -> list[Row]:
     """Returns the rows of a JSONL file, or of the train split of a Hub data set such as `openai/gsm8k`. Raises
     TaskError, or ConfigError if the Hub needs an extra that is not installed."""
-    is_id = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) and not path.endswith(
-        (".jsonl", ".json", ".csv", ".tsv", ".parquet")
-    )
-    return _read_hub(path) if is_id and not Path(path).exists() else read_jsonl(path)
+    return _read_hub(path) if is_hub_id(path) else read_jsonl(path)
 
 
 def read_jsonl(path: str) -> list[Row]:
@@ -79,4 +74,6 @@ def _read_hub(name: str) -> list[Row]:
             for i, row in enumerate(table, 1)
         ]
     except (OSError, ValueError, KeyError) as error:
-        raise TaskError(f"{name}: cannot be loaded: {str(error).splitlines()[0]}") from error
+        raise TaskError(
+            f"{name}: cannot be loaded: {str(error).splitlines()[0]}; {saved_first(name, 'main')}"
+        ) from error

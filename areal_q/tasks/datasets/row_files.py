@@ -11,6 +11,7 @@ import codecs
 import csv
 import io
 import json
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +23,7 @@ from areal_q.errors import TaskError
 
 T = TypeVar("T")
 _FORMATS = "; it takes JSON lines, JSON, CSV, Parquet and directories of save_to_disk"
+_ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 _ONE_A_LINE = "; it takes JSON lines, one object a line"
 
 
@@ -37,10 +39,26 @@ def read_rows_as(path: str, kind: type[T]) -> list[tuple[str, T]]:
         if path.endswith((".csv", ".tsv")):
             return converted(_text_rows(path, data), kind)
     except OSError as error:
-        raise TaskError(f"{path}: {error.strerror or error}") from error
+        hint = f"; {saved_first(path)}" if is_hub_id(path) else ""
+        raise TaskError(f"{path}: {error.strerror or error}{hint}") from error
     if data.lstrip().startswith(b"[") and isinstance(rows := untyped(data), list):
         return converted(((f"{path}[{i}]", row) for i, row in enumerate(rows)), kind)
     return _lines(path, data, kind)
+
+
+def is_hub_id(path: str) -> bool:
+    """Returns True if `path` is no file here and may be the id of a data set on the Hugging Face Hub."""
+    is_id = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) and not path.endswith(_ENDINGS)
+    return bool(is_id) and not Path(path).exists()
+
+
+def saved_first(name: str, *config: str) -> str:
+    """Returns how to read a data set of the Hub where it cannot be reached from."""
+    asked = ", ".join(map(repr, (name, *config)))
+    return (
+        f"a data set of the Hub? Where that is reached, datasets.load_dataset({asked}).save_to_disk('DIR'), "
+        "and then here task.path=DIR"
+    )
 
 
 def _lines(path: str, data: bytes, kind: type[T]) -> list[tuple[str, T]]:
