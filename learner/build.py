@@ -2,20 +2,23 @@
 
 import logging
 import threading
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from areal_q.checks.model import check_fit
+from areal_q.checks.model import check_fit, longest_prompt
 from areal_q.config import BroadcastConfig, Run, dump_toml, workers_hash
 from areal_q.errors import ConfigError
 from areal_q.models.shape import shape_of
-from areal_q.observability.metrics_log import MetricsLog
+from areal_q.observability.metrics_log import MetricsLog, read_metrics
 from areal_q.system import run_dir
 from areal_q.system.processes import command_began
 from areal_q.system.watchdog import Progress
 from areal_q.tasks import (
+    Problem,
     Task,
     Tokenizer,
     build_task,
@@ -39,10 +42,11 @@ from learner.backends.single_device import TorchPolicy
 from learner.build_policy import build_policy
 from learner.checkpoint.async_writer import CheckpointWriter
 from learner.data.admission import Admission, AdmissionSettings
+from learner.data.eval_sets import problems_of_sets
 from learner.data.group_reader import GroupReader
 from learner.data.staleness import VersionHistory, forks_at
 from learner.data.validation import check_data, fits
-from learner.heldout_eval import HeldOutEvaluation
+from learner.heldout_eval import BestVersion, HeldOutEvaluation
 from learner.loop import Learner
 from learner.measure.buffer_metrics import BufferMetrics
 from learner.measure.fidelity import FidelityMeter
@@ -62,11 +66,12 @@ def build_admission(
     tokenizer: Tokenizer,
     buffer: LearnerBuffer,
     state: checkpoint.State | None,
+    own_sets: Mapping[str, Sequence[Problem]] | None = None,
 ) -> Admission:
     """Returns an admission that continues from the state in Redis, or from the checkpoint if Redis was lost.
 
-    A fresh run deletes what an earlier run of the same name left in Redis.
-    """
+    `own_sets` has the problems of the evaluation sets that have their own. A fresh run deletes what an earlier
+    run of the same name left in Redis."""
     found = buffer.published_id()
     if state and found and found != buffer.run_id:
         logger.warning("redis holds another run of this name (%s): its state is forgotten", found)
@@ -80,20 +85,24 @@ def build_admission(
         buffer.drop_eval()  # the learner that asked for these evaluations has ended
     else:
         buffer.forget()
-    settings = AdmissionSettings.of(run)
+    new = partial(Admission, AdmissionSettings.of(run), task, tokenizer, buffer)
     cursor = buffer.cursor()
-    if cursor is not None:
+    if cursor is not None and state:
         # Groups of tickets that were never admitted, because forged or of another history, are ignored.
-        admitted = max(cursor, state.cursor if state else 0)
+        admitted = max(cursor, state.cursor)
         alive = {n for n in buffer.open_tickets() | set(buffer.unread()) if n < admitted}
-        if state is None:
-            return Admission(settings, task, tokenizer, buffer, cursor, alive)
         # A Redis that lost its last seconds has an older cursor, and contains finished tickets again.
         outstanding = {n for n in alive if n >= state.cursor} | (alive & set(state.outstanding))
         lost = (set(state.outstanding) - alive) | set(state.lost)
         cursor = max(cursor, state.cursor)
-        return Admission(settings, task, tokenizer, buffer, cursor, outstanding, lost)
-    admission = Admission(settings, task, tokenizer, buffer, state.cursor if state else 0, set())
+        admission = new(cursor, outstanding, lost, state.order, own_sets)
+        if admission.order.remembers:
+            for number, problem, why in buffer.drawn():
+                if number in outstanding:
+                    admission.order.take_up(number, problem, why)
+            admission.order.lost(set(state.outstanding) - alive)
+        return admission
+    admission = new(state.cursor if state else 0, set(), None, state and state.order, own_sets)
     if state:
         buffer.position = START
         admission.issue(state.outstanding, state.step)
@@ -150,7 +159,9 @@ def build_learner(
     task = build_task(run.task, columns_for(run))
     check_characters(run.model, run.warmstart, task)
     check_data(directory, run.task, task)
-    task = check_fit(run, shape_of(run.model, tokenizer), tokenizer, task)
+    shape = shape_of(run.model, tokenizer)
+    task = check_fit(run, shape, tokenizer, task)
+    own_sets = problems_of_sets(run, tokenizer, longest_prompt(run, shape))
     buffer = LearnerBuffer(redis_url, run.name, stop=stop)
     with ExitStack() as failed:
         failed.callback(buffer.close)
@@ -158,7 +169,7 @@ def build_learner(
         id = checkpoint.read_state(saved[-1]).run_id if saved else ""
         buffer.acquire(owner_of(run_dir.run_id(directory, id), directory), stop)
         learner = _build(
-            run, directory, buffer, task, tokenizer, announce, fetch, resume, stop, ranks,
+            run, directory, buffer, task, tokenizer, own_sets, announce, fetch, resume, stop, ranks,
             progress or Progress(),
         )  # fmt: skip
         failed.pop_all()
@@ -215,6 +226,7 @@ def _build(
     buffer: LearnerBuffer,
     task: Task,
     tokenizer: Tokenizer,
+    own_sets: Mapping[str, Sequence[Problem]],
     announce: str,
     fetch: str,
     resume: bool,
@@ -230,8 +242,9 @@ def _build(
     updater = updater_of(policy, run, ranks)
     if resume:
         metrics.rewind(start)
+    best = BestVersion(run.eval, read_metrics(directory / run_dir.METRICS_FILE) if resume else ())
     _note_beginning(run, directory, start, tokenizer, metrics)
-    admission = build_admission(run, task, tokenizer, buffer, state)
+    admission = build_admission(run, task, tokenizer, buffer, state, own_sets)
     buffer.checks = [admission.check, fits(policy.model.config, run.learner.microbatch_tokens)]
     logged = iter_steps(directory / "steps", start) if state else ()
     recorded = {record.step + 1: record.digest for record in logged}
@@ -256,7 +269,7 @@ def _build(
     return Learner(
         run=run, step=start, updater=updater, buffer=buffer, admission=admission,
         group_reader=GroupReader(buffer, admission, history, run.learner, pool),
-        heldout=HeldOutEvaluation(admission, buffer, tokenizer, metrics),
+        heldout=HeldOutEvaluation(admission, buffer, tokenizer, metrics, best),
         history=history, replay_check=ReplayCheck(start, recorded),
         fidelity=FidelityMeter(run.learner, run.rollout.format),
         reward_check=RewardCheck(run, tokenizer),

@@ -34,7 +34,7 @@ def finish(learner: Learner, directory: Path, step: int) -> bool:
     is done and Redis tells the workers so, which end then."""
     run = learner.run
     export_model(run, learner.policy.model, directory, build_tokenizer(run.model, run.task))
-    accuracy, done = learner.heldout.accuracy, step == run.steps
+    accuracy, done = learner.heldout.accuracy, learner.over
     learner.metrics.write(
         "end",
         step,

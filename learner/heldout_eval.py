@@ -1,16 +1,20 @@
-"""Held-out accuracy during the run: the workers answer evaluation tickets beside training tickets."""
+"""Evaluations during the run: the workers answer evaluation tickets beside training tickets."""
 
 import logging
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterable, Sequence
 
+from areal_q.config import EvalConfig
 from areal_q.errors import BufferFull
+from areal_q.evaluation.estimates import pass_at_k, pass_ks
 from areal_q.messages import Group
-from areal_q.observability.metrics_log import MetricsLog
+from areal_q.observability.metrics_log import MetricsLog, Record
 from areal_q.tasks import Tokenizer, without_end
 from buffer.redis_store import LearnerBuffer
 from learner.data.admission import Admission
+from learner.data.eval_sets import HELD_OUT, EvaluationSet
 
 logger = logging.getLogger(__name__)
 SAMPLES = 5
@@ -21,16 +25,60 @@ LOOK_S = 1.0
 """Seconds between two searches for tickets that were lost."""
 
 
+class BestVersion:
+    """The version with the largest value so far of the metric `eval.best`, and how many evaluations came
+    since."""
+
+    def __init__(self, cfg: EvalConfig, records: Iterable[Record] = ()) -> None:
+        """`records` are those of the run so far."""
+        self._metric, self._patience = cfg.best, cfg.patience
+        named = cfg.best.removeprefix("eval/").rpartition("/")[0]
+        self._set = named if named in cfg.sets else HELD_OUT
+        """The set whose evaluations have it; a mixture's task is a part of the held-out problems"""
+        self.step, self.value, self.since = -1, float("-inf"), 0
+        for record in records:
+            if record["kind"] == "eval":
+                self.add(record["step"], record)
+
+    def is_of(self, name: str) -> bool:
+        """Returns True if the evaluations of this set have the metric."""
+        return bool(self._metric) and name == self._set
+
+    def add(self, version: int, values: Record) -> None:
+        """Takes the metrics of an evaluation of `version`."""
+        value = values.get(self._metric)
+        if value is None:
+            return
+        self.since += 1
+        if value > self.value:
+            self.step, self.value, self.since = version, value, 0
+
+    @property
+    def given_up(self) -> bool:
+        """True if the last `eval.patience` evaluations were no better than one before."""
+        return 0 < self._patience <= self.since
+
+    def __str__(self) -> str:
+        worse = f"no better {self._metric} in {self.since} evaluations"
+        return f"{worse} (eval.patience); the best was {self.value:.3f} at step {self.step}"
+
+
 class HeldOutEvaluation:
-    """Asks workers for greedy answers, which they draw with the published (quantized) weights, and records the
-    accuracy. A worker starts on an evaluation ticket only with weights at least as new as the ticket's version.
-    """
+    """Asks workers for answers, which they draw with the published (quantized) weights, and records the
+    accuracies. A worker starts on an evaluation ticket only with weights at least as new as the ticket's
+    version."""
 
     def __init__(
-        self, admission: Admission, buffer: LearnerBuffer, tokenizer: Tokenizer, metrics: MetricsLog
+        self,
+        admission: Admission,
+        buffer: LearnerBuffer,
+        tokenizer: Tokenizer,
+        metrics: MetricsLog,
+        best: BestVersion | None = None,
     ) -> None:
         self._admission, self._buffer = admission, buffer
         self._tokenizer, self._metrics = tokenizer, metrics
+        self.best = best or BestVersion(EvalConfig())
         self._expected: dict[int, int] = {}
         self._answers: dict[int, list[Group]] = {}
         self.accuracy: float | None = None
@@ -39,10 +87,28 @@ class HeldOutEvaluation:
         self._tell_s = 0.0
         """The time, by time.monotonic(), when the progress is told again"""
 
-    def ask(self, version: int) -> None:
-        """Begins an evaluation of `version`; skips it if Redis is full."""
+    @property
+    def pending(self) -> frozenset[int]:
+        """The versions whose evaluations are in progress."""
+        return frozenset(self._expected)
+
+    @property
+    def spared(self) -> frozenset[int]:
+        """The versions whose checkpoints stay: the best one, and those that may be better."""
+        return frozenset(filter(self.may_be_best, {*self._expected, self.best.step}))
+
+    def may_be_best(self, version: int) -> bool:
+        """Returns True if the evaluation of `version` has the metric by which the best is told."""
+        return any(self.best.is_of(one.name) for one in self.due(version))
+
+    def due(self, step: int) -> list[EvaluationSet]:
+        """Returns the sets that are evaluated after `step` steps."""
+        return [one for one in self._admission.sets if step % one.every == 0]
+
+    def ask(self, version: int, sets: Sequence[EvaluationSet] | None = None) -> None:
+        """Begins an evaluation of `version` on these sets, by default all; skips it if Redis is full."""
         try:
-            self._expected[version] = self._admission.evaluate(version)
+            self._expected[version] = self._admission.evaluate(version, sets)
         except BufferFull as error:
             logger.warning("no evaluation at version %d: %s", version, error)
             return
@@ -88,25 +154,36 @@ class HeldOutEvaluation:
         return self._buffer.open_eval()
 
     def finish(self, stop: threading.Event, timeout_s: float) -> None:
-        """Waits for the evaluations in progress, until `stop` or for `timeout_s` seconds at most."""
-        deadline = time.monotonic() + timeout_s
+        """Waits for the evaluations in progress, until `stop`, or until no answer came for `timeout_s`
+        seconds."""
+        deadline, before = time.monotonic() + timeout_s, -1
         while self._expected and not stop.is_set() and time.monotonic() < deadline:
             self.collect()
+            if (answered := sum(map(len, self._answers.values()))) != before:
+                deadline, before = time.monotonic() + timeout_s, answered
             time.sleep(0.05)
 
     def _write(self, version: int, groups: list[Group]) -> None:
-        """Writes the `eval` record, with the accuracy over the answers that could be scored, if there are
+        """Writes the `eval` record, with the accuracies over the answers that could be scored, if there are
         any."""
-        correct = [t.reward_parts.get("correct", 0.0) for g in groups for t in g.valid_trajectories]
-        invalid = len(groups) - len(correct)
-        values: dict[str, float] = {"eval/problems": len(groups), "eval/invalid": invalid}
-        if correct:
-            self.accuracy = sum(correct) / len(correct)
-            values["eval/accuracy"] = self.accuracy
-        else:
-            logger.warning("evaluation at version %d: no answer could be scored", version)
         groups.sort(key=lambda g: g.ticket.number)
-        samples = [self._sample(g) for g in groups[:SAMPLES]]
+        by_set: dict[str, list[Group]] = {}
+        for group in groups:
+            by_set.setdefault(self._admission.set_of(group.ticket).name, []).append(group)
+        values: dict[str, float] = {}
+        heldout = by_set.get(HELD_OUT, [])
+        for source in sorted({group.ticket.source for group in heldout} - {""}):
+            by_set[source] = [group for group in heldout if group.ticket.source == source]
+        for name, answers in by_set.items():
+            measured = set_metrics(answers).items()
+            values |= {"/".join(filter(None, ("eval", name, key))): x for key, x in measured}
+        if heldout or not groups:
+            values = {"eval/problems": 0.0, "eval/invalid": 0.0} | values
+            self.accuracy = values.get("eval/accuracy", self.accuracy)
+            if "eval/accuracy" not in values:
+                logger.warning("evaluation at version %d: no answer could be scored", version)
+        self.best.add(version, values)
+        samples = [self._sample(g) for g in heldout[:SAMPLES]]
         self._metrics.write("eval", version, values, samples=samples)
 
     def _sample(self, group: Group) -> dict[str, str | bool | None]:
@@ -118,3 +195,26 @@ class HeldOutEvaluation:
             "response": self._tokenizer.decode(said),
             "correct": bool(t.reward_parts.get("correct", 0.0)) if t.valid else None,
         }
+
+
+def set_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Returns the number of problems and of answers without a valid reward; if some have one, the accuracy, of
+    several answers to a problem their mean, and the mean over problems of pass@k for each k that they suffice
+    for."""
+    right = [
+        [t.reward_parts.get("correct", 0.0) for t in group.valid_trajectories] for group in groups
+    ]
+    answers = sum(len(group.trajectories) for group in groups)
+    values = {
+        "problems": float(len(groups)),
+        "invalid": float(answers - sum(map(len, right))),
+    }
+    if scored := [each for each in right if each]:
+        values["accuracy"] = sum(sum(e) / len(e) for e in scored) / len(scored)
+    most = max((len(group.trajectories) for group in groups), default=0)
+    for k in pass_ks(most) if most > 1 else ():
+        enough = [e for e in scored if len(e) >= k]
+        passed = [pass_at_k(len(e), sum(x >= 1 for x in e), k) for e in enough]
+        if passed:
+            values[f"pass_at_{k}"] = sum(passed) / len(passed)
+    return values

@@ -89,8 +89,9 @@ class Learner(WhileWaiting):
         If everything is stopped at once, Redis may be gone first; the checkpoint does not need it."""
         try:
             self.take_steps(stop)
-            if self.step == self.run.steps and not stop.is_set():
-                self.heldout.ask(self.step)
+            if self.over and not stop.is_set():
+                if self.step not in self.heldout.pending:
+                    self.heldout.ask(self.step)
                 self.heldout.finish(stop, timeout_s=120.0)
         except BufferGone as error:
             logger.warning("redis is gone, too: %s", error)
@@ -100,7 +101,8 @@ class Learner(WhileWaiting):
         return self.step
 
     def take_steps(self, stop: threading.Event) -> None:
-        """Runs the remaining steps, or until `stop`; `step` is then the next one."""
+        """Runs the remaining steps, or until `stop` or no evaluation was better for long; `step` is then the
+        next one."""
         self.begin_version(self.step)
         self.buffer_metrics.begin()
         if self.step == 0:
@@ -109,10 +111,10 @@ class Learner(WhileWaiting):
             )
             self.metrics.write("start", 0, {}, doing=doing)
             self.evaluate(0)
-            if self.run.checkpoint.start:
+            if self.run.checkpoint.start or self.heldout.may_be_best(0):
                 self.save(0)
         self.policy.build_optimizers()  # while workers draw the first groups
-        while self.step < self.run.steps and not stop.is_set():
+        while not self.over and not stop.is_set():
             step, began = self.step, time.monotonic()
             batch = self.group_reader.take(step, stop, meanwhile=self)
             if batch is None:
@@ -129,11 +131,14 @@ class Learner(WhileWaiting):
             values |= self.fidelity.measure(batch.groups)
             values |= self.reward_check.metrics(batch.groups)
             self.report(step, values, batch.groups, began, waited)
-            if step % self.run.eval.every == 0 and step < self.run.steps:
+            if step < self.run.steps:
                 self.evaluate(step)
-            if step % self.run.checkpoint.every == 0 and step < self.run.steps:
-                self.save(step)
+                # A version that may be the best is saved before anybody knows whether it is.
+                if step % self.run.checkpoint.every == 0 or self.heldout.may_be_best(step):
+                    self.save(step)
             self.settle()
+        if self.step < self.run.steps and self.over:
+            self.metrics.write("note", self.step, {}, message=f"the run ends: {self.heldout.best}")
 
     def close(self) -> None:
         """Ends the threads of publisher, weight server, checkpoints and logs, and closes all sockets."""
@@ -161,11 +166,17 @@ class Learner(WhileWaiting):
     def record_episodes(self, step: int) -> None:
         self.buffer_metrics.record_episodes(step)
 
+    @property
+    def over(self) -> bool:
+        """True after the last step, or once evaluations were no better for long (`eval.patience`)."""
+        return self.step >= self.run.steps or self.heldout.best.given_up
+
     def evaluate(self, version: int) -> None:
-        """Begins an evaluation beside the next step, whose tickets are admitted before: a worker that finds
-        none of them fills up with the evaluation's."""
-        self.admission.admit(version)
-        self.heldout.ask(version)
+        """Begins the evaluations that are due beside the next step, whose tickets are admitted before: a worker
+        that finds none of them fills up with the evaluation's."""
+        if sets := self.heldout.due(version):
+            self.admission.admit(version)
+            self.heldout.ask(version, sets)
 
     def begin_version(self, version: int) -> None:
         """Begins to publish the present weights as `version`, on the publisher's thread."""
@@ -200,8 +211,9 @@ class Learner(WhileWaiting):
             updates=self.policy.updates,
             skipped=self.policy.skipped,
             model=self.policy.model.config.to_hf(),
+            order=self.admission.order.state(),
         )
-        self.checkpoints.save(state, self.updater)
+        self.checkpoints.save(state, self.updater, self.heldout.spared)
 
     def totals_at_checkpoint(self) -> dict[str, float]:
         """Returns `totals` without the groups that a learner resuming from the checkpoint counts again."""

@@ -8,6 +8,7 @@ from learner.data.packing import (
     part_metrics,
     response_metrics,
     samples_of,
+    source_metrics,
 )
 from learner.data.staleness import VersionHistory
 from learner.measure.token_recorder import TokenRecorder
@@ -43,6 +44,7 @@ def train_step(
         **part_metrics(samples),
         **failure_metrics(batch.groups),
         **response_metrics(batch.groups),
+        **source_metrics(batch.groups),
         "reward/mean": mean,
         "reward/std": (sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5,
     }

@@ -22,7 +22,8 @@ from areal_q.models.hf.weight_files import check_tensors
 from areal_q.models.shape import shape_of
 from areal_q.quant import is_quantized
 from areal_q.quant.linears import check_inputs
-from areal_q.tasks import Task, Tokenizer, build_task, build_tokenizer
+from areal_q.tasks import Task, Tokenizer, build_task, build_tokenizer, columns_for
+from areal_q.tasks.order import try_out as try_out_order
 from areal_q.tasks.prompt_lengths import without_long
 from areal_q.tasks.stops import stops_text
 
@@ -47,13 +48,15 @@ class FoundModel(Struct, frozen=True):
 
 def check_model(run: Run) -> FoundModel:
     """Returns what was found. Raises UserError, in the words of the learner, for a model that it would refuse,
-    except for one whose weights are not finite: no tensor is read. So it does for an objective or advantage of
-    the user's own that cannot be called."""
+    except for one whose weights are not finite: no tensor is read. So it does for an objective, advantage or
+    order of the user's own that cannot be called."""
     if run.learner.has_own_code:
         from areal_q.algorithms.python_code import try_out  # imports torch
 
         try_out(run.learner.objective, run.learner.advantage)
-    tokenizer, task = build_tokenizer(run.model, run.task), build_task(run.task)
+    tokenizer = build_tokenizer(run.model, run.task)
+    task = build_task(run.task, columns_for(run))
+    try_out_order(run.learner.order, task.train, run.seed)
     shape = shape_of(run.model, tokenizer)
     kl = run.learner.reference_kl
     if kl and kl.path:

@@ -6,9 +6,10 @@ from pathlib import Path
 from areal_q.checks.packages import check_packages
 from areal_q.config import External, PretrainedModel, PythonEnvironment, Run
 from areal_q.errors import ConfigError
+from areal_q.evaluation.benchmarks import drawn_as
 from areal_q.system.ports import check_free
 from areal_q.system.run_dir import FIXED_CODE, with_digests
-from areal_q.tasks import build_task, check_characters, check_reward
+from areal_q.tasks import asked_of, build_task, check_characters, check_reward
 from areal_q.tasks.environments.own_class import load_environment
 
 
@@ -74,4 +75,9 @@ def preflight(run: Run) -> None:
     if isinstance(environment, PythonEnvironment) and workers:
         load_environment(environment.path)
     check_reward(run)
-    check_characters(run.model, run.warmstart, build_task(run.task))
+    task = build_task(run.task)
+    check_characters(run.model, run.warmstart, task)
+    for name, one in run.eval.sets.items():
+        drawn_as(one, run.rollout.sampling, f"eval.sets.{name}.preset")
+        if one.task or one.path:
+            asked_of(run.of(name).task)

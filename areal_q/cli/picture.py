@@ -16,6 +16,7 @@ from areal_q.observability.run_summary import (
     duration,
     figures,
     is_supervised,
+    of_heldout,
     shown,
 )
 from areal_q.system.command import escaped
@@ -85,8 +86,10 @@ def _figures(history: History, width: int) -> RenderableType:
     if history.evals and "eval/loss" in history.evals[-1]:
         rows.insert(1, ("held-out", shown("{eval/loss:.4f} nats a token", history.evals[-1])))
     elif best := history.best_eval:
-        accuracy = f"{shown(ACCURACY, history.evals[-1])}, best {shown(ACCURACY, best)}"
+        newest = of_heldout(history.evals)[-1]
+        accuracy = f"{shown(ACCURACY, newest)}, best {shown(ACCURACY, best)}"
         rows.insert(1, ("held-out", f"{accuracy} at {best['step']}"))
+    rows[2:2] = [(name, shown("{x:.3f}", {"x": value})) for name, value in history.sets.items()]
     grid = Table.grid(padding=(0, 2))
     pairs = 2 if width >= WIDE else 1
     for _ in range(pairs):

@@ -33,6 +33,7 @@ from areal_q.config.struct_types import (
 
 Precision = Literal["full", "qarl", "jet"]
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+PoolWeight = Annotated[int, Meta(ge=0, le=1000)]
 
 
 class _Optimizer(TaggedSettings, frozen=True, kw_only=True):
@@ -147,7 +148,24 @@ class PythonOrder(PythonCode, frozen=True, kw_only=True, tag="python"):
     0 for the first of the run. It depends on nothing else, since a ticket is made again where it is checked."""
 
 
-OrderConfig = Shuffled | PythonOrder
+class PassRate(TaggedSettings, frozen=True, kw_only=True, tag="pass-rate"):
+    """A curriculum: what is solved sometimes teaches the most. Problems are in pools by the pass rate seen so
+    far, a moving average in which the newest group counts half, and the pools take turns by their weights."""
+
+    keep: tuple[Fraction, Fraction] = (0.2, 0.8)
+    """Pass rates within are `medium`, those below `hard`, those above `easy`."""
+    medium: PoolWeight = 4
+    """Weight of these; an empty pool leaves its turns to the first of medium, new, hard and easy that is
+    not."""
+    new: PoolWeight = 4
+    """Weight of the problems that were never scored, in the order of one shuffled epoch."""
+    hard: PoolWeight = 1
+    """Weight of the hard ones."""
+    easy: PoolWeight = 1
+    """Weight of the easy ones."""
+
+
+OrderConfig = Shuffled | PythonOrder | PassRate
 
 
 class LearnerConfig(Settings, frozen=True, kw_only=True):

@@ -172,7 +172,8 @@ def workers_hash(run: Run) -> str:
     # A worker follows a learner to other endpoints as it is.
     broadcast = msgspec.structs.replace(run.broadcast, announce=None, fetch=None, host=None)
     learner = (run.learner.max_lag, run.learner.group_size, run.learner.routing_replay)
-    parts = (run.model, run.task, run.reward, rollout, run.buffer, broadcast, learner)
+    scored = [(name, run.of(name).task, run.of(name).reward) for name in run.sources]
+    parts = (run.model, scored, rollout, run.buffer, broadcast, learner)
     return hashlib.blake2b(msgspec.json.encode(parts, order="sorted"), digest_size=16).hexdigest()
 
 

@@ -6,15 +6,15 @@ are reported at once; none may raise, whatever the other settings are.
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from areal_q.config.buffer import LONGEST_CLAIM_S, SHORTEST_CLAIM_S
 from areal_q.config.engines import ScriptedEngine, SglangEngine, VllmEngine, no_adapters
 from areal_q.config.environments import SingleTurn
-from areal_q.config.learner import MegatronBackend
+from areal_q.config.learner import MegatronBackend, PassRate
 from areal_q.config.objectives import Gae
 from areal_q.config.run import ROUNDS_ACTIVATIONS, WEIGHT_SCALES, Run, SmallModel
-from areal_q.config.tasks import Chat, Choice, Gsm8k, Math, Python, chat_of
+from areal_q.config.tasks import Chat, Choice, Gsm8k, Math, Mix, Python, SingleTask, chat_of
 from areal_q.config.trackers import Mlflow, labelled
 
 _LAST_PORT = 65535
@@ -67,23 +67,83 @@ def _small_model_reads_the_task(run: Run) -> str | None:
     """A small model knows the characters of its tasks alone, and has no chat template."""
     if not isinstance(run.model, SmallModel):
         return None
-    if isinstance(run.task, Gsm8k | Math | Choice):
-        return f"task.type = {run.task.__struct_config__.tag!r} needs model.type = 'pretrained'"
-    if getattr(run.task, "template", "plain") == "chat":
-        return "task.template = 'chat' needs model.type = 'pretrained'"
+    for place, task in _tasks(run):
+        if isinstance(task, Gsm8k | Math | Choice):
+            return f"{place}.type = {task.__struct_config__.tag!r} needs model.type = 'pretrained'"
+        if getattr(task, "template", "plain") == "chat":
+            return f"{place}.template = 'chat' needs model.type = 'pretrained'"
     return None
 
 
+def _tasks(run: Run) -> Iterator[tuple[str, SingleTask]]:
+    for name in run.sources:
+        if not isinstance(task := run.of(name).task, Mix):
+            yield run.place(name), task
+
+
 def _chat_has_its_template(run: Run) -> str | None:
-    if chat_of(run.task) is None and getattr(run.task, "chat", Chat()) != Chat():
-        return "task.chat has no effect without task.template = 'chat'"
+    for place, task in _tasks(run):
+        if chat_of(task) is None and getattr(task, "chat", Chat()) != Chat():
+            return f"{place}.chat has no effect without {place}.template = 'chat'"
     return None
 
 
 def _reward_has_one_file(run: Run) -> str | None:
-    if isinstance(run.task, Python) and run.reward.path:
-        return "reward.path: the reward of task.type = 'python' is in task.path"
+    for name in run.sources:
+        if isinstance(run.of(name).task, Python) and run.of(name).reward.path:
+            place = run.place(name)
+            return f"reward.path: the reward of {place}.type = 'python' is in {place}.path"
     return None
+
+
+def _tasks_are_asked_alike(run: Run) -> str | None:
+    """A worker has one tokenizer, with one chat template."""
+    first, *others = _tasks(run)
+    for place, task in others:
+        if chat_of(task) != chat_of(first[1]):
+            return f"{place}: its template and chat must be those of {first[0]}"
+    return None
+
+
+def _sets_can_be_asked(run: Run) -> str | None:
+    slots = getattr(run.rollout.engine, "slots", math.inf)
+    for name, one in run.eval.sets.items():
+        place = f"eval.sets.{name}"
+        if isinstance(run.task, Mix) and name in run.task.sources:
+            return f"{place}: a task of the mixture has that name, and accuracies under it"
+        if one.path is not None and not hasattr(one.task or run.task, "path"):
+            return f"{place}.path: the task reads no file; name one that does by {place}.task.type"
+        if (one.samples or 0) > slots:
+            return f"{place}.samples = {one.samples} is above rollout.engine.slots = {slots}"
+        if not (one.samples or one.preset) and (one.temperature or one.top_p):
+            return f"{place}.temperature and top_p are of samples: {place}.samples = 1 or more"
+    return None
+
+
+def _curriculum_has_pools(run: Run) -> str | None:
+    order = run.learner.order
+    if not isinstance(order, PassRate):
+        return None
+    if order.keep[0] > order.keep[1]:
+        return f"learner.order.keep = {list(order.keep)} holds nothing: the smaller one comes first"
+    if not (order.medium or order.new or order.hard or order.easy):
+        return "learner.order: medium, new, hard and easy are all 0, so no problem is asked"
+    return None
+
+
+def _best_is_measured(run: Run) -> str | None:
+    best, sets = run.eval.best, run.eval.sets
+    if not best:
+        return "eval.patience needs eval.best, the metric to watch" if run.eval.patience else None
+    names = [*(run.task.sources if isinstance(run.task, Mix) else ()), *sets]
+    _, _, rest = best.partition("/")
+    name, _, what = rest.rpartition("/")
+    if rest == "accuracy" or (name in names and what == "accuracy"):
+        return None
+    if name in sets and re.fullmatch(r"pass_at_\d+", what):
+        return None
+    known = ", ".join(["eval/accuracy", *(f"eval/{name}/accuracy" for name in names)])
+    return f"eval.best = {best!r}: it is one of {known}, or eval/SET/pass_at_K"
 
 
 def _response_fits_small_model(run: Run) -> str | None:
@@ -340,6 +400,10 @@ RULES: tuple[Callable[[Run], str | None], ...] = (
     _small_model_reads_the_task,
     _chat_has_its_template,
     _reward_has_one_file,
+    _tasks_are_asked_alike,
+    _sets_can_be_asked,
+    _curriculum_has_pools,
+    _best_is_measured,
     _response_fits_small_model,
     _response_fits_microbatch,
     _group_fits_engine,

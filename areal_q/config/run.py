@@ -2,7 +2,8 @@
 
 from typing import Annotated, Literal
 
-from msgspec import Meta
+from msgspec import Meta, field
+from msgspec.structs import replace
 
 from areal_q.config.buffer import BufferConfig
 from areal_q.config.engines import EngineConfig, TorchEngine
@@ -27,7 +28,7 @@ from areal_q.config.struct_types import (
     TokenId,
     WholeNumber,
 )
-from areal_q.config.tasks import Arithmetic, Chat, RewardConfig, TaskConfig
+from areal_q.config.tasks import Arithmetic, Chat, EvalSet, Mix, Name, RewardConfig, TaskConfig
 from areal_q.config.trackers import TrackerConfig
 
 FormatName = Literal[
@@ -292,7 +293,14 @@ class EvalConfig(Settings, frozen=True, kw_only=True):
     every: Count = 10
     """Steps from one evaluation on held-out problems to the next."""
     problems: Count = 256
-    """Held-out problems of each evaluation, at most."""
+    """Held-out problems of each evaluation, at most; of a mixture, equally many of each task."""
+    sets: dict[Name, EvalSet] = field(default_factory=dict)
+    """Further evaluations by name."""
+    best: Annotated[str, Meta(pattern=r"^(eval/.+)?$")] = ""
+    """The metric that tells which version is best, such as eval/accuracy or eval/NAME/pass_at_8. A checkpoint
+    is written at each evaluation that has it, and the best one is kept. "": none."""
+    patience: WholeNumber = 0
+    """After so many evaluations in a row that are no better than the best before, the run ends; 0: never."""
 
 
 class Run(Settings, frozen=True, kw_only=True):
@@ -328,3 +336,34 @@ class Run(Settings, frozen=True, kw_only=True):
     """Evaluation on held-out problems."""
     trackers: tuple[TrackerConfig, ...] = ()
     """Trackers of other projects that get the metrics, such as [{type = "wandb", project = "sums"}]."""
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Names of the tasks of a mixture and of the evaluation sets with problems of their own, by which
+        tickets say what scores their responses; "" is the run's one task."""
+        parts = sorted(self.task.sources) if isinstance(self.task, Mix) else [""]
+        sets = (name for name, one in self.eval.sets.items() if one.task or one.path)
+        return (*parts, *sorted(sets))
+
+    def of(self, source: str) -> "Run":
+        """Returns the run as it is to one of `sources`: with that task, its data and its reward. An evaluation
+        set with another task is judged by that task."""
+        if isinstance(self.task, Mix) and source in self.task.sources:
+            part = self.task.sources[source]
+            return replace(self, task=part.task, reward=part.reward or self.reward)
+        if source not in self.eval.sets:
+            return self
+        one = self.eval.sets[source]
+        task = one.task or self.task
+        reads = one.path is not None and hasattr(task, "path")
+        task = replace(task, path=one.path) if reads else task
+        reward = replace(self.reward, path=None) if one.task else self.reward
+        return replace(self, task=task, reward=reward)
+
+    def place(self, source: str) -> str:
+        """Returns the dotted name of the table with the task of one of `sources`: "task",
+        "task.sources.NAME.task" or "eval.sets.NAME.task"."""
+        if isinstance(self.task, Mix) and source in self.task.sources:
+            return f"task.sources.{source}.task"
+        own = source in self.eval.sets and self.eval.sets[source].task is not None
+        return f"eval.sets.{source}.task" if own else "task"

@@ -180,14 +180,9 @@ class Python(PythonCode, frozen=True, kw_only=True, tag="python"):
     """The conversation."""
 
 
-TaskConfig = (
+SingleTask = (
     Arithmetic | Calculator | ToolCalculator | Countdown | Gsm8k | Math | Choice | Jsonl | Python
 )
-
-
-def chat_of(task: Settings | None) -> Chat | None:
-    """Returns the settings of the chat template of a task, or of `sft`; None if prompts are bare text."""
-    return getattr(task, "chat", None) if getattr(task, "template", "") == "chat" else None
 
 
 class RewardConfig(Settings, frozen=True, kw_only=True):
@@ -232,3 +227,61 @@ class RewardConfig(Settings, frozen=True, kw_only=True):
     memory_mib: WholeNumber = 4096
     """Address space that scoring may take in each of these processes, beyond what loading the reward took: a
     response that makes it ask for more has failed with cause `killed`. 0: no bound"""
+
+
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=64)]
+"""A name that becomes a part of metrics' names."""
+
+
+class Source(Settings, frozen=True, kw_only=True):
+    """One of the tasks of a mixture."""
+
+    task: SingleTask
+    """Its problems, and what judges the answers to them."""
+    weight: Annotated[int, Meta(ge=1, le=1000)] = 1
+    """Its share of the tickets is its weight over the sum of all, to within one ticket after any number of
+    them."""
+    reward: RewardConfig | None = None
+    """What a response to one of them is worth; none takes the run's."""
+
+
+class Mix(TaggedSettings, frozen=True, kw_only=True, tag="mix"):
+    """Several tasks at once, each with a share of the tickets, a grader or a reward of its own, and metrics of
+    its own. All have the same template and conversation."""
+
+    grader: ClassVar[str] = "mix"
+
+    sources: Annotated[dict[Name, Source], Meta(min_length=2)]
+    """The tasks by name."""
+
+
+TaskConfig = SingleTask | Mix
+
+
+class EvalSet(Settings, frozen=True, kw_only=True):
+    """Problems to evaluate on beside the held-out ones, or these ones asked in another way."""
+
+    task: SingleTask | None = None
+    """Another task: all problems of its file, or its held-out ones if it reads none. None: the run's own."""
+    path: str | None = None
+    """Another file for that task, of which all problems are asked."""
+    every: Count | None = None
+    """Steps from one evaluation to the next; none takes `eval.every`."""
+    problems: Count | None = None
+    """The most problems that are asked; none takes `eval.problems`."""
+    preset: str | None = None
+    """A paper's samples, temperature and top_p, by its name in `areal-q eval --preset`; the next settings
+    win."""
+    samples: WholeNumber | None = None
+    """Sampled answers to each problem, for pass@k; 0, and none without a preset, is one greedy answer."""
+    temperature: Annotated[float, Meta(gt=0, le=1000)] | None = None
+    """Temperature of these samples; none is 1, or the preset's."""
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    """Top-p of these samples; none is 1, or the preset's."""
+
+
+def chat_of(task: Settings | None) -> Chat | None:
+    """Returns the settings of the chat template of a task, in a mixture of all its tasks, or of `sft`; None if
+    prompts are bare text."""
+    one = next(iter(task.sources.values())).task if isinstance(task, Mix) else task
+    return getattr(one, "chat", None) if getattr(one, "template", "") == "chat" else None

@@ -4,6 +4,10 @@ No data is shipped: `areal-q eval MODEL --task aime --data aime24.jsonl --preset
 """
 
 from msgspec import Struct
+from msgspec.structs import replace
+
+from areal_q.config import EvalSet, Sampling
+from areal_q.errors import ConfigError
 
 BENCHMARKS: dict[str, str] = {
     "gsm8k": "gsm8k",
@@ -73,3 +77,28 @@ PRESETS: dict[str, Preset] = {
     ),
 }
 """Presets by name; `--samples` and the other options take precedence over them."""
+
+
+def drawn_as(one: EvalSet, training: Sampling, setting: str) -> tuple[int, Sampling]:
+    """Returns how many responses an evaluation set asks for, and how they are drawn: one, greedily, unless it
+    has samples. They are as long as in training. Raises ConfigError, which names the setting, for a preset that
+    there is not, or whose responses are longer than that."""
+    preset = preset_of(one, setting)
+    if (preset.max_tokens or 0) > training.max_tokens:
+        raise ConfigError(
+            f"{setting} = {one.preset!r} is of responses of {preset.max_tokens} tokens: "
+            f"rollout.sampling.max_tokens = {training.max_tokens} cuts them off"
+        )
+    if not preset.samples:
+        return 1, replace(training, temperature=0.0)
+    return preset.samples, replace(training, temperature=preset.temperature, top_p=preset.top_p)
+
+
+def preset_of(one: EvalSet, setting: str) -> Preset:
+    """Returns the preset of an evaluation set with what the set says otherwise. Raises ConfigError, which names
+    the setting, for one that there is not."""
+    if one.preset and one.preset not in PRESETS:
+        raise ConfigError(f"{setting} = {one.preset!r}: none of {', '.join(PRESETS)}")
+    preset = PRESETS[one.preset] if one.preset else Preset(source="")
+    given = {name: getattr(one, name) for name in ("samples", "temperature", "top_p")}
+    return replace(preset, **{name: value for name, value in given.items() if value is not None})

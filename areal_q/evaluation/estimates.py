@@ -109,7 +109,7 @@ def estimates(answered: Sequence[Answered]) -> list[Estimate]:
     counts = [(len(replies), sum(r.correct for r in replies)) for replies in drawn]
     values = {"accuracy": greedy, f"avg@{asked}": [c / n for n, c in counts]}
     if asked > 1:
-        for k in _ks(asked):
+        for k in pass_ks(asked):
             values[f"pass@{k}"] = [pass_at_k(n, c, k) for n, c in counts if n >= k]
         values[f"majority@{asked}"] = [majority(replies) for replies in drawn]
     return [
@@ -158,6 +158,6 @@ def wilson(p: float, n: int, z: float = _Z) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def _ks(n: int) -> list[int]:
-    """Returns 2, 4, 8, … up to n, and n itself."""
+def pass_ks(n: int) -> list[int]:
+    """Returns the k of pass@k for n samples: 2, 4, 8, … up to n, and n itself."""
     return sorted({2**i for i in range(1, n.bit_length()) if 2**i < n} | {n})

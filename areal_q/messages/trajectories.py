@@ -118,6 +118,12 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     columns: str = ""
     """All that the data have in the problem's row, as a JSON object, for a reward of the user's own; "" if the
     reward is a built-in one."""
+    source: str = ""
+    """The mixture's task, or evaluation set, whose reward judges the responses; "" is the run's one task."""
+    problem: Annotated[int, msgspec.Meta(ge=-1)] = -1
+    """The problem's place among those of its task, where the order remembers; -1 where the number says it."""
+    why: str = ""
+    """Why the order chose it then, in words; "" where the number says it."""
 
     def validate(self) -> "Ticket":
         """This ticket, if its prompt keeps the contract. Raises RecordError."""

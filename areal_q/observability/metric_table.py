@@ -25,7 +25,7 @@ class Metric:
     figure: str = ""
     """The figure of FIGURES that shows it; "" for one of its own, among the report's last."""
     line: str = ""
-    """Its label in that figure, if there are others. A `*` is replaced by what that of the key stands for."""
+    """Its label in that figure, if there are others. Each `*` is replaced by what one of the key stands for, in their order."""
     name: str = ""
     """Its name in the tables of final figures and of replays; "" for one that they leave out."""
     best: Literal["", "max", "min"] = ""
@@ -49,8 +49,10 @@ class Metric:
 
     def line_of(self, key: str) -> str:
         """Returns the label of the metric `key` in its figure."""
-        found = self.match(key)
-        return self.line.replace("*", found[1]) if found and found.groups() else self.line
+        line, found = self.line, self.match(key)
+        for part in found.groups() if found else ():
+            line = line.replace("*", part, 1)
+        return line
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,10 @@ METRICS = (
     Metric("eval/invalid", "problems", "Answers whose reward failed; the accuracy is that of the others."),
     Metric("eval/problems", "problems", "Held-out problems that this evaluation asked."),
     Metric("eval/loss", "nats per token", "Mean cross-entropy of the held-out rows of `areal-q sft`: of what the assistant wrote in them.", exported="held_out_loss_nats", figure="heldout_loss", name="held-out loss", best="min"),
+    Metric("eval/*/accuracy", "share", "Accuracy on one set of eval.sets, or on the held-out problems of one task of a mixture; of several samples to a problem the mean.", exported="eval_set_accuracy_ratio", split="set", figure="eval_sets", line="*"),
+    Metric("eval/*/pass_at_*", "share", "Chance that one of k samples to a problem of the set is right, the mean over problems, without bias.", figure="eval_pass", line="* pass@*"),
+    Metric("eval/*/invalid", "answers", "Answers to the set whose reward failed; its accuracy is that of the others."),
+    Metric("eval/*/problems", "problems", "Problems of the set that this evaluation asked."),
     Metric("reward/mean", "", "Mean reward of the step's responses, those with a valid reward.", exported="reward_mean", figure="reward", name="reward", best="max", leading=True),
     Metric("reward/std", "", "Standard deviation of the rewards over the same responses.", figure="reward_std"),
     Metric("reward/errors", "responses", "Responses of the step whose reward failed: it raised, took too long or its process ended; those that count as 0 among them."),
@@ -85,6 +91,9 @@ METRICS = (
     Metric("reward/part_*", "", "Mean over the step's responses of one named part of the reward, 0 where a response has not that part."),
     Metric("reward/parts_left_out", "names", "Parts of the reward in this step beyond the 64 names that a run's metrics may have."),
     Metric("reward/uniform_share", "share", "Share of the step's groups whose rewards are all equal, so that they teach nothing; those dropped by learner.drop_uniform are in buffer/dropped_uniform.", exported="reward_uniform_ratio", figure="cut_off", line="uniform groups"),
+    Metric("source/*/share", "share", "Share of the step's groups that are of this task of a mixture.", figure="source_share", line="*"),
+    Metric("source/*/reward_mean", "", "Mean reward of the task's valid responses in the step.", exported="source_reward_mean", split="source", figure="source_reward", line="*"),
+    Metric("source/*/uniform_share", "share", "Share of the task's groups in the step whose rewards are all equal.", figure="source_uniform", line="*"),
     Metric("reward/right", "responses", "Where the reward comes from a user's file: responses that are right by the task's own grader, or for a Python task because they equal what is expected. One of each group of the step is looked at."),
     Metric("reward/right_refused", "responses", "Those of them that the reward calls wrong."),
     Metric("reward/wrong", "responses", "The same, of responses that the task's own grader calls wrong."),
@@ -233,6 +242,11 @@ FIGURES = (
     Figure("reward", "Learning", "Reward", "mean of a step"),
     Figure("accuracy", "Learning", "Held-out accuracy", source="eval"),
     Figure("heldout_loss", "Learning", "Held-out loss", "nats per token", source="eval"),
+    Figure("eval_sets", "Learning", "Accuracy by evaluation set", source="eval"),
+    Figure("eval_pass", "Learning", "pass@k by evaluation set", source="eval"),
+    Figure("source_reward", "Learning", "Reward by task of the mixture", "mean of a step"),
+    Figure("source_uniform", "Learning", "Uniform groups by task of the mixture", "%", scale=100, zero=True),
+    Figure("source_share", "Learning", "Groups by task of the mixture", "%", scale=100, zero=True),
     Figure("loss", "Learning", "Loss"),
     Figure("grad_norm", "Learning", "Gradient norm", "before clipping", zero=True),
     Figure("entropy", "Learning", "Entropy", "nats per token", zero=True),

@@ -13,6 +13,8 @@ from areal_q.observability.run_summary import (
     Gap,
     duration,
     held_out,
+    of_heldout,
+    set_accuracies,
     shown,
     step_line,
     summarize,
@@ -106,7 +108,13 @@ class History:
 
     @property
     def best_eval(self) -> Record | None:
-        return max(self.evals, key=lambda r: r.get("eval/accuracy") or 0.0, default=None)
+        heldout = of_heldout(self.evals)
+        return max(heldout, key=lambda r: r.get("eval/accuracy") or 0.0, default=None)
+
+    @property
+    def sets(self) -> dict[str, float | None]:
+        """The newest accuracy of each evaluation set, or task of a mixture, by name."""
+        return {name: value for r in self.evals for name, value in set_accuracies(r).items()}
 
 
 def open_episodes(record: Record) -> str:
@@ -131,7 +139,10 @@ def plain_line(record: Record, history: History) -> str:
         case "waiting":
             return f"{head}waiting for agents, {open_episodes(record)}"
         case "eval":
-            return f"{head}step {record['step']}/{history.total_steps}  {held_out(record)}"
+            heldout = [held_out(record)] if of_heldout([record]) else []
+            sets = set_accuracies(record).items()
+            told = [*heldout, *(f"{name} {shown('{x:.3f}', {'x': value})}" for name, value in sets)]
+            return f"{head}step {record['step']}/{history.total_steps}  {'  '.join(told)}"
         case "end":
             return f"{head}{record.get('reason', 'ended')} at step {record['step']}"
     eta = "" if history.eta_s is None else f"  left {duration(history.eta_s)}"

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from areal_q.config import Python, RewardConfig, TaskConfig
+from areal_q.config import Mix, Python, RewardConfig, TaskConfig
 
 _StepMetrics = Mapping[str, Any]
 
@@ -58,5 +58,7 @@ def failed_text(failed: int, causes: Counter[str], responses: int) -> str:
 
 def reward_name(task: TaskConfig, reward: RewardConfig) -> str:
     """Returns the path of the reward's file, or else the task whose grader gives the rewards."""
+    if isinstance(task, Mix):
+        return "of a task of the mixture"
     path = task.path if isinstance(task, Python) else reward.path
     return path or f"of task.type={task.__struct_config__.tag}"

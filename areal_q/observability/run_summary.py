@@ -166,9 +166,37 @@ def summarize(records: Sequence[Record], responses: int = 0) -> Summary:
         told = failed_text(failed, causes, responses * len(steps))
         warnings.append(("reward failed", f"✗ {told}"))
     faults = learning_faults(records)
-    rows = [*((fault.name, f"✗ {fault.says}") for fault in faults), *_held_out_rows(evals)]
+    rows = [
+        *((fault.name, f"✗ {fault.says}") for fault in faults),
+        *_held_out_rows(of_heldout(evals)),
+        *_set_rows(evals),
+    ]
     rows += [*_step_rows(steps), *warnings]
-    return Summary(title, rows, _answers(evals), faults, reason)
+    return Summary(title, rows, _answers(of_heldout(evals)), faults, reason)
+
+
+def set_accuracies(record: Record) -> dict[str, float | None]:
+    """Returns the accuracies of an evaluation by the set, or the task of a mixture, that they are of."""
+    found = ((re.fullmatch(r"eval/(.+)/accuracy", key), value) for key, value in record.items())
+    return {match[1]: value for match, value in found if match}
+
+
+def of_heldout(evals: Iterable[Record]) -> list[Record]:
+    """Returns the evaluations that asked held-out problems, and not sets alone."""
+    of_them = {"eval/problems", "eval/accuracy", "eval/loss"}
+    return [record for record in evals if of_them & record.keys()]
+
+
+def _set_rows(evals: list[Record]) -> Iterable[tuple[str, str]]:
+    """Yields the first and the last accuracy of each evaluation set, and its last pass@k with the largest k."""
+    for name in dict.fromkeys(name for record in evals for name in set_accuracies(record)):
+        key = f"eval/{name}/accuracy"
+        its = [record for record in evals if key in record]
+        first, last = (shown("{" + key + ":.3f}", record) for record in (its[0], its[-1]))
+        passed = [k for k in its[-1] if k.startswith(f"eval/{name}/pass_at_")][-1:]
+        told = [f"pass@{k.rpartition('_')[2]} {its[-1][k]:.3f}" for k in passed]
+        told.append(plural(round(its[-1][f"eval/{name}/problems"]), "problem"))
+        yield name, f"{first} → {last}   ({', '.join(told)})"
 
 
 def is_supervised(step: Record) -> bool:

@@ -23,18 +23,27 @@ runs/NAME/
 import fcntl
 import itertools
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import date
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from areal_q.config import PythonTracker, Run, as_before, dump_toml, load, override, settings_hash
+from areal_q.config import (
+    Mix,
+    PythonTracker,
+    Run,
+    as_before,
+    dump_toml,
+    load,
+    override,
+    settings_hash,
+)
 from areal_q.config.tasks import chat_of
 from areal_q.errors import CheckpointError, ConfigError, TaskError
 from areal_q.plugins import absolute, digest_of
@@ -63,8 +72,6 @@ LEARNERS_CODE = ("learner.objective", "learner.advantage")
 """Tables of settings whose own code a replay runs again."""
 FIXED_CODE = (*LEARNERS_CODE, "learner.order")
 """Tables of settings whose own code stays what it was as the run began."""
-OWN_CODE = (*FIXED_CODE, "buffer.sampler", "rollout.environment", "task", "reward", "trackers")
-"""All that may name code of the user's own."""
 MAY_CHANGE_ON_RESUME = (
     "steps",
     "eval.",
@@ -104,6 +111,8 @@ MAY_CHANGE_ON_RESUME = (
     "rollout.environment.memory_mib",
 )
 """Settings, or prefixes of settings, that may change because what was learnt so far stays valid."""
+_MIXED_DIGEST = re.compile(r"task\.sources\.[^.]+\.(task|reward)\.digest")
+"""What `task.digest` and `reward.digest` are of a mixture."""
 
 
 def path_of(run: Run) -> Path:
@@ -114,24 +123,38 @@ def with_absolute_files(run: Run) -> Run:
     """Returns `run` with absolute paths of its model, data, chat template and own code, so that it can be
     evaluated and resumed from any directory. A path that is no file here, such as the id of a data set, stays
     as it is."""
-    for name in ("model", *OWN_CODE, "sft"):
-        if path := getattr(attrgetter(name)(run), "path", None):
+    sets = [f"eval.sets.{name}" for name in run.eval.sets]
+    for name in ("model", *own_code(run), "sft", *sets):
+        if path := getattr(_at(run, name), "path", None):
             run = _with(run, name, path=absolute(path))
-    for name in ("task", "sft"):
-        table = getattr(run, name)
+    for name in (*_tasks(run), "sft"):
+        table = _at(run, name)
         if isinstance(heldout := getattr(table, "heldout", None), str):
             run = _with(run, name, heldout=absolute(heldout))
-        chat = chat_of(table)
-        if chat and chat.template_file:
+        if (chat := chat_of(table)) and chat.template_file:
             run = _with(run, f"{name}.chat", template_file=absolute(chat.template_file))
     return _own_trackers(run, "path", absolute)
 
 
-def with_digests(run: Run, names: Sequence[str] = OWN_CODE) -> Run:
-    """Returns `run` with the digests of the user's own code at `names`, where that is. Raises TaskError for a
-    file that is missing or, of FIXED_CODE, not the one that the run began with."""
+def own_code(run: Run) -> list[str]:
+    """Returns the dotted names of all tables of `run` that may name code of the user's own."""
+    mixed = run.task.sources.items() if isinstance(run.task, Mix) else ()
+    rewards = [f"task.sources.{name}.reward" for name, source in mixed if source.reward]
+    others = ("buffer.sampler", "rollout.environment", "trackers")
+    return [*FIXED_CODE, *others, *_tasks(run), "reward", *rewards]
+
+
+def _tasks(run: Run) -> list[str]:
+    """Returns the dotted names of the tables of its tasks."""
+    return list(dict.fromkeys(map(run.place, run.sources)))
+
+
+def with_digests(run: Run, names: Sequence[str] | None = None) -> Run:
+    """Returns `run` with the digests of the user's own code at `names`, by default all of it. Raises TaskError
+    for a file that is missing or, of FIXED_CODE, not the one that the run began with."""
+    names = own_code(run) if names is None else names
     for name in names:
-        part = attrgetter(name)(run)
+        part = _at(run, name)
         if not getattr(part, "path", None) or not hasattr(part, "digest"):
             continue
         digest = digest_of(part.path)
@@ -153,22 +176,31 @@ def _own_trackers(run: Run, key: str, of: Callable[[str], str]) -> Run:
     return _with(run, "", trackers=tuple(trackers))
 
 
+def _at(settings: Any, name: str) -> Any:
+    """Returns the table of that dotted name."""
+    for part in name.split("."):
+        settings = settings[part] if isinstance(settings, dict) else getattr(settings, part)
+    return settings
+
+
 def _with(settings: Any, name: str, **changes: Any) -> Any:
     """Returns `settings` with changes to the table of that dotted name."""
     first, _, rest = name.partition(".")
     if first:
-        changes = {first: _with(getattr(settings, first), rest, **changes)}
+        changes = {first: _with(_at(settings, first), rest, **changes)}
+    if isinstance(settings, dict):
+        return settings | changes
     return msgspec.structs.replace(settings, **changes)
 
 
 def _dated(run: Run, before: Run | None) -> Run:
     """Returns `run` with the date of its chat templates, where its settings name none: that of `before`, the
     run that it goes on with, else today's."""
-    for name in ("task", "sft"):
-        if (chat := chat_of(getattr(run, name))) and not chat.date:
-            known = chat_of(getattr(before, name)) if before else None
-            day = (known and known.date) or str(date.today())
-            run = _with(run, f"{name}.chat", date=day)
+    for name in (*_tasks(run), "sft"):
+        if (chat := chat_of(_at(run, name))) and not chat.date:
+            known = chat_of(before.sft if name == "sft" else before.task) if before else None
+            today = (known and known.date) or str(date.today())
+            run = _with(run, f"{name}.chat", date=today)
     return run
 
 
@@ -259,7 +291,11 @@ def settings_of(directory: Path, step_settings: str) -> Run:
 def _check_unchanged(saved: Run, again: Run) -> None:
     saved, again = with_absolute_files(saved), with_absolute_files(_dated(again, saved))
     changed = differences(saved, again)
-    refused = [key for key in changed if not key.startswith(MAY_CHANGE_ON_RESUME)]
+    refused = [
+        key
+        for key in changed
+        if not key.startswith(MAY_CHANGE_ON_RESUME) and not _MIXED_DIGEST.fullmatch(key)
+    ]
     # Another choice of a type changes the settings below it, too; only the choice is worth a message.
     choices = [key for key in refused if key.endswith(".type")]
     for key in choices or refused:

@@ -10,6 +10,7 @@ from areal_q.tasks.grading.rewards import (
     build_score,
     check_reward,
     columns_for,
+    columns_of_one,
     second_opinion,
     unscored,
 )
@@ -17,6 +18,7 @@ from areal_q.tasks.hf_tokenizer import HFTokenizer
 from areal_q.tasks.registry import (
     TASKS,
     all_problems,
+    asked_of,
     build_task,
     build_tokenizer,
     check_characters,
@@ -42,6 +44,7 @@ __all__ = [
     "Tokenizer",
     "all_problems",
     "answer_of",
+    "asked_of",
     "build_reward",
     "build_score",
     "build_task",
@@ -49,6 +52,7 @@ __all__ = [
     "check_characters",
     "check_reward",
     "columns_for",
+    "columns_of_one",
     "load_tokenizer",
     "permute",
     "problem_at",

@@ -11,6 +11,8 @@ from areal_q.messages.trajectories import FailureCause, FinishReason, Ticket
 Variables = Mapping[str, bool | int | float | str]
 """Variables of a chat template, such as {"enable_thinking": False}"""
 NO_VARIABLES: Variables = {}
+Columns = Sequence[str] | None
+"""Columns of the rows that problems carry; None is all."""
 Message = dict[str, Any]
 """`role` and `content`, which is text. An assistant's may have `tool_calls`, whose `arguments` are objects, and
 `reasoning_content`; a tool's may have `tool_call_id` and `name`."""
@@ -27,6 +29,8 @@ class Problem(Struct, frozen=True):
     """The prompt as a conversation, whose contents are `prompt`; empty if the prompt is one text"""
     columns: str = ""
     """The row of the data that it comes from, as a JSON object; "" if there is none, or nobody asks for it"""
+    source: str = ""
+    """The mixture's task, or evaluation set, whose reward judges the responses; "" is the run's one task"""
 
     @property
     def asked(self) -> str | Sequence[Message]:
@@ -41,7 +45,7 @@ class Problem(Struct, frozen=True):
     @classmethod
     def of_ticket(cls, ticket: Ticket) -> "Problem":
         """Returns the problem that a ticket asks for, as the learner read it."""
-        return cls(ticket.prompt, ticket.answer, ticket.messages, ticket.columns)
+        return cls(ticket.prompt, ticket.answer, ticket.messages, ticket.columns, ticket.source)
 
 
 def columns_of(row: Mapping[str, Any], where: str) -> str:

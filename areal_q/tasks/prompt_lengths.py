@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from areal_q.errors import TaskError
 from areal_q.tasks.base import Problem, Task, Tokenizer
 from areal_q.tasks.lazy import Lazy
+from areal_q.tasks.mixture import Joined, parts_of
 
 logger = logging.getLogger(__name__)
 SLACK = 64
@@ -29,7 +30,7 @@ def without_long(task: Task, tokenizer: Tokenizer, longest: int) -> Task:
     left_out = len(task.train) - len(train) + len(task.heldout) - len(heldout)
     if not left_out:
         return task
-    if not (train and heldout):
+    if not (all(parts_of(train).values()) and heldout):
         raise TaskError(f"every prompt to train on, or held out, has more than {longest} tokens")
     logger.warning(
         "%d problems are left out: their prompts have more than %d tokens", left_out, longest
@@ -41,6 +42,9 @@ def short(problems: Sequence[Problem], tokenizer: Tokenizer, longest: int) -> Se
     """Returns the problems whose prompts have at most `longest` tokens; generated ones as they are."""
     if isinstance(problems, Lazy):
         return problems
+    if isinstance(problems, Joined):
+        parts = {name: short(part, tokenizer, longest) for name, part in problems.parts.items()}
+        return Joined(parts, problems.weights)
     # A token has at least one byte, so that a prompt with few bytes is known to be short without encoding it.
     around = len(tokenizer.encode_prompt("")) + SLACK
 

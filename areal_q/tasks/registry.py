@@ -1,11 +1,12 @@
 """The built-in tasks. To add one: a Struct in areal_q/config/tasks.py, a class here, a line below."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from areal_q.config import (
     Arithmetic,
     Calculator,
     Countdown,
+    Mix,
     ModelConfig,
     SmallModel,
     TaskConfig,
@@ -14,13 +15,14 @@ from areal_q.config import (
 )
 from areal_q.config.tasks import chat_of
 from areal_q.errors import ConfigError
-from areal_q.tasks.base import Problem, Task, Tokenizer
+from areal_q.tasks.base import Columns, Problem, Task, Tokenizer
 from areal_q.tasks.datasets.arithmetic import ArithmeticTask
 from areal_q.tasks.datasets.calculator import CalculatorTask
 from areal_q.tasks.datasets.countdown import CountdownTask
 from areal_q.tasks.datasets.row_tasks import READERS, FileTask, with_columns
 from areal_q.tasks.datasets.tool_calculator import ToolCalculatorTask
 from areal_q.tasks.lazy import Lazy
+from areal_q.tasks.mixture import Mixture, parts_of
 from areal_q.tasks.tokenizer import CharTokenizer, load_tokenizer
 
 TASKS: dict[type, Callable[..., Task]] = {
@@ -37,18 +39,28 @@ def task_types() -> list[str]:
     return [str(cfg.__struct_config__.tag) for cfg in TASKS]
 
 
-def build_task(cfg: TaskConfig, columns: Sequence[str] | None = ()) -> Task:
-    """Returns the task with its problems, and these columns of their rows (rewards.py, `columns_for`). Raises
-    TaskError naming file and line, ConfigError for an extra."""
+def build_task(cfg: TaskConfig, columns: Columns | Mapping[str, Columns] = ()) -> Task:
+    """Returns the task with its problems, and these columns of their rows, in a mixture by the names of its
+    tasks (rewards.py, `columns_for`). Raises TaskError naming file and line, ConfigError for an extra."""
+    if isinstance(cfg, Mix):
+        of = columns if isinstance(columns, Mapping) else dict.fromkeys(cfg.sources, columns)
+        tasks = {name: build_task(one.task, of[name]) for name, one in cfg.sources.items()}
+        return Mixture(tasks, {name: one.weight for name, one in cfg.sources.items()})
     return TASKS[type(cfg)](cfg, columns) if type(cfg) in READERS else TASKS[type(cfg)](cfg)
 
 
-def all_problems(cfg: TaskConfig, columns: Sequence[str] | None = ()) -> list[Problem]:
+def all_problems(cfg: TaskConfig, columns: Columns = ()) -> list[Problem]:
     """Returns every row of the task's file, since a benchmark has nothing to train on. Raises as `build_task`
     does."""
     if type(cfg) not in READERS:
         raise ConfigError(f"task.type = {cfg.__struct_config__.tag!r} reads no such file")
     return with_columns(READERS[type(cfg)](cfg), columns, getattr(cfg, "path", ""))
+
+
+def asked_of(cfg: TaskConfig, columns: Columns = ()) -> Sequence[Problem]:
+    """Returns the problems that an evaluation set of this task asks: all rows of its file, or what is held out
+    where it reads none. Raises as `build_task` does."""
+    return all_problems(cfg, columns) if type(cfg) in READERS else build_task(cfg).heldout
 
 
 def check_characters(model: ModelConfig, warmstart: WarmStart, task: Task) -> None:
@@ -57,7 +69,7 @@ def check_characters(model: ModelConfig, warmstart: WarmStart, task: Task) -> No
     if not isinstance(model, SmallModel):
         return
     tokenizer, answers = CharTokenizer(), warmstart.steps > 0
-    for problems in (task.train, task.heldout):
+    for problems in (*parts_of(task.train).values(), task.heldout):
         for problem in problems[:1] if isinstance(problems, Lazy) else problems:
             tokenizer.encode_prompt(problem.asked)
             if answers:

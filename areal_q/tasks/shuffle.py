@@ -1,6 +1,7 @@
 """Shuffling without memory: pseudo-random permutations of range(size), by index and key."""
 
 from areal_q.tasks.base import Problem, Task
+from areal_q.tasks.mixture import Joined
 
 ROUNDS = 6
 MASK = (1 << 64) - 1
@@ -29,8 +30,12 @@ def permute(index: int, size: int, *key: int) -> int:
 
 def problem_at(task: Task, number: int, seed: int) -> Problem:
     """Returns problem `number` of an endless sequence, in which each epoch has all of `task.train` in another
-    order."""
-    return task.train[shuffled(number, len(task.train), seed)]
+    order; of a mixture that of the task whose turn it is."""
+    problems = task.train
+    if isinstance(problems, Joined):
+        source, number = problems.turn(number)
+        problems = problems.parts[source]
+    return problems[shuffled(number, len(problems), seed)]
 
 
 def shuffled(number: int, size: int, seed: int) -> int:

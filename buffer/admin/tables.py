@@ -78,6 +78,8 @@ def group_facts(group: Group) -> _Row:
         "seed": ticket.seed,
         "prompt": ticket.prompt,
         "answer": ticket.answer,
+        "source": ticket.source,
+        "why": ticket.why,
         "prompt_ids": ticket.prompt_ids.numpy().tolist(),
         "sampling": ticket.sampling,
         "worker": group.worker,
@@ -112,6 +114,9 @@ def group_view(group: Group, tokenizer: Tokenizer | None) -> RenderableType:
         f"{escaped(group.worker)}, {escaped(group.engine)} {escaped(group.weight_format)}, "
         f"{group.finished_s - group.started_s:.2f} s\n"
     )
+    for label, said in (("task    ", ticket.source), ("drawn   ", ticket.why)):
+        if said:
+            lines.append(label, style="bold").append(escaped(said)[:_MAX_TEXT] + "\n")
     lines.append("prompt  ", style="bold").append(escaped(ticket.prompt)[:_MAX_TEXT] + "\n")
     lines.append("answer  ", style="bold").append(escaped(ticket.answer)[:_MAX_TEXT] + "\n")
     parts: list[RenderableType] = [lines]

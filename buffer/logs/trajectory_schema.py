@@ -3,7 +3,7 @@
 Of the step:        step, version (the learner's, when it took the group), place (of the group in the batch)
 Of the ticket:      ticket_schema, run, number, purpose, admitted (the ticket's `step`), prompt, answer,
                     prompt_ids, group_size, seed, sampling, stop (of the sampling, as JSON), run_id,
-                    messages (as JSON; empty if there are none), columns
+                    messages (as JSON; empty if there are none), columns, source, problem, why
 Of the group:       group_schema, worker, engine, weight_format, started_s, finished_s
 Of the trajectory:  index, response_ids, behavior_logprobs, loss_mask, spans, finish_reason, reward,
                     reward_parts, reward_notes, routes (raw little-endian bytes, empty where there are none),
@@ -83,12 +83,18 @@ TRAJECTORY_SCHEMA = pa.schema(
         ("messages", pa.string()),
         ("columns", pa.string()),
         ("reward_notes", pa.map_(pa.string(), pa.string())),
+        ("source", pa.string()),
+        ("problem", pa.int64()),
+        ("why", pa.string()),
     ],
     metadata={_METADATA_KEY: str(_SCHEMA_VERSION)},
 )
 TRAJECTORY_LOG_FORMAT = LogFormat(TRAJECTORY_SCHEMA, _METADATA_KEY, _SCHEMA_VERSION)
 
-_TICKET_FIELDS = ("run", "run_id", "number", "purpose", "prompt", "answer", "group_size", "seed")
+_TICKET_FIELDS = (
+    *("run", "run_id", "number", "purpose", "prompt", "answer", "group_size", "seed"),
+    *("source", "problem", "why"),
+)
 _GROUP_FIELDS = ("worker", "engine", "weight_format", "started_s", "finished_s")
 _TRAJECTORY_FIELDS = ("index", "finish_reason", "reward", "valid")
 _TOKEN_FIELDS = ("response_ids", "behavior_logprobs", "loss_mask")

@@ -183,6 +183,12 @@ class LearnerBuffer:
         """Returns the ticket numbers of the committed groups after `position`."""
         return self._groups.unread()
 
+    def drawn(self) -> list[tuple[int, int, str]]:
+        """Returns (number, problem, why) of the open training tickets and of those of the committed groups
+        after `position`, as an order that remembers put them there."""
+        tickets = (ticket for _, ticket in self._open(self.keys.tickets))
+        return [*((t.number, t.problem, t.why) for t in tickets), *self._groups.drawn()]
+
     def read(self, count: int, timeout_s: float) -> list[Entry]:
         """Returns the next groups after `position`, in order, and moves `position` behind them: `count` of
         them, or fewer if no more come within `timeout_s`."""

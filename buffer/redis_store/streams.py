@@ -30,10 +30,12 @@ MOST_REASON = 1000
 
 class _TicketOf(msgspec.Struct):
     number: int
+    problem: int = -1
+    why: str = ""
 
 
 class _GroupOf(msgspec.Struct):
-    """The part of a group's record that names its ticket, so that no arrays are copied."""
+    """The part of a group's record that names its ticket and problem, so that no arrays are copied."""
 
     ticket: _TicketOf
 
@@ -139,6 +141,11 @@ class GroupStream:
     def unread(self) -> list[int]:
         found = records(self._connection, self._stream, self.position, _decode_group_number)
         return [group.ticket.number for _, group in found]
+
+    def drawn(self) -> list[tuple[int, int, str]]:
+        """Returns (number, problem, why) of the tickets of the groups after `position`."""
+        found = records(self._connection, self._stream, self.position, _decode_group_number)
+        return [(it.ticket.number, it.ticket.problem, it.ticket.why) for _, it in found]
 
     def digests(self) -> dict[int, str]:
         """Returns the digest of each version that drew groups after `position`; where they differ, the one in

@@ -21,7 +21,10 @@ _PER_TOKEN = {
     "lag": np.int32,
     "marks": np.uint8,
 }
-_TICKET = ("number", "prompt", "answer", "admitted", "seed", "purpose", "sampling")
+_TICKET = (
+    *("number", "prompt", "answer", "admitted", "seed", "purpose", "sampling"),
+    *("source", "why"),
+)
 _GROUP = ("worker", "engine", "weight_format", "started_s", "finished_s", "version", "place")
 _TRAJECTORY = (
     "index",

@@ -35,8 +35,11 @@ class CheckpointWriter:
         self._read = threading.Event()
         self._read.set()
 
-    def save(self, state: State, updater: PolicyUpdater) -> None:
-        """Begins to write the present policy, and returns. Call `finish` before.
+    def save(
+        self, state: State, updater: PolicyUpdater, spared: frozenset[int] = frozenset()
+    ) -> None:
+        """Begins to write the present policy, and returns. Call `finish` before. Earlier checkpoints of the
+        steps `spared` stay.
 
         Until `wait_until_read` has returned, weights and moments may be read but not written to."""
         assert self._pending is None, "one at a time"
@@ -46,19 +49,23 @@ class CheckpointWriter:
         files = [staged / checkpoint.SHARE.format(i + 1) for i in range(shares)] if staged else []
         if updater.policy.cfg.device == "cpu":
             self._read.clear()
-        self._pending = self._thread.submit(self._write, state, tensors, files)
+        self._pending = self._thread.submit(self._write, state, tensors, files, spared)
 
     def wait_until_read(self) -> None:
         """Waits until no checkpoint reads weights and moments, so that the optimizer may write to them."""
         self._read.wait()
 
     def _write(
-        self, state: State, tensors: checkpoint.Tensors, shares: list[Path]
+        self,
+        state: State,
+        tensors: checkpoint.Tensors,
+        shares: list[Path],
+        spared: frozenset[int],
     ) -> tuple[State, Path]:
         keep = self._keep, self._keep_every
         try:
             path = checkpoint.write(
-                self._directory, state, tensors, *keep, shares, on_read=self._read.set
+                self._directory, state, tensors, *keep, shares, self._read.set, spared
             )
         finally:
             # This is set after a failure, too, or the learner would wait for ever; `finish` raises it.

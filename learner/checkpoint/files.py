@@ -14,7 +14,7 @@ everything.
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from areal_q.system.files import (
     save_tensors,
     sync,
 )
+from areal_q.tasks.pass_rates import PoolsState
 
 START = "step-000000"
 """The checkpoint of the start, which is never removed, so that a replay can begin there."""
@@ -65,6 +66,9 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     uses: dict[int, int] = {}
     """Number of steps that learnt from a group which may be used again, by ticket
     (buffer/sampling/replay_pool.py)."""
+    order: dict[str, PoolsState] = {}
+    """The state of an order of problems that remembers, by the name of the task
+    (areal_q/tasks/pass_rates.py)."""
     lost: list[int] = []
     """Tickets that were lost and replaced; if one is admitted again, its group counts."""
     digests: dict[int, str]
@@ -111,18 +115,20 @@ def write(
     keep_every: int = 0,
     shares: Sequence[Path] = (),
     on_read: Callable[[], None] = lambda: None,
+    spared: Container[int] = (),
 ) -> Path:
     """Writes the checkpoint `directory/step-NNNNNN`, to which it moves the files `shares` after waiting for
     other ranks to write them, and returns its path. Then removes all checkpoints but the one of the start, the
-    newest `keep`, and those whose step is a multiple of `keep_every`. `on_read` is called once `tensors` may
-    change. Raises CheckpointError if it cannot be written, such as to a full disk; earlier checkpoints are
-    unchanged then."""
+    newest `keep`, and those whose step is in `spared` or a multiple of `keep_every`. `on_read` is called once
+    `tensors` may change. Raises CheckpointError if it cannot be written, such as to a full disk; earlier
+    checkpoints are unchanged then."""
     final = directory / f"step-{state.step:06d}"
     with _writing(final):
         _write(directory, final, state, tensors, shares, on_read)
         for old in steps(directory)[:-keep]:
-            number = old.name.removeprefix("step-")
-            stays = keep_every > 0 and number.isdigit() and int(number) % keep_every == 0
+            name = old.name.removeprefix("step-")
+            number = int(name) if name.isdigit() else -1
+            stays = number in spared or (keep_every > 0 and number >= 0 == number % keep_every)
             if old.name != START and not stays:
                 old.rename(directory / f"{SCRATCH}{old.name}")
         clear_leftovers(directory)

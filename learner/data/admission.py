@@ -13,17 +13,20 @@ times is outstanding until its K-th use or until it is too old, so that samples 
 
 import hashlib
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from msgspec.structs import replace
 
-from areal_q.config import OrderConfig, Run, Sampling
+from areal_q.config import EvalConfig, OrderConfig, Run, Sampling
 from areal_q.errors import BufferFull, RecordError
 from areal_q.messages import Array, Group, Ticket
 from areal_q.tasks import Problem, Task, Tokenizer
-from areal_q.tasks.order import problem_of_ticket
+from areal_q.tasks.order import Chosen, Order
+from areal_q.tasks.pass_rates import PoolsState
 from buffer.redis_store import LearnerBuffer
+from learner.data.eval_sets import EvaluationSet, evaluation_sets
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +44,11 @@ class AdmissionSettings:
     group_size: int
     """Responses to each training ticket."""
     sampling: Sampling
-    """How training responses are drawn; held-out problems are answered at temperature 0."""
+    """How training responses are drawn."""
     order: OrderConfig
     """The rule by which a training ticket asks for a problem."""
-    eval_problems: int
-    """Largest number of held-out problems in an evaluation."""
+    eval: EvalConfig
+    """What evaluations ask."""
 
     @classmethod
     def of(cls, run: Run) -> Self:
@@ -57,7 +60,7 @@ class AdmissionSettings:
             group_size=run.learner.group_size,
             sampling=run.rollout.sampling,
             order=run.learner.order,
-            eval_problems=run.eval.problems,
+            eval=run.eval,
         )
 
 
@@ -76,7 +79,11 @@ class Admission:
         cursor: int,
         outstanding: set[int],
         lost: set[int] | None = None,
+        order: Mapping[str, PoolsState] | None = None,
+        own_sets: Mapping[str, Sequence[Problem]] | None = None,
     ) -> None:
+        """`order` is the state of the order in a checkpoint, `own_sets` has the problems of the evaluation sets
+        that have their own. Raises ConfigError as `evaluation_sets` does."""
         self._settings, self._buffer = settings, buffer
         self._task, self._tokenizer = task, tokenizer
         self.cursor = cursor
@@ -85,6 +92,9 @@ class Admission:
         """Numbers of the tickets that were admitted and are neither finished nor dropped."""
         self.lost = lost or set()
         """Numbers of tickets that can no longer become groups; others were admitted in their place."""
+        self.order = Order(settings.order, task.train, settings.seed, order)
+        """Chooses the problem of each ticket."""
+        self.sets = evaluation_sets(settings.eval, settings.sampling, task, own_sets or {})
         self.refused = 0
         """Number of admissions that were postponed because Redis was full."""
 
@@ -127,12 +137,9 @@ class Admission:
         whatever step: the learner computes on the ticket that came back with the responses."""
         found = group.ticket
         if found.purpose == "train":
-            admitted = self.ticket(found.number, found.step)
-        elif found.number < len(self._task.heldout):
-            problem = self._task.heldout[found.number]
-            admitted = self._eval_ticket(problem, found.number, found.step)
+            admitted = self._train_ticket(self.order.admitted(found), found.number, found.step)
         else:
-            raise RecordError(f"group of ticket {found.number}: there is no such held-out problem")
+            admitted = self._eval_ticket(self.set_of(found), found.number, found.step)
         # A run keeps its tickets under another name, or another version of this program.
         same = {name: getattr(found, name) for name in ("schema", "run", "run_id")}
         if replace(admitted, **same) != found:
@@ -140,52 +147,74 @@ class Admission:
 
     def done(self, group: Group) -> None:
         """Ends the ticket of `group`, which is finished or dropped, and so makes room for another."""
-        self.outstanding.discard(group.ticket.number)
+        if group.ticket.number in self.outstanding:
+            self.outstanding.remove(group.ticket.number)
+            self.order.done(group)
 
     def recount(self, alive: set[int]) -> None:
         """Ends all tickets but those in `alive`, as no others can become groups any more."""
         lost = self.outstanding - alive
         if lost:
             logger.warning("%d tickets came to nothing; their places are refilled", len(lost))
+        self.order.lost(lost)
         self.outstanding &= alive
         self.lost |= lost
 
-    def evaluate(self, version: int) -> int:
-        """Admits tickets for one greedy response to each held-out problem; returns their number."""
-        problems = self._task.heldout[: self._settings.eval_problems]
-        self._buffer.admit_eval([self._eval_ticket(p, i, version) for i, p in enumerate(problems)])
-        return len(problems)
+    def evaluate(self, version: int, sets: Sequence[EvaluationSet] | None = None) -> int:
+        """Admits tickets for the problems of these sets, by default all; returns their number."""
+        tickets = [
+            self._eval_ticket(one, one.first + place, version)
+            for one in (self.sets if sets is None else sets)
+            for place in range(len(one.problems))
+        ]
+        self._buffer.admit_eval(tickets)
+        return len(tickets)
 
-    def _eval_ticket(self, problem: Problem, number: int, version: int) -> Ticket:
-        sampling = replace(self._settings.sampling, temperature=0.0)
+    def set_of(self, ticket: Ticket) -> EvaluationSet:
+        """Returns the set that an evaluation ticket asks a problem of. Raises RecordError if there is none."""
+        for one in self.sets:
+            if one.first <= ticket.number < one.first + len(one.problems):
+                return one
+        raise RecordError(f"group of ticket {ticket.number}: there is no such held-out problem")
+
+    def _eval_ticket(self, one: EvaluationSet, number: int, version: int) -> Ticket:
         return self._ticket_for(
-            problem, number, version, purpose="eval", group_size=1, sampling=sampling
+            one.problems[number - one.first],
+            number,
+            version,
+            purpose="eval",
+            group_size=one.samples,
+            sampling=one.sampling,
         )
 
     def ticket(self, number: int, version: int) -> Ticket:
         """Returns the training ticket `number`, admitted at `version`."""
-        cfg = self._settings
-        problem = problem_of_ticket(cfg.order, number, self._task.train, cfg.seed)
+        return self._train_ticket(self.order.chosen(number), number, version)
+
+    def _train_ticket(self, chosen: Chosen, number: int, version: int) -> Ticket:
         return self._ticket_for(
-            problem,
+            chosen.problem,
             number,
             version,
             purpose="train",
-            group_size=cfg.group_size,
-            sampling=cfg.sampling,
+            group_size=self._settings.group_size,
+            sampling=self._settings.sampling,
+            problem=chosen.place,
+            why=chosen.why,
         )
 
-    def _ticket_for(self, problem: Problem, number: int, version: int, **fields) -> Ticket:
+    def _ticket_for(self, asked: Problem, number: int, version: int, **fields) -> Ticket:
         return Ticket(
             run=self._settings.run,
             run_id=self._buffer.run_id,
             number=number,
             step=version,
-            prompt=problem.prompt,
-            answer=problem.answer,
-            messages=problem.messages,
-            columns=problem.columns,
-            prompt_ids=Array.of(self._tokenizer.encode_prompt(problem.asked), "int32"),
+            prompt=asked.prompt,
+            answer=asked.answer,
+            messages=asked.messages,
+            columns=asked.columns,
+            source=asked.source,
+            prompt_ids=Array.of(self._tokenizer.encode_prompt(asked.asked), "int32"),
             seed=ticket_seed(self._settings.seed, number),
             **fields,
         )

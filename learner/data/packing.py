@@ -150,6 +150,22 @@ def response_metrics(groups: Sequence[Group]) -> dict[str, float]:
     return values
 
 
+def source_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Returns for each task of a mixture its share of the groups, the mean reward of its responses, and the
+    share of uniform groups among those of several valid responses; nothing for a run of one task."""
+    values: dict[str, float] = {}
+    for source in sorted({group.ticket.source for group in groups} - {""}):
+        its = [group for group in groups if group.ticket.source == source]
+        rewards = [t.reward for group in its for t in group.valid_trajectories]
+        several = [group for group in its if len(group.valid_trajectories) > 1]
+        values[f"source/{source}/share"] = len(its) / len(groups)
+        if rewards:
+            values[f"source/{source}/reward_mean"] = sum(rewards) / len(rewards)
+        if several:
+            values[f"source/{source}/uniform_share"] = sum(map(is_uniform, several)) / len(several)
+    return values
+
+
 def is_uniform(group: Group) -> bool:
     """Returns True if all rewards of the group are equal, so that every advantage would be 0 (DAPO's dynamic
     sampling, arXiv 2503.14476 §3.2)."""

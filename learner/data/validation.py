@@ -1,16 +1,19 @@
 """Validation of problems and incoming groups against the model and the run."""
 
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 
 import msgspec
 import xxhash
 
-from areal_q.config import Python, Sft, TaskConfig
+from areal_q.config import Mix, Python, Sft, TaskConfig
 from areal_q.errors import RecordError, TaskError
 from areal_q.messages import Array, Group, Trajectory
 from areal_q.models import DecoderConfig
 from areal_q.tasks import Task
+from areal_q.tasks.lazy import Lazy
+from areal_q.tasks.mixture import parts_of
 
 DATA_DIGEST = "problems-digest"
 """Name of the file in a run's directory with the digest of the problems that the run began with."""
@@ -64,11 +67,13 @@ def check_data(directory: Path, cfg: TaskConfig | Sft, task: Task) -> None:
     The digest of a data set from the Hub is of the problems themselves, because its name is the same for all
     revisions, and the fingerprint of `datasets` depends on the version of that library.
     """
-    path = getattr(cfg, "path", None)
-    if path is None:
+    parts = [one.task for one in cfg.sources.values()] if isinstance(cfg, Mix) else [cfg]
+    paths = [path for part in parts if (path := getattr(part, "path", None)) is not None]
+    if not paths:
         return  # problems are made from the settings
+    path = ", ".join(paths)
     another = isinstance(getattr(cfg, "heldout", None), str)
-    local = Path(path).is_file() and not isinstance(cfg, Python) and not another
+    local = Path(path).is_file() and not isinstance(cfg, Python | Mix) and not another
     found = _digest_of(Path(path), None if local else task)
     record = directory / DATA_DIGEST
     if record.exists() and record.read_text().strip() != found:
@@ -86,7 +91,8 @@ def _digest_of(path: Path, task: Task | None) -> str:
     if task is None:
         digest.update(path.read_bytes())
     else:
-        for problem in (*task.train, *task.heldout):
+        read = (p for p in parts_of(task.train).values() if not isinstance(p, Lazy))
+        for problem in (*chain.from_iterable(read), *task.heldout):
             row = (problem.columns,) if problem.columns else ()
             digest.update(msgspec.json.encode((problem.prompt, problem.answer, *row)))
     return digest.hexdigest()

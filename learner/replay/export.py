@@ -10,6 +10,8 @@ import typer
 
 from areal_q.config import ModelConfig, PretrainedModel
 from areal_q.errors import CheckpointError, ConfigError
+from areal_q.observability.metrics_log import read_metrics
+from areal_q.system.run_dir import METRICS_FILE
 
 ExportDtype = Literal["float32", "bfloat16", "float16"]
 
@@ -20,6 +22,10 @@ def main(
     step: Annotated[
         int | None, typer.Option(min=0, help="of this checkpoint; default: the newest")
     ] = None,
+    best: Annotated[
+        bool,
+        typer.Option("--best", help="of the best checkpoint, by eval.best or else eval/accuracy"),
+    ] = False,
     dtype: Annotated[
         ExportDtype | None,
         typer.Option(
@@ -30,9 +36,29 @@ def main(
     """Writes what a run had learnt by a checkpoint as a model directory that transformers and vLLM load."""
     if target.exists():
         raise ConfigError(f"{target}: is there already")
+    if best and step is not None:
+        raise ConfigError("--best and --step: only one of them")
+    step = best_step(directory) if best else step
     # torch takes seconds to import; by now a wrong option has been refused.
     found, dtype = export(directory, target, step, dtype)
     typer.echo(f"{target}: {found.name}, {dtype}")
+
+
+def best_step(directory: Path) -> int:
+    """Returns the step of the best of the checkpoints that are there, by the metric `eval.best`, without one by
+    the held-out accuracy. Raises LogError if there is no run, CheckpointError if none was evaluated."""
+    from learner import checkpoint
+    from learner.replay.replay_steps import recorded_settings
+
+    metric = recorded_settings(directory).eval.best or "eval/accuracy"
+    steps = {int(p.name.removeprefix("step-")) for p in checkpoint.steps(directory / "checkpoints")}
+    records = [r for r in read_metrics(directory / METRICS_FILE) if r["kind"] == "eval"]
+    known = [r for r in records if r["step"] in steps and r.get(metric) is not None]
+    if not known:
+        raise CheckpointError(
+            f"{directory}: no checkpoint has {metric}; eval.best keeps one that has"
+        )
+    return max(known, key=lambda r: r[metric])["step"]
 
 
 def export(

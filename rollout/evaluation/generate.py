@@ -123,6 +123,7 @@ class _Answering:
             answer=problem.answer,
             messages=problem.messages,
             columns=problem.columns,
+            source=problem.source,
             prompt_ids=Array.of(self._tokenizer.encode_prompt(problem.asked), "int32"),
             group_size=count,
             sampling=sampling,

@@ -19,6 +19,7 @@ from areal_q.errors import BufferFull, RecordError, TaskError
 from areal_q.messages import Ticket, decode_ticket, encode
 from areal_q.system.run_dir import differences, with_digests
 from areal_q.tasks import Problem, build_task, build_tokenizer, columns_for, problem_at
+from areal_q.tasks.pass_rates import Drawn
 from bench.stability.memory_buffer import MemoryBuffer, MemoryLearner
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
 from learner import checkpoint
@@ -205,7 +206,13 @@ class History:
         task, tokenizer = build_task(run.task), build_tokenizer(run.model, run.task)
         self.admission = build_admission(run, task, tokenizer, self.buffer, state)
         self.buffer.publish_run("", {})
+        self.buffer.checks = [self.admission.check]
         self.version = state.step if state else 0
+        self.asked: dict[int, int] = {}
+
+    @property
+    def drawn(self) -> dict[int, Drawn]:
+        return self.admission.order._pools[""].drawn
 
     def work(self, count: int) -> None:
         async def commit() -> None:
@@ -221,6 +228,7 @@ class History:
         self.admission.admit(self.version)
         self.work(6)
         groups = self.buffer.take(self.run.learner.groups, timeout_s=0.0)
+        self.asked |= {g.ticket.number: g.ticket.problem for g in groups}
         for group in groups:
             self.admission.done(group)
         self.version += 1
@@ -236,6 +244,7 @@ class History:
             digests={},
             updates=0,
             skipped=0,
+            order=self.admission.order.state(),
         )
 
     def dies(self) -> None:
@@ -270,6 +279,64 @@ def test_over_a_crash_every_prompt_counts_once(
     assert max(Counter(kept).values()) == 1
     # Nothing admitted is forgotten: it was used, or still will be.
     assert set(kept) | second.admission.outstanding == set(range(second.admission.cursor))
+
+
+ONLY_NEW = [
+    "learner.order.type=pass-rate",
+    *(f"learner.order.{p}=0" for p in ("medium", "hard", "easy")),
+]
+"""A curriculum that asks no problem twice as long as there are others."""
+
+
+@pytest.mark.parametrize("redis_is", ["there", "lost"])
+def test_over_a_crash_a_ticket_keeps_what_it_drew(
+    make_run: MakeRun, make_group: MakeGroup, redis_url: str, redis_is: str
+):
+    """By a curriculum, which only the checkpoint and the tickets themselves know."""
+    run = make_run("learner.max_lag=1", "task.digits=2", *ONLY_NEW)
+    first = History(run, redis_url, make_group, None)
+    first.step()
+    state = msgspec.json.decode(msgspec.json.encode(first.state()), type=checkpoint.State)
+    at_checkpoint = {n: d.problem for n, d in first.drawn.items()}
+    first.step()
+    first.admission.admit(first.version)
+    drawn = first.asked | {n: d.problem for n, d in first.drawn.items()}
+    first.dies()
+    if redis_is == "lost":
+        with redis.Redis.from_url(redis_url) as client:
+            client.flushall()
+        drawn = at_checkpoint
+
+    second = History(run, redis_url, make_group, state)
+    assert {n: d.problem for n, d in second.drawn.items()}.items() <= drawn.items()
+    assert set(second.drawn) == second.admission.outstanding
+    for _ in range(4):
+        second.step()
+
+    assert {n: p for n, p in second.asked.items() if n in drawn}.items() <= drawn.items()
+    assert second.buffer.quarantined == 0
+    asked = first.asked | second.asked
+    assert len({*asked.values()}) == len(asked) >= 20
+    second.dies()
+
+
+def test_a_ticket_asks_for_what_it_drew_and_no_other(make_run: MakeRun, make_group: MakeGroup):
+    run = make_run("learner.order.type=pass-rate")
+    store = MemoryBuffer(run.name)
+    admission = admission_of(run, store)
+    admission.admit(0)
+    ticket = decode_ticket(encode(tickets_in(store)[0]))
+
+    admission.check(make_group(ticket))
+    another = replace(ticket, problem=(ticket.problem + 1) % 80)
+    with pytest.raises(RecordError, match="its ticket is not the one admitted"):
+        admission.check(make_group(another))
+    # Of a ticket that an earlier learner admitted, the ticket itself says what it drew.
+    admission.done(make_group(ticket))
+    admission.check(make_group(ticket))
+    for far in (-1, 10**6):
+        with pytest.raises(RecordError, match="asks for problem"):
+            admission.check(make_group(replace(ticket, problem=far)))
 
 
 def test_groups_of_an_emptied_redis_with_its_clock_behind_count(

@@ -20,6 +20,7 @@ from learner.data.packing import (
     pack_samples,
     response_metrics,
     samples_of,
+    source_metrics,
 )
 from learner.data.staleness import VersionHistory
 
@@ -164,3 +165,20 @@ def test_cut_responses_and_uniform_groups_are_counted_by_hand(
     assert values["response/tokens_mean"] == pytest.approx((2 + 3 + 2 + 3 + 2) / 5)
     assert values["reward/uniform_share"] == pytest.approx(1 / 2)
     assert "reward/uniform_share" not in response_metrics([alone])
+
+
+def test_each_task_of_a_mixture_has_figures_of_its_own(make_ticket, make_group):
+    def group(source: str, *rewards: float) -> Group:
+        made = make_group(make_ticket(source=source, group_size=len(rewards)))
+        trajectories = [
+            replace(t, reward=reward) for t, reward in zip(made.trajectories, rewards, strict=True)
+        ]
+        return replace(made, trajectories=trajectories)
+
+    groups = [group("a", 1, 0), group("b", 2, 2), group("a", 1, 1), group("a", 0, 1)]
+
+    assert source_metrics(groups) == {
+        **{"source/a/share": 0.75, "source/a/reward_mean": 4 / 6, "source/a/uniform_share": 1 / 3},
+        **{"source/b/share": 0.25, "source/b/reward_mean": 2.0, "source/b/uniform_share": 1.0},
+    }
+    assert source_metrics([group("", 1, 0)]) == {}

@@ -60,6 +60,9 @@ def groups(draw, numbers=INT64, purposes=PURPOSES) -> Group:
             draw(st.lists(st.fixed_dictionaries({"role": st.text(), "content": st.text()})))
         ),
         columns=draw(st.sampled_from(["", '{"level": 3}'])),
+        source=draw(st.sampled_from(["", "math"])),
+        problem=draw(st.integers(-1, 9)),
+        why=draw(st.sampled_from(["", "hard: pass rate 0.00 after 1 group"])),
     )
     return Group(
         ticket=ticket,

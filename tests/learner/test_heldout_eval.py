@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from areal_q.config import EvalConfig, Run
 from areal_q.observability.metrics_log import MetricsLog, read_metrics
-from areal_q.tasks import build_task, build_tokenizer
+from areal_q.tasks import Tokenizer, build_task, build_tokenizer, columns_for
 from bench.stability.memory_buffer import MemoryBuffer
 from learner.data.admission import Admission, AdmissionSettings
-from learner.heldout_eval import HeldOutEvaluation
+from learner.data.eval_sets import problems_of_sets
+from learner.heldout_eval import BestVersion, HeldOutEvaluation
 
 
 @pytest.fixture
@@ -94,3 +96,156 @@ def test_an_answer_without_a_score_is_neither_right_nor_wrong(heldout, make_grou
     [record] = read_metrics(tmp_path / "metrics.jsonl")
     assert [sample["correct"] for sample in record["samples"]] == [None] * 3
     assert record["eval/invalid"] == 3 and "eval/accuracy" not in record
+
+
+def decoding() -> Tokenizer:
+    """A tokenizer that decodes any ids, as those of answers made up here."""
+    tokenizer = build_tokenizer(Run().model, Run().task)
+    vars(tokenizer)["decode"] = str
+    return tokenizer
+
+
+async def answer_right(store: MemoryBuffer, make_group, right: int) -> None:
+    """A worker that answers everything, `right` of the responses to each problem rightly."""
+    worker = store.worker("w")
+    for claim in await worker.claim(1000, block_s=0.0):
+        group = make_group(claim.ticket)
+        trajectories = [
+            replace(t, reward_parts={"correct": float(t.index < right)}) for t in group.trajectories
+        ]
+        await worker.commit(claim, replace(group, trajectories=trajectories))
+
+
+def evaluation_of(
+    run: Run, store: MemoryBuffer, metrics: MetricsLog, tokenizer
+) -> HeldOutEvaluation:
+    learner, task = store.learner(), build_task(run.task, columns_for(run))
+    own = problems_of_sets(run, build_tokenizer(run.model, run.task), longest=20)
+    admission = Admission(
+        AdmissionSettings.of(run), task, build_tokenizer(run.model, run.task), learner, 0, set(),
+        own_sets=own,
+    )  # fmt: skip
+    return HeldOutEvaluation(admission, learner, tokenizer, metrics, BestVersion(run.eval))
+
+
+@pytest.fixture
+def more(tmp_path: Path) -> str:
+    """Settings of an evaluation set with a file of its own."""
+    path = tmp_path / "more.jsonl"
+    path.write_text("".join(f'{{"prompt": "{n}+1=", "answer": "{n}"}}\n' for n in range(5)))
+    return (
+        f'eval.sets.more={{ task = {{ type = "jsonl", path = "{path}" }}, samples = 4, every = 3 }}'
+    )
+
+
+def test_a_set_is_asked_in_its_own_way_and_measured(
+    make_run, make_group, store, metrics, tmp_path, more
+):
+    run = make_run("eval.problems=3", "eval.every=2", more, "eval.sets.again.samples=2")
+    evaluation = evaluation_of(run, store, metrics, decoding())
+
+    assert [[one.name for one in evaluation.due(step)] for step in (0, 2, 3, 5)] == [
+        ["", "more", "again"],
+        ["", "again"],
+        ["more"],
+        [],
+    ]
+    evaluation.ask(0)
+    asked = [claim.ticket for claim in asyncio.run(store.worker("look").claim(100, block_s=0.0))]
+    assert [(t.source, t.group_size, t.sampling.temperature) for t in asked] == [
+        *[("", 1, 0.0)] * 3,
+        *[("more", 4, 1.0)] * 3,
+        *[("", 2, 1.0)] * 3,
+    ]
+
+
+def test_the_metrics_of_a_set_are_those_of_its_answers(
+    make_run, make_group, store, metrics, tmp_path, more
+):
+    run = make_run("eval.problems=3", more, "eval.best=eval/more/pass_at_2")
+    evaluation = evaluation_of(run, store, metrics, decoding())
+    evaluation.ask(0)
+    asyncio.run(answer_right(store, make_group, right=1))
+    evaluation.collect()
+
+    [record] = read_metrics(tmp_path / "metrics.jsonl")
+    found = {k.removeprefix("eval/"): v for k, v in record.items() if k.startswith("eval/")}
+    assert found == {
+        **{"accuracy": 1.0, "problems": 3.0, "invalid": 0.0},
+        **{"more/accuracy": 0.25, "more/problems": 3.0, "more/invalid": 0.0},
+        **{"more/pass_at_2": 0.5, "more/pass_at_4": 1.0},
+    }
+    assert (evaluation.best.step, evaluation.best.value) == (0, 0.5)
+
+
+def test_an_evaluation_of_sets_alone_leaves_the_accuracy(
+    make_run, make_group, store, metrics, tmp_path, more
+):
+    evaluation = evaluation_of(make_run("eval.every=2", more), store, metrics, decoding())
+    evaluation.ask(3, evaluation.due(3))
+    asyncio.run(answer_right(store, make_group, right=4))
+    evaluation.collect()
+
+    [record] = read_metrics(tmp_path / "metrics.jsonl")
+    assert record["eval/more/accuracy"] == 1.0
+    assert "eval/accuracy" not in record and "eval/problems" not in record
+    assert evaluation.accuracy is None
+
+
+def test_a_mixture_is_evaluated_by_its_tasks(make_run, make_group, store, metrics, tmp_path):
+    run = make_run(
+        "task={type='mix', sources={a={task={type='arithmetic', digits=1, heldout=8}},"
+        " b={task={type='countdown', problems=20, heldout=8}}}}",
+        "eval.problems=4",
+    )
+    evaluation = evaluation_of(run, store, metrics, decoding())
+    evaluation.ask(0)
+    asyncio.run(answer_right(store, make_group, right=1))
+    evaluation.collect()
+
+    [record] = read_metrics(tmp_path / "metrics.jsonl")
+    assert {k: v for k, v in record.items() if k.endswith(("accuracy", "problems"))} == {
+        **{"eval/accuracy": 1.0, "eval/problems": 4.0},
+        **{"eval/a/accuracy": 1.0, "eval/a/problems": 2.0},
+        **{"eval/b/accuracy": 1.0, "eval/b/problems": 2.0},
+    }
+
+
+@pytest.mark.parametrize(
+    ("values", "best", "gives_up"),
+    [
+        ([0.1, 0.3, 0.2], (2, 0.3), [False, False, False]),
+        ([0.3, 0.3, 0.3], (0, 0.3), [False, False, True]),
+        ([0.3, 0.2, None, 0.4, 0.1, 0.1], (6, 0.4), [False, False, False, False, False, True]),
+    ],
+)
+def test_the_best_version_is_the_first_with_the_largest_value(values, best, gives_up):
+    cfg = EvalConfig(best="eval/accuracy", patience=2)
+    found = BestVersion(cfg)
+    records = [
+        {"kind": "eval", "step": 2 * i} | ({} if value is None else {"eval/accuracy": value})
+        for i, value in enumerate(values)
+    ]
+    told = []
+    for record in records:
+        found.add(record["step"], record)
+        told.append(found.given_up)
+
+    assert ((found.step, found.value), told) == (best, gives_up)
+    again = BestVersion(cfg, records)
+    assert (again.step, again.value, again.since) == (found.step, found.value, found.since)
+
+
+def test_checkpoints_that_may_be_the_best_are_spared(make_run, make_group, store, metrics, more):
+    run = make_run("eval.problems=3", "eval.every=2", more, "eval.best=eval/more/accuracy")
+    evaluation = evaluation_of(run, store, metrics, decoding())
+    for step, right in ((0, 2), (2, 4), (3, 3)):
+        evaluation.ask(step, evaluation.due(step))
+        if step == 2:
+            assert evaluation.spared == {0}
+        asyncio.run(answer_right(store, make_group, right))
+        evaluation.collect()
+    evaluation.ask(6)
+
+    assert [evaluation.may_be_best(step) for step in (0, 2, 3)] == [True, False, True]
+    assert evaluation.spared == {3, 6}

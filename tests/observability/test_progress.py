@@ -38,6 +38,29 @@ def test_log_ends_with_what_the_run_came_to(tmp_path):
     assert told["model"] == str(tmp_path / "hf")
 
 
+def test_sets_are_told_beside_the_held_out_problems(tmp_path):
+    lines: list[str] = []
+    with MetricsLog(tmp_path, tensorboard=False) as metrics:
+        metrics.also("log", ProgressLog(load("quickstart"), tmp_path, lines.append, 3600.0).add)
+        hard = {"eval/hard/problems": 8.0, "eval/hard/pass_at_2": 0.5, "eval/hard/pass_at_4": 0.625}
+        metrics.write("eval", 0, {"eval/accuracy": 0.25, "eval/problems": 4.0})
+        metrics.write("eval", 5, {"eval/hard/accuracy": 0.125, **hard})
+        both = {"eval/accuracy": 0.75, "eval/problems": 4.0, "eval/hard/accuracy": 0.375}
+        metrics.write("eval", 9, both | hard)
+        metrics.write("end", 9, {}, reason="done")
+
+    told = [line.split("  ", 2)[2] for line in lines if "/420  " in line]
+    assert told == [
+        "held-out accuracy 0.250",
+        "hard 0.125",
+        "held-out accuracy 0.750  hard 0.375",
+    ]
+    rows = {line[2:19].strip(): line[21:] for line in lines}
+    assert rows["held-out accuracy"].startswith("0.250 → 0.750")
+    assert rows["best"] == "0.750 at step 9"
+    assert rows["hard"] == "0.125 → 0.375   (pass@4 0.625, 8 problems)"
+
+
 def test_log_warns_of_a_fault_once_and_knows_what_was_before(tmp_path):
     """The accuracy falls in a second learner's part, from what the first one's reached."""
     run = load("quickstart", ["steps=9"])

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 from helpers.chain_models import write_chain
+from helpers.commands import refused, run_here
 from helpers.policies import initial_model
 from safetensors.torch import load_file
 
@@ -18,13 +19,14 @@ from areal_q.config import Chat, PretrainedModel, dump_toml
 from areal_q.errors import CheckpointError, LogError
 from areal_q.models import load_decoder, save_decoder
 from areal_q.models.packed_layout import PackedLayout
+from areal_q.observability.metrics_log import MetricsLog
 from areal_q.quant.rescaling import apply_uaq, fold_back
 from areal_q.tasks import build_tokenizer, load_tokenizer
 from learner import checkpoint
 from learner.backends.single_device import TorchPolicy
 from learner.final_export import finish
 from learner.policy_update import update_policy
-from learner.replay.export import ExportDtype, export
+from learner.replay.export import ExportDtype, best_step, export, main
 from learner.replay.export import declared as declared_for
 
 
@@ -54,6 +56,24 @@ def run_dir(make_run, make_samples, tmp_path: Path) -> Path:
             fold_back(model, 2.0)
     (directory / "config.toml").write_text(dump_toml(run))
     return directory
+
+
+def test_the_best_checkpoint_is_of_those_that_are_there(run_dir: Path, tmp_path: Path):
+    with MetricsLog(run_dir, tensorboard=False) as metrics:
+        with pytest.raises(CheckpointError, match="no checkpoint has eval/accuracy"):
+            best_step(run_dir)
+        for step, accuracy, hard in ((0, 0.9, 0.9), (2, 0.5, 0.1), (3, 0.8, 0.8), (4, 0.4, 0.2)):
+            metrics.write("eval", step, {"eval/accuracy": accuracy, "eval/hard/accuracy": hard})
+    assert best_step(run_dir) == 2
+    config = (run_dir / "config.toml").read_text()
+    hard = '[eval]\nbest = "eval/hard/accuracy"\n[eval.sets.hard]\nsamples = 2\n'
+    (run_dir / "config.toml").write_text(config.partition("[eval]")[0] + hard)
+    assert best_step(run_dir) == 4
+
+    done = run_here("export", main, str(run_dir), str(tmp_path / "best"), "--best")
+    assert done.stdout.startswith(f"{tmp_path / 'best'}: step-000004")
+    both = run_here("export", main, str(run_dir), str(tmp_path / "x"), "--best", "--step", "2")
+    refused(both, "only one of them")
 
 
 def test_newest_checkpoint_gives_what_the_end_of_the_run_would(run_dir: Path, tmp_path: Path):

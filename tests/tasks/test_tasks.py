@@ -25,6 +25,7 @@ from areal_q.config import (
     Jsonl,
     Math,
     Python,
+    SingleTask,
     TaskConfig,
     ToolCalculator,
 )
@@ -73,7 +74,7 @@ def test_tasks_import_no_torch_and_no_transformers() -> None:
 
 
 def test_every_task_config_has_a_builder_and_a_grader() -> None:
-    assert set(TASKS) == set(TaskConfig.__args__) == {type(c) for c in ALL_CONFIGS}
+    assert set(TASKS) == set(SingleTask.__args__) == {type(c) for c in ALL_CONFIGS}
     assert {c.grader for c in ALL_CONFIGS} - {"python"} <= set(GRADERS)
 
 
@@ -441,8 +442,13 @@ def test_a_data_set_of_the_hub_is_loaded_by_its_id(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     assert len(build_task(Gsm8k(path="openai/gsm8k")).train) == 9
-    with pytest.raises(TaskError, match=r"^a/b: cannot be loaded: no a/b here$"):
+    saved = r"datasets\.load_dataset\('a/b', 'main'\)\.save_to_disk\('DIR'\), and then here task\.path=DIR$"
+    with pytest.raises(TaskError, match=rf"^a/b: cannot be loaded: no a/b here; .*{saved}"):
         build_task(Gsm8k(path="a/b"))
+    with pytest.raises(
+        TaskError, match=r"^a/b: No such file .*load_dataset\('a/b'\)\.save_to_disk"
+    ):
+        build_task(Jsonl(path="a/b"))
 
 
 def test_without_datasets_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,14 @@ Fast built-in graders run in the worker. Slow ones and those in a user's file ru
 
 import asyncio
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
+
+import msgspec
 
 from areal_q.config import (
     External,
+    Mix,
     Overlong,
     Python,
     PythonEnvironment,
@@ -22,9 +25,10 @@ from areal_q.config import (
     Sampling,
     TaskConfig,
 )
+from areal_q.errors import RecordError
 from areal_q.messages.trajectories import FailureCause
 from areal_q.plugins import digest_of, parted
-from areal_q.tasks.base import Completed, Grader, Problem, Score
+from areal_q.tasks.base import Columns, Completed, Grader, Problem, Score
 from areal_q.tasks.grading.boxed import last_boxed
 from areal_q.tasks.grading.graders import GRADERS, check_extra
 from areal_q.tasks.grading.isolated_reward import Isolated
@@ -153,8 +157,46 @@ def unscored(cause: FailureCause, cfg: RewardConfig) -> Score:
     return Score.zero(cause, cause) if cfg.on_error == "zero" else Score.failed(cause)
 
 
+class RewardBySource:
+    """The rewards of several tasks, of which a problem names its own."""
+
+    def __init__(self, rewards: Mapping[str, Reward]) -> None:
+        self._rewards = rewards
+        self._all = list({id(reward): reward for reward in rewards.values()}.values())
+
+    @property
+    def failure(self) -> str:
+        return next(filter(None, (reward.failure for reward in self._all)), "")
+
+    async def start(self) -> None:
+        for reward in self._all:
+            await reward.start()
+
+    async def __call__(self, problem: Problem, responses: Sequence[Completed]) -> list[Score]:
+        if problem.source not in self._rewards:
+            raise RecordError(f"no task or evaluation set is called {problem.source!r}")
+        return await self._rewards[problem.source](problem, responses)
+
+    async def close(self) -> None:
+        for reward in self._all:
+            await reward.close()
+
+
 def build_reward(run: Run) -> Reward:
-    """Returns the reward of a run, not started yet."""
+    """Returns the reward of a run, not started yet: that of each of its tasks and evaluation sets. Those that
+    judge alike are one."""
+    rewards: dict[str, Reward] = {}
+    alike: dict[object, Reward] = {}
+    for name in run.sources:
+        part = run.of(name)
+        key = (_reward_file(part), part.task.grader, msgspec.json.encode(part.reward))
+        if key not in alike:
+            alike[key] = _reward_of(part)
+        rewards[name] = alike[key]
+    return RewardBySource(rewards) if len(rewards) > 1 else rewards[""]
+
+
+def _reward_of(run: Run) -> Reward:
     cfg, max_tokens, grader = run.reward, run.rollout.sampling.max_tokens, run.task.grader
     if file := _reward_file(run):
         return IsolatedReward(("file", file, cfg.function), cfg, max_tokens)
@@ -173,10 +215,16 @@ def second_opinion(run: Run) -> Opinion | None:
     """Returns what else can say whether a response is right, where a user's file gives the rewards: the task's
     own grader, or for a Python task and a slow grader True for the very answer and None for all else. None for
     rewards that are the task's own, an agent's or an environment's."""
-    if (
-        isinstance(run.rollout.environment, External | PythonEnvironment)
-        or _reward_file(run) is None
-    ):
+    if isinstance(run.rollout.environment, External | PythonEnvironment):
+        return None
+    if isinstance(run.task, Mix):
+        by_name = {name: second_opinion(run.of(name)) for name in run.task.sources}
+        if not any(by_name.values()):
+            return None
+        return lambda problem, response: (
+            opinion(problem, response) if (opinion := by_name.get(problem.source)) else None
+        )
+    if _reward_file(run) is None:
         return None
     grader = GRADERS.get(run.task.grader)
     if grader is None or grader.slow:
@@ -204,9 +252,17 @@ def _without_stop(text: str, stops: Sequence[str]) -> str:
     return next((text.removesuffix(stop) for stop in stops if text.endswith(stop)), text)
 
 
-def columns_for(run: Run) -> tuple[str, ...] | None:
+def columns_for(run: Run) -> Columns | dict[str, Columns]:
     """Returns the columns of a problem's row that its ticket carries: all, which is None, or those that
-    `reward.columns` names where the reward, the order or the environment is a user's own, else none."""
+    `reward.columns` names where the reward, the order or the environment is a user's own, else none; of a
+    mixture, those of each task by its name."""
+    if isinstance(run.task, Mix):
+        return {name: columns_of_one(run.of(name)) for name in run.task.sources}
+    return columns_of_one(run)
+
+
+def columns_of_one(run: Run) -> Columns:
+    """Returns what `columns_for` does, for a run of one task."""
     own = _reward_file(run) is not None or isinstance(run.learner.order, PythonOrder)
     own = own or isinstance(run.rollout.environment, PythonEnvironment)
     return run.reward.columns if own else ()
@@ -218,6 +274,11 @@ def _reward_file(run: Run) -> str | None:
 
 def check_reward(run: Run) -> None:
     """Raises ConfigError or TaskError for a reward with which no worker could start."""
+    for name in run.sources:
+        _check_reward(run.of(name))
+
+
+def _check_reward(run: Run) -> None:
     file = _reward_file(run)
     if file is None:
         check_extra(run.task.grader)

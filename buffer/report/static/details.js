@@ -29,6 +29,7 @@ function responseFacts(group, t) {
     ["expected", group.answer], ["finish", t.finish], ["tokens", show(t.length)],
     ["versions", t.spans.map(([v, n, digest]) => `${v} × ${n} (${digest.slice(0, 8)})`).join(", ")],
     ["ticket", `${group.number}, admitted at ${group.admitted}, used at ${group.step}`],
+    ...(group.source ? [["task", group.source]] : []), ...(group.why ? [["drawn", group.why]] : []),
     ["seed", `${group.seed} + ${t.index}`],
     ["worker", `${group.worker}, ${group.engine} ${group.weight_format}`],
     ["sampling", `T ${s.temperature}, top-p ${s.top_p}, top-k ${s.top_k}, ≤ ${s.max_tokens} tokens`],
