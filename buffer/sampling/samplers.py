@@ -19,10 +19,19 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from areal_q.config import Fifo, Freshest, Prioritized, PythonSampler, SamplerConfig, Uniform
+from areal_q.config import (
+    Fifo,
+    Freshest,
+    Prioritized,
+    PythonSampler,
+    SamplerConfig,
+    Sampling,
+    Uniform,
+)
 from areal_q.errors import TaskError
-from areal_q.messages import Group
+from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan
 from areal_q.plugins import load_function, place_of, user_code
+from areal_q.tasks import Problem
 
 
 @dataclass
@@ -158,6 +167,43 @@ class OwnSampler:
         if weights and (len(weights) != count or not all(0 < w <= 1 for w in weights)):
             raise TaskError(f"{place}: {count} weights above 0 and at most 1 are due, or none")
         return Choice(indexes, weights)
+
+
+def try_out(cfg: SamplerConfig, problems: Sequence[Problem]) -> None:
+    """Lets a sampler of the user's own choose among a few made-up groups of these problems. Raises TaskError as
+    it does."""
+    if isinstance(cfg, PythonSampler):
+        held = [
+            PooledGroup(f"0-{i + 1}", _made_up(i, problems[i % len(problems)]), 100, lag=i % 2)
+            for i in range(6)
+        ]
+        OwnSampler(cfg).choose(held, 3, 0.0, np.random.default_rng(0))
+
+
+def _made_up(number: int, problem: Problem) -> Group:
+    """Returns a group of four responses of one token, `number` % 5 of them with reward 1."""
+    ticket = Ticket(
+        run="check", number=number, step=0, seed=number, prompt=problem.prompt, answer=problem.answer,
+        messages=problem.messages, columns=problem.columns, source=problem.source,
+        prompt_ids=Array.of(np.zeros(1), "int32"), group_size=4, sampling=Sampling(),
+    )  # fmt: skip
+    one = (
+        Array.of(np.zeros(1), "int32"),
+        Array.of(np.zeros(1), "float32"),
+        Array.of(np.ones(1), "uint8"),
+    )
+    trajectories = [
+        Trajectory(
+            index=i, response_ids=one[0], behavior_logprobs=one[1], loss_mask=one[2],
+            spans=[VersionSpan(0, 1, "")], finish_reason="stop", reward=float(i < number % 5),
+            reward_parts={"correct": float(i < number % 5)},
+        )
+        for i in range(4)
+    ]  # fmt: skip
+    return Group(
+        ticket=ticket, worker="check", engine="check", weight_format="bf16", trajectories=trajectories,
+        started_s=0.0, finished_s=0.0,
+    )  # fmt: skip
 
 
 def spread(group: Group) -> float:

@@ -14,10 +14,11 @@ import typer
 from areal_q.checks.automatic import why_dtype
 from areal_q.checks.machine import CheckResult, check_device, environment
 from areal_q.checks.settings import preflight
-from areal_q.config import RolloutConfig, Run, SglangEngine, VllmEngine, load
+from areal_q.config import PythonSampler, RolloutConfig, Run, SglangEngine, VllmEngine, load
 from areal_q.errors import UserError
 from areal_q.system.command import console
 from areal_q.system.credentials import no_password
+from areal_q.tasks import build_task, columns_for
 
 _MARKS = {"ok": "[green]✓[/]", "note": "[dim]·[/]", "warning": "[yellow]![/]", "error": "[red]✗[/]"}
 
@@ -77,6 +78,10 @@ def model_of(run: Run) -> Iterator[CheckResult]:
 
     try:
         yield from findings(run, check_model(run))
+        if isinstance(run.buffer.sampler, PythonSampler):
+            from buffer.sampling.samplers import try_out
+
+            try_out(run.buffer.sampler, build_task(run.task, columns_for(run)).train)
     except UserError as error:
         yield CheckResult("model", "error", str(error), "another model, or value of that setting")
 

@@ -22,7 +22,7 @@ from areal_q.checks.machine import CheckResult, engines, machine
 from areal_q.config import load
 from buffer.redis_store.local_server import find_binary
 from buffer.redis_store.server_checks import check_redis
-from rollout.commands.check import engine_of, learner_of, main, settings_of
+from rollout.commands.check import engine_of, learner_of, main, model_of, settings_of
 from rollout.engines.base import Capabilities
 
 
@@ -227,6 +227,33 @@ def test_what_a_run_would_refuse_before_it_starts_is_an_error():
     assert levels(settings_of(load(None, []))) == {"settings": "ok"}
     (found,) = settings_of(load(None, ["rollout.environment.type=external"]))
     assert found.level == "error" and "rollout.serve" in found.says
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ("learner.order.path={}:easy", None),
+        ("buffer.sampler.path={}:first", None),
+        ("learner.order.path={}:far", r"own.py:4: gave 10000000 for ticket 0"),
+        ("learner.order.path={}:typo", r"own.py:7: NameError: name 'nubmer' is not defined"),
+        ("buffer.sampler.path={}:twice", r"own.py:13: 3 different indices below 6 are due"),
+        ("buffer.sampler.path={}:typo2", r"own.py:16: AttributeError"),
+    ],
+)
+def test_an_order_and_a_sampler_of_ones_own_are_called(tmp_path, settings, said):
+    (tmp_path / "own.py").write_text(
+        "def easy(number, problems, seed):\n    return number\n\n"
+        "def far(number, problems, seed):\n    return 10**7\n"
+        "def typo(number, problems, seed):\n    return nubmer\n\n\n"
+        "def first(held, count, progress, rng):\n"
+        "    rewards = [t.reward for item in held for t in item.group.valid_trajectories]\n"
+        "    return list(range(count)) if len({*rewards}) == 2 else 1\n"
+        "def twice(held, count, progress, rng):\n    return [0] * count\n"
+        "def typo2(held, count, progress, rng):\n    return [i for i in held.indexes]\n"
+    )
+    run = load(None, [settings.format(tmp_path / "own.py")])
+    found = [one for one in model_of(run) if one.level == "error"]
+    assert [bool(re.search(said, one.says)) for one in found] == [True] if said else not found
 
 
 @pytest.mark.parametrize(
