@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -19,23 +19,24 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from areal_q.checks.automatic import settled
-from areal_q.config import Run, Sampling, load
+from areal_q.config import EvalConfig, EvalSet, Mix, Run, Sampling, load
 from areal_q.config.run import FormatName
 from areal_q.errors import ConfigError, RecordError
-from areal_q.evaluation.benchmarks import BENCHMARKS, PRESETS, Preset
+from areal_q.evaluation.benchmarks import BENCHMARKS, PRESETS, Preset, preset_of
 from areal_q.evaluation.estimates import Answered, Evaluation, estimates
 from areal_q.system import command
 from areal_q.system.files import replacing
 from areal_q.tasks import (
     Problem,
     Tokenizer,
-    all_problems,
+    asked_of,
     build_task,
     build_tokenizer,
     check_reward,
     columns_for,
     task_types,
 )
+from rollout.evaluation.kept_rows import SAMPLES, WantedRows, wanted_rows, write_rows
 
 PLAIN_EVERY = 0.1
 """Share of the problems after which a line of progress is printed if the output is no terminal"""
@@ -73,6 +74,16 @@ def main(
     out: Annotated[
         Path | None, typer.Option(help="file of answers; default RUN/evals/… for a run")
     ] = None,
+    keep: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LOW..HIGH",
+            help="ask the training problems, and write to --out those with such a share of right answers",
+        ),
+    ] = None,
+    of_set: Annotated[
+        str | None, typer.Option("--set", help="one of the run's eval.sets, asked as that says")
+    ] = None,
 ) -> Evaluation:
     """Scores MODEL: greedy accuracy, and avg@k, pass@k and majority@k of sampled answers."""
     if preset is not None and preset not in PRESETS:
@@ -82,7 +93,19 @@ def main(
         raise ConfigError(f"--format {format}: none of {', '.join(get_args(FormatName))}")
     if any(setting.startswith("rollout.format=") for setting in settings or []):
         raise ConfigError("rollout.format: the format of an evaluation is --format")
+    wanted = wanted_rows(keep, out) if keep else None
     run, path = settings_of(model, task, data, settings or [])
+    whole = data is not None
+    if of_set is not None:
+        one = _set_of(run, of_set)
+        chosen = preset_of(one, f"eval.sets.{of_set}.preset")
+        whole, problems = bool(one.task or one.path), problems or one.problems or run.eval.problems
+        run = run.of(of_set)
+    if wanted:
+        samples, greedy = samples or chosen.samples or SAMPLES, False
+    run = msgspec.structs.replace(
+        run, eval=EvalConfig()
+    )  # the rewards of other sets are not needed
     # Rules of a training run, such as that smoothing needs a format to smooth, are none of an evaluation.
     run = msgspec.structs.replace(run, rollout=msgspec.structs.replace(run.rollout, format=format))
     samples = chosen.samples if samples is None else samples
@@ -97,12 +120,11 @@ def main(
     if not samples and not greedy:
         raise ConfigError("--no-greedy needs --samples")
     check_reward(run)
-    columns = columns_for(run)
-    asked = all_problems(run.task, columns) if data else build_task(run.task, columns).heldout
-    asked = asked[: problems or (len(asked) if data else 512)]
+    asked = _asked(run, whole, wanted is not None)
+    asked = asked[: problems or (len(asked) if data or wanted else 512)]
     about = Evaluation(
         model=str(model),
-        task=task or str(run.task.__struct_config__.tag),
+        task=of_set or task or str(run.task.__struct_config__.tag),
         data=str(data) if data else None,
         preset=preset,
         format=format,
@@ -113,8 +135,34 @@ def main(
         elapsed_s=0.0,
         estimates=[],
     )
-    out = out or _default_out(model, task, format, preset)
-    return evaluate(run, path, asked, about, greedy, show, out)
+    if wanted or out is None:
+        out = _default_out(model, of_set or ("train" if wanted else task), format, preset)
+    return evaluate(run, path, asked, about, greedy, show, out, wanted)
+
+
+def _set_of(run: Run, name: str) -> EvalSet:
+    """Returns the evaluation set `name`. Raises ConfigError for one that there is not."""
+    if name not in run.eval.sets:
+        there = ", ".join(run.eval.sets) or "none"
+        raise ConfigError(
+            f"--set {name}: the run has no such evaluation set; eval.sets has {there}"
+        )
+    return run.eval.sets[name]
+
+
+def _asked(run: Run, whole: bool, training: bool) -> Sequence[Problem]:
+    """Returns the problems to ask: all of the file if `whole`, else those to train on if `training`, else the
+    held-out ones; with all their columns if `training`. Raises TaskError or ConfigError for data that cannot be
+    read, and ConfigError for the training problems of a mixture, whose rows have no one task."""
+    if training and isinstance(run.task, Mix):
+        raise ConfigError(
+            "--keep: a mixture has no one file: --task and --data name that of one task"
+        )
+    columns = None if training else columns_for(run)
+    if whole and not isinstance(columns, Mapping):
+        return asked_of(run.task, columns)
+    task = build_task(run.task, columns)
+    return task.train if training else task.heldout
 
 
 def evaluate(
@@ -125,10 +173,11 @@ def evaluate(
     greedy: bool,
     show: int,
     out: Path | None,
+    wanted: WantedRows | None = None,
 ) -> Evaluation:
     """Asks the model for answers to `asked`, prints `show` of them and the accuracies, and writes both to `out`
-    and beside it. Returns `about`, which says what is asked for, with the accuracies. Raises typer.Exit if
-    Ctrl-C came before the last answer."""
+    and beside it; of the problems the rows that are `wanted` as well. Returns `about`, which says what is asked
+    for, with the accuracies. Raises typer.Exit if Ctrl-C came before the last answer."""
     from rollout.evaluation.generate import fitting
 
     started, tokenizer = time.monotonic(), build_tokenizer(run.model, run.task)
@@ -147,6 +196,8 @@ def evaluate(
     if file:
         file.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(about)))
         typer.echo(f"answers and scores: {file}", err=True)
+    if wanted:
+        write_rows(kept, rows, wanted)
     if about.left_out:
         typer.echo(
             f"{about.left_out} of {len(asked)} problems are left out: their prompts leave no room for "

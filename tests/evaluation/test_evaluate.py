@@ -32,7 +32,7 @@ from areal_q.quant import quantize_state
 from areal_q.tasks import build_task, build_tokenizer
 from areal_q.weights.version import WeightVersion
 from rollout.engines.base import Completion, Engine
-from rollout.engines.scripted import scripted_engine
+from rollout.engines.scripted import rising, scripted_engine
 from rollout.evaluation import evaluate
 
 
@@ -60,15 +60,20 @@ def main(model: Path, *settings: str, **options) -> None:
     evaluate.main(model, list(settings), **(defaults | options))
 
 
-def answering(monkeypatch: pytest.MonkeyPatch, run: Run, answer: Callable[[str], str]) -> None:
-    """From now on the engine says `answer(prompt)`."""
+def answering(
+    monkeypatch: pytest.MonkeyPatch,
+    run: Run,
+    answer: Callable[[str], str],
+    certainty: Callable[[int], float] = rising,
+) -> None:
+    """From now on the engine says `answer(prompt)`, and a sample each of its tokens with this probability."""
     tokenizer = build_tokenizer(run.model, run.task)
 
     def say(prompt: Sequence[int]) -> Sequence[int]:
         return [*tokenizer.encode(answer(tokenizer.decode(prompt))), tokenizer.eos_id]
 
     monkeypatch.setattr(
-        rollout.engines, "build_engine", lambda _: scripted_engine(ScriptedEngine(), say)
+        rollout.engines, "build_engine", lambda _: scripted_engine(ScriptedEngine(), say, certainty)
     )
 
 
@@ -117,6 +122,76 @@ def test_of_several_samples_the_mean_and_the_best_are_told(
     assert f"avg@64 {sum(right) / (7 * 64):.3f} [" in said
     assert f"pass@64 {sum(n > 0 for n in right) / 7:.3f}" in said
     assert all(len({s["response"] for s in row["samples"]}) > 10 for row in rows)
+
+
+def test_rows_that_are_solved_sometimes_are_kept_whole(
+    make_run: MakeRun, run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path
+):
+    """The engine says a third of its tokens wrong, so that no number is always right."""
+    data, out = tmp_path / "train.jsonl", tmp_path / "new" / "kept.jsonl"
+    rows = [{"prompt": f"{n}=", "answer": str(n), "level": [n]} for n in range(5, 25)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    answering(monkeypatch, make_run(), lambda prompt: prompt.removesuffix("="), lambda _: 0.7)
+    main(run_dir, task="jsonl", data=data, keep="0.25..0.5", out=out)
+
+    (answers,) = (run_dir / "evals").glob("*.jsonl")
+    scored = [json.loads(line)["samples"] for line in answers.read_text().splitlines()]
+    rates = [sum(reply["correct"] for reply in samples) / 8 for samples in scored]
+    kept = [json.loads(line) for line in out.read_text().splitlines()]
+    within = [i for i, rate in enumerate(rates) if 0.25 <= rate <= 0.5]
+    assert kept == [rows[i] | {"pass_rate": rates[i]} for i in within]
+    hard, easy = sum(rate < 0.25 for rate in rates), sum(rate > 0.5 for rate in rates)
+    assert min(len(kept), hard, easy) > 0
+    told = f"kept {len(kept)} of 20 problems, {hard} are harder and {easy} easier: task.path={out}"
+    assert told in capsys.readouterr().err
+    again = build_task(make_run(f'task={{type="jsonl", path="{out}", heldout=0.2}}').task, None)
+    assert [p.prompt for p in (*again.train, *again.heldout)] == [row["prompt"] for row in kept]
+
+
+def test_kept_problems_are_those_that_are_trained_on(
+    make_run: MakeRun, run_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    answering(monkeypatch, make_run(), right, certainty=lambda version: 1.0)
+    main(run_dir, keep="1..1", out=tmp_path / "kept.jsonl", samples=1)
+
+    task = build_task(make_run().task)
+    kept = [json.loads(line) for line in (tmp_path / "kept.jsonl").read_text().splitlines()]
+    assert [row["prompt"] for row in kept] == [problem.prompt for problem in task.train]
+    assert all(row["pass_rate"] == 1.0 for row in kept)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"keep": "0.2"}, "--keep 0.2: it is LOW..HIGH"),
+        ({"keep": "0.8..0.2"}, "--keep 0.8..0.2: it is LOW..HIGH"),
+        ({"keep": "0.2..0.8"}, "--keep needs --out FILE"),
+        ({"of_set": "hard"}, "--set hard: the run has no such evaluation set; eval.sets has none"),
+    ],
+)
+def test_what_cannot_be_kept_or_asked_is_said_first(run_dir: Path, options: dict, said: str):
+    with pytest.raises(ConfigError, match=said.replace(".", r"\.")):
+        main(run_dir, **options)
+
+
+def test_a_set_of_the_run_is_asked_as_the_run_asks_it(
+    make_run: MakeRun, run_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    (tmp_path / "more.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 3)
+    more = f'eval.sets.more={{task={{type="jsonl", path="{tmp_path}/more.jsonl"}}, samples=4, problems=2}}'
+    run = make_run("name=demo", f'root="{run_dir.parent}"', more)
+    (run_dir / "config.toml").write_text(dump_toml(run))
+    answering(monkeypatch, run, right, certainty=lambda version: 1.0)
+    main(run_dir, of_set="more")
+
+    (found,) = read_evaluations(run_dir)
+    assert (found.task, found.asked, found.samples, found.sampling.temperature) == (
+        "more",
+        2,
+        4,
+        1.0,
+    )
+    assert [e.value for e in found.estimates if e.name in ("accuracy", "pass@4")] == [1.0, 1.0]
 
 
 def test_a_tool_of_the_run_answers_in_its_evaluation_too(

@@ -1,0 +1,79 @@
+"""`areal-q eval … --keep 0.2..0.8 --out train.jsonl`: the training problems that a model solves sometimes, as
+rows for `task.path`."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import typer
+
+from areal_q.errors import ConfigError
+from areal_q.evaluation.estimates import Answered
+from areal_q.system.files import replacing
+from areal_q.tasks import Problem
+
+SAMPLES = 8
+"""Answers to each problem where --samples names no other number"""
+PASS_RATE = "pass_rate"
+"""The column with the share of right answers"""
+
+
+class WantedRows(NamedTuple):
+    """The pass rates that are kept, from `low` to `high`, and the file for their rows."""
+
+    low: float
+    high: float
+    out: Path
+
+
+def wanted_rows(keep: str, out: Path | None) -> WantedRows:
+    """Returns what --keep and --out say. Raises ConfigError for anything but LOW..HIGH within 0 and 1."""
+    low, dots, high = keep.partition("..")
+    try:
+        bounds = (float(low), float(high))
+    except ValueError:
+        bounds = (1.0, 0.0)
+    if not dots or not 0 <= bounds[0] <= bounds[1] <= 1:
+        raise ConfigError(
+            f"--keep {keep}: it is LOW..HIGH, shares of right answers such as 0.2..0.8"
+        )
+    if out is None:
+        raise ConfigError("--keep needs --out FILE, for the rows")
+    return WantedRows(*bounds, out)
+
+
+def write_rows(problems: Sequence[Problem], rows: Sequence[Answered], wanted: WantedRows) -> None:
+    """Writes the rows of those of `problems` whose pass rate is kept, with all their columns, and says how
+    many. A problem none of whose answers could be scored is left out. Raises ConfigError if the file cannot be
+    written."""
+    lines, hard, easy = [], 0, 0
+    for row in rows:
+        right = [reply.correct for reply in row.samples if not reply.failed]
+        if not right:
+            continue
+        rate = sum(right) / len(right)
+        hard, easy = hard + (rate < wanted.low), easy + (rate > wanted.high)
+        if wanted.low <= rate <= wanted.high:
+            lines.append(msgspec.json.encode(row_of(problems[row.index]) | {PASS_RATE: rate}))
+    try:
+        wanted.out.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(wanted.out) as scratch:
+            scratch.write_bytes(b"".join(line + b"\n" for line in lines))
+    except OSError as error:
+        raise ConfigError(f"--out {wanted.out}: {error.strerror}") from error
+    typer.echo(
+        f"kept {len(lines)} of {len(rows)} problems, {hard} are harder and {easy} easier: "
+        f"task.path={wanted.out}",
+        err=True,
+    )
+
+
+def row_of(problem: Problem) -> dict[str, Any]:
+    """Returns the row of the data that a problem is of; of one that is of none, what `task.type = "jsonl"`
+    reads."""
+    if problem.columns:
+        return json.loads(problem.columns)
+    asked = {"messages": problem.messages} if problem.messages else {"prompt": problem.prompt}
+    return asked | {"answer": problem.answer}
