@@ -68,10 +68,14 @@ def _screen(
 def _next_commands(run: Run, run_dir: Path, summary: Summary) -> list[tuple[str, str]]:
     """Returns the commands to suggest, only those that would work."""
     more = f" steps={2 * run.steps}" if summary.reason == "done" else ""
+    if more and summary.step < run.steps:
+        more = " eval.patience=0"
     commands = [("evaluate", f"areal-q eval {run_dir}")] if (run_dir / "hf").is_dir() else []
     if run.sft and commands:
         path = f"model.type=pretrained model.path={run_dir / 'hf'}"
         commands.append(("RL from here", f"areal-q run CONFIG {path}"))
+    if has_checkpoint(run_dir) and run.eval.best:
+        commands.append(("the best", f"areal-q export {run_dir} DIR --best"))
     if has_checkpoint(run_dir):
         command = "sft" if run.sft else "run"
         commands.append(("go on", f"areal-q {command} {run_dir} --resume{more}"))

@@ -115,6 +115,8 @@ class Summary:
     """Why the run did not learn; empty if it did."""
     reason: str
     """The end's reason: done, drained, or "" if no `end` record was written."""
+    step: int
+    """The last step."""
 
 
 def unfaithful(records: Iterable[Record]) -> list[Gap]:
@@ -172,7 +174,7 @@ def summarize(records: Sequence[Record], responses: int = 0) -> Summary:
         *_set_rows(evals),
     ]
     rows += [*_step_rows(steps), *warnings]
-    return Summary(title, rows, _answers(of_heldout(evals)), faults, reason)
+    return Summary(title, rows, _answers(of_heldout(evals)), faults, reason, last_step)
 
 
 def set_accuracies(record: Record) -> dict[str, float | None]:

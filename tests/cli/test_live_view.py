@@ -399,6 +399,32 @@ def write_gaps(directory, *gaps):
 WORST = "engine vllm: log-probs 0.25 nats off its weights at version 1 (bound 0.03)"
 
 
+def test_a_run_that_gave_up_is_told_how_to_go_on(directory, console):
+    run = load(None, ["name=demo", f'root="{directory.parent}"', "eval.best=eval/accuracy"])
+    (directory / "checkpoints" / "step-000008").mkdir(parents=True)
+    with MetricsLog(directory, tensorboard=False) as log:
+        log.write("step", 8, {"reward/mean": 0.5})
+        log.write("end", 8, {}, reason="done")
+    last_screen(run, directory, console)
+    text = " ".join(console.export_text().split())
+    assert f"areal-q run {directory} --resume eval.patience=0" in text
+    assert f"areal-q export {directory} DIR --best" in text
+
+
+def test_sets_are_in_the_picture_of_a_run(directory, console):
+    history = History(total_steps=20)
+    records = [
+        {"eval/accuracy": 0.5, "eval/problems": 4.0, "eval/hard/accuracy": 0.125},
+        {"eval/more/accuracy": 1.0},
+    ]
+    for step, values in enumerate(records):
+        history.add({"kind": "eval", "step": step, "elapsed_s": 1.0} | values)
+    console.print(picture("demo", history, 1.0))
+    text = " ".join(console.export_text().split())
+    assert "held-out 0.500, best 0.500 at 0" in text
+    assert "hard 0.125" in text and "more 1.000" in text
+
+
 def test_last_screen_tells_the_worst_gap_of_an_unfaithful_engine(run, directory, console):
     write_gaps(directory, (0.001, 0.02), (0.001, 0.25), (0.001, 0.1))
     last_screen(run, directory, console)
