@@ -27,6 +27,7 @@ from areal_q.decode_errors import (
 )
 
 Table = dict[str, Any]
+KEYS = "the keys of "
 PATTERNS = {
     "name": "letters, digits and . _ - after a letter or digit",
     "rollout.serve": "PORT or HOST:PORT",
@@ -37,6 +38,7 @@ PATTERNS = {
 def fault(error: msgspec.ValidationError, table: Table) -> str:
     """One sentence for what `error` says of `table`, which was to become a Run."""
     what, path = parted(error)
+    path = _with_name(path, error, table)
     if name := quoted(what, "Object contains unknown field"):
         return _unknown(joined(path, name), table)
     if name := quoted(what, "Object missing required field"):
@@ -49,7 +51,30 @@ def fault(error: msgspec.ValidationError, table: Table) -> str:
         return f"{given}: {refusal}{_of_ones_own(path)}"
     if "matching regex" in what and path in PATTERNS:
         return f"{given}: must be {PATTERNS[path]}"
+    if "matching regex" in what and path.startswith(KEYS):
+        names = ", ".join(value_at(table, path.removeprefix(KEYS)))
+        return f"{path}, {names}: letters, digits, _ and - after a letter or digit"
     return f"{given}: {expectation(what)}"
+
+
+def _with_name(path: str, error: msgspec.ValidationError, table: Table) -> str:
+    """Returns `path` with the name of the entry at fault where msgspec says `[...]`: the first that gives the
+    same error when all entries are as it is."""
+    parent, several, rest = path.partition("[...]")
+    entries = value_at(table, parent) if several else {}
+    for name, entry in entries.items():
+        alike = _put(table, parent.split("."), dict.fromkeys(entries, entry))
+        try:
+            msgspec.convert(alike, Run)
+        except msgspec.ValidationError as found:
+            if parted(found) == parted(error):
+                return f"{parent}.{name}{rest}"
+    return path
+
+
+def _put(table: Table, keys: list[str], value: Any) -> Table:
+    first, *rest = keys
+    return {**table, first: _put(table[first], rest, value) if rest else value}
 
 
 def _unknown(path: str, table: Table) -> str:

@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from areal_q.config import Sampling
 from areal_q.decode_errors import in_words
@@ -54,6 +55,8 @@ class Answered(Struct, frozen=True, kw_only=True):
     answer: str
     greedy: Reply | None
     samples: list[Reply]
+    source: str = ""
+    """The task of a mixture that the problem is of; "" where there is one task"""
 
 
 class Estimate(Struct, frozen=True):
@@ -117,6 +120,15 @@ def estimates(answered: Sequence[Answered]) -> list[Estimate]:
         for name, each in values.items()
         if each
     ]
+
+
+def estimates_by_source(answered: Sequence[Answered]) -> list[Estimate]:
+    """Returns the estimates of all answers, and then those of each task of a mixture, by its name."""
+    found = estimates(answered)
+    for source in sorted({row.source for row in answered} - {""}):
+        of_source = estimates([row for row in answered if row.source == source])
+        found += [replace(estimate, name=f"{source} {estimate.name}") for estimate in of_source]
+    return found
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:

@@ -23,7 +23,7 @@ from areal_q.config import EvalConfig, EvalSet, Mix, Run, Sampling, load
 from areal_q.config.run import FormatName
 from areal_q.errors import ConfigError, RecordError
 from areal_q.evaluation.benchmarks import BENCHMARKS, PRESETS, Preset, preset_of
-from areal_q.evaluation.estimates import Answered, Evaluation, estimates
+from areal_q.evaluation.estimates import Answered, Evaluation, estimates_by_source
 from areal_q.system import command
 from areal_q.system.files import replacing
 from areal_q.tasks import (
@@ -190,7 +190,7 @@ def evaluate(
         left_out=len(asked) - len(kept),
         answered=len(rows),
         elapsed_s=time.monotonic() - started,
-        estimates=estimates(rows),
+        estimates=estimates_by_source(rows),
     )
     _print_results(rows, about, show)
     if file:

@@ -107,6 +107,7 @@ class _Answering:
             answer=problem.answer,
             greedy=first[0] if first else None,
             samples=await self._replies(index, problem, samples, sampling),
+            source=problem.source,
         )
 
     async def _replies(

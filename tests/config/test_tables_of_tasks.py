@@ -108,7 +108,19 @@ def test_sets_may_change_in_a_resumption_and_shares_not(
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (["eval.sets.a b.samples=2"], "the keys of eval.sets"),
+        (["eval.sets.a b.samples=2"], "the keys of eval.sets, a b: letters, digits, _ and -"),
+        (
+            ["eval.sets.a.samples=2", "eval.sets.b.sample=4"],
+            "eval.sets.b.sample: no such setting; did you mean eval.sets.b.samples?",
+        ),
+        (
+            ["eval.sets.b.samples=-2"],
+            "eval.sets.b.samples = -2: must be a whole number, at least 0",
+        ),
+        (
+            ["eval.sets.b.task.type=arithmetik"],
+            "eval.sets.b.task.type = 'arithmetik': no such choice; did you mean 'arithmetic'?",
+        ),
         (["eval.sets.a.samples=1000"], "eval.sets.a.samples = 1000 is above rollout.engine.slots"),
         (["eval.sets.a.top_p=0.5"], "eval.sets.a.temperature and top_p are of samples"),
         (["eval.patience=2"], "eval.patience needs eval.best"),

@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from areal_q.evaluation.estimates import (
     Answered,
     Reply,
     estimates,
+    estimates_by_source,
     interval,
     majority,
     pass_at_k,
@@ -119,3 +121,12 @@ def test_answers_that_could_not_be_scored_are_left_out():
 
     assert found == {"accuracy": 0.5, "avg@2": 0.75, "pass@2": 1.0, "majority@2": 0.75}
     assert estimates([rows[1]]) == []
+
+
+def test_a_mixture_has_the_estimates_of_each_task_as_well():
+    rows = [problem(i, greedy, []) for i, greedy in enumerate([True, False, True, True])]
+    rows = [replace(row, source=source) for row, source in zip(rows, "abba", strict=True)]
+
+    found = {estimate.name: estimate.value for estimate in estimates_by_source(rows)}
+    assert found == {"accuracy": 0.75, "a accuracy": 1.0, "b accuracy": 0.5}
+    assert estimates_by_source(rows)[0] == estimates(rows)[0]
