@@ -20,7 +20,7 @@ from areal_q.config import (
     ObjectiveConfig,
     OptimizerConfig,
     SamplerConfig,
-    TaskConfig,
+    SingleTask,
     load,
 )
 from areal_q.config.engines import EngineConfig
@@ -122,7 +122,7 @@ EDITS: dict[str, Edits] = {
     },
     "A task": {
         "areal_q/config/tasks.py": struct(
-            "MyTask", "TaskConfig", '    grader: ClassVar[str] = "exact"\n'
+            "MyTask", "SingleTask", '    grader: ClassVar[str] = "exact"\n'
         ),
         HAND_ON: handed_on("tasks", "MyTask"),
         "areal_q/tasks/datasets/mine.py": [
@@ -279,7 +279,7 @@ def test_listed_edits_are_enough(kind, seen):
     [
         (OBJECTIVES, ObjectiveConfig),
         (ENVIRONMENTS, EnvironmentConfig),
-        (TASKS, TaskConfig),
+        (TASKS, SingleTask),
         (SAMPLERS, SamplerConfig),
         (OPTIMIZERS, OptimizerConfig),
     ],

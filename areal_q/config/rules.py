@@ -6,7 +6,7 @@ are reported at once; none may raise, whatever the other settings are.
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from areal_q.config.buffer import LONGEST_CLAIM_S, SHORTEST_CLAIM_S
 from areal_q.config.engines import ScriptedEngine, SglangEngine, VllmEngine, no_adapters
@@ -14,7 +14,7 @@ from areal_q.config.environments import SingleTurn
 from areal_q.config.learner import MegatronBackend, PassRate
 from areal_q.config.objectives import Gae
 from areal_q.config.run import ROUNDS_ACTIVATIONS, WEIGHT_SCALES, Run, SmallModel
-from areal_q.config.tasks import Chat, Choice, Gsm8k, Math, Mix, Python, SingleTask, chat_of
+from areal_q.config.tasks import Chat, Choice, Gsm8k, Math, Mix, Python, chat_of
 from areal_q.config.trackers import Mlflow, labelled
 
 _LAST_PORT = 65535
@@ -67,7 +67,7 @@ def _small_model_reads_the_task(run: Run) -> str | None:
     """A small model knows the characters of its tasks alone, and has no chat template."""
     if not isinstance(run.model, SmallModel):
         return None
-    for place, task in _tasks(run):
+    for place, task in run.tasks.items():
         if isinstance(task, Gsm8k | Math | Choice):
             return f"{place}.type = {task.__struct_config__.tag!r} needs model.type = 'pretrained'"
         if getattr(task, "template", "plain") == "chat":
@@ -75,14 +75,8 @@ def _small_model_reads_the_task(run: Run) -> str | None:
     return None
 
 
-def _tasks(run: Run) -> Iterator[tuple[str, SingleTask]]:
-    for name in run.sources:
-        if not isinstance(task := run.of(name).task, Mix):
-            yield run.place(name), task
-
-
 def _chat_has_its_template(run: Run) -> str | None:
-    for place, task in _tasks(run):
+    for place, task in run.tasks.items():
         if chat_of(task) is None and getattr(task, "chat", Chat()) != Chat():
             return f"{place}.chat has no effect without {place}.template = 'chat'"
     return None
@@ -98,7 +92,7 @@ def _reward_has_one_file(run: Run) -> str | None:
 
 def _tasks_are_asked_alike(run: Run) -> str | None:
     """A worker has one tokenizer, with one chat template."""
-    first, *others = _tasks(run)
+    first, *others = run.tasks.items()
     for place, task in others:
         if chat_of(task) != chat_of(first[1]):
             return f"{place}: its template and chat must be those of {first[0]}"

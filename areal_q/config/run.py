@@ -28,7 +28,16 @@ from areal_q.config.struct_types import (
     TokenId,
     WholeNumber,
 )
-from areal_q.config.tasks import Arithmetic, Chat, EvalSet, Mix, Name, RewardConfig, TaskConfig
+from areal_q.config.tasks import (
+    Arithmetic,
+    Chat,
+    EvalSet,
+    Mix,
+    Name,
+    RewardConfig,
+    SingleTask,
+    TaskConfig,
+)
 from areal_q.config.trackers import TrackerConfig
 
 FormatName = Literal[
@@ -359,6 +368,12 @@ class Run(Settings, frozen=True, kw_only=True):
         task = replace(task, path=one.path) if reads else task
         reward = replace(self.reward, path=None) if one.task else self.reward
         return replace(self, task=task, reward=reward)
+
+    @property
+    def tasks(self) -> dict[str, SingleTask]:
+        """The settings of all tasks by the dotted names of their tables."""
+        of = {self.place(name): self.of(name).task for name in reversed(self.sources)}
+        return {place: task for place, task in reversed(of.items()) if not isinstance(task, Mix)}
 
     def place(self, source: str) -> str:
         """Returns the dotted name of the table with the task of one of `sources`: "task",

@@ -127,7 +127,7 @@ def with_absolute_files(run: Run) -> Run:
     for name in ("model", *own_code(run), "sft", *sets):
         if path := getattr(_at(run, name), "path", None):
             run = _with(run, name, path=absolute(path))
-    for name in (*_tasks(run), "sft"):
+    for name in (*run.tasks, "sft"):
         table = _at(run, name)
         if isinstance(heldout := getattr(table, "heldout", None), str):
             run = _with(run, name, heldout=absolute(heldout))
@@ -141,12 +141,7 @@ def own_code(run: Run) -> list[str]:
     mixed = run.task.sources.items() if isinstance(run.task, Mix) else ()
     rewards = [f"task.sources.{name}.reward" for name, source in mixed if source.reward]
     others = ("buffer.sampler", "rollout.environment", "trackers")
-    return [*FIXED_CODE, *others, *_tasks(run), "reward", *rewards]
-
-
-def _tasks(run: Run) -> list[str]:
-    """Returns the dotted names of the tables of its tasks."""
-    return list(dict.fromkeys(map(run.place, run.sources)))
+    return [*FIXED_CODE, *others, *run.tasks, "reward", *rewards]
 
 
 def with_digests(run: Run, names: Sequence[str] | None = None) -> Run:
@@ -196,7 +191,7 @@ def _with(settings: Any, name: str, **changes: Any) -> Any:
 def _dated(run: Run, before: Run | None) -> Run:
     """Returns `run` with the date of its chat templates, where its settings name none: that of `before`, the
     run that it goes on with, else today's."""
-    for name in (*_tasks(run), "sft"):
+    for name in (*run.tasks, "sft"):
         if (chat := chat_of(_at(run, name))) and not chat.date:
             known = chat_of(before.sft if name == "sft" else before.task) if before else None
             today = (known and known.date) or str(date.today())
