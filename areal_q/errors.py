@@ -20,6 +20,7 @@
     ├── RunFinished                     the run that a worker works for has done its last step
     ├── ChildDied                       a process of a run ended when it should not have
     ├── TrackerFailed                   a tracker did not take what it was given; the run goes on without it
+    ├── TeacherUnavailable              a teacher's server does not answer
     ├── RewardUnavailable               raised by a user's reward: what it needs did not answer
     └── Stopped                         asked to end before there was anything to keep
 
@@ -106,6 +107,10 @@ class RewardUnavailable(AReaLQError):
 
     Whatever `reward.zero_on` says, the response is not at fault: see docs/extending.md.
     """
+
+
+class TeacherUnavailable(AReaLQError):
+    """A teacher's server does not answer, however often it is asked: the learner ends, and can be resumed."""
 
 
 class RunChanged(AReaLQError):

@@ -56,6 +56,7 @@ from learner.measure.step_logs import StepLogs
 from learner.policy_update import PolicyUpdater, SingleProcessUpdater
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
 from learner.publishing.weight_publisher import WeightPublisher
+from learner.teacher.build_teacher import build_teacher
 
 logger = logging.getLogger(__name__)
 
@@ -237,6 +238,7 @@ def _build(
     metrics = MetricsLog(directory, began=command_began())
     if not resume:
         metrics.write("start", 0, {}, doing="loading the model")
+    teacher = build_teacher(run, tokenizer, progress.beat)
     policy, state = build_policy(run, directory, resume, task, tokenizer, metrics, stop)
     start = state.step if state else 0
     updater = updater_of(policy, run, ranks)
@@ -276,6 +278,6 @@ def _build(
         buffer_metrics=BufferMetrics(buffer, run.rollout.environment, metrics),
         publisher=publisher, weight_server=weight_server,
         logs=StepLogs(run, directory, start, scores_here=ranks is ALONE),
-        metrics=metrics, checkpoints=checkpoints, progress=progress,
+        metrics=metrics, checkpoints=checkpoints, progress=progress, teacher=teacher,
         totals_before=dict(state.totals) if state else {},
     )  # fmt: skip

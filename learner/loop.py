@@ -44,6 +44,7 @@ from learner.measure.reward_check import RewardCheck
 from learner.measure.step_logs import StepLogs
 from learner.policy_update import PolicyUpdater
 from learner.publishing.weight_publisher import WeightPublisher
+from learner.teacher.scoring import Teacher
 from learner.train_step import train_step
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,8 @@ class Learner(WhileWaiting):
     logs: StepLogs
     metrics: MetricsLog
     checkpoints: CheckpointWriter
+    teacher: Teacher | None
+    """What scores the groups of a step before it is learnt from and logged; None without `learner.teacher`."""
     progress: Progress
     """Notes each record and each poll for groups; the watchdog and health checks use it."""
     totals_before: dict[str, float]
@@ -120,6 +123,9 @@ class Learner(WhileWaiting):
             if batch is None:
                 return
             waited = time.monotonic() - began
+            if self.teacher:
+                batch = batch._replace(groups=self.teacher.scored(batch.groups))
+            scored_s = time.monotonic() - began - waited
             values = train_step(self.updater, batch, self.history, step, self.logs.recorder)
             self.wait_until_out()
             self.logs.append(step, batch, self.history, values)
@@ -130,6 +136,8 @@ class Learner(WhileWaiting):
             self.progress.step()
             values |= self.fidelity.measure(batch.groups)
             values |= self.reward_check.metrics(batch.groups)
+            if self.teacher:
+                values["teacher/score_s"] = scored_s
             self.report(step, values, batch.groups, began, waited)
             if step < self.run.steps:
                 self.evaluate(step)

@@ -23,6 +23,7 @@ from areal_q.algorithms import (
     loss_fn,
     reduce_metrics,
 )
+from areal_q.algorithms.kl import taught
 from areal_q.algorithms.loss import whole_step
 from areal_q.algorithms.ratios import interpolated_proximal
 from areal_q.algorithms.reducers import Metrics
@@ -183,7 +184,7 @@ def _microbatches(
     """Returns this rank's micro-batches of one minibatch, each with its samples. Samples without a gradient are
     packed separately, as they need no backward pass."""
     cfg = backend.cfg
-    more = cfg.critic or cfg.reference_kl or cfg.entropy_coef or cfg.router_aux_coef
+    more = cfg.critic or cfg.reference_kl or cfg.entropy_coef or cfg.router_aux_coef or cfg.teacher
     all_learn = bool(more or learns_without_advantage(cfg.objective))
     useful = [sample for sample in samples if sample.advantage or all_learn]
     others = [sample for sample in samples if not (sample.advantage or all_learn)]
@@ -253,6 +254,7 @@ def loss_inputs(batch: PackedBatch, scores: Scores, reference: torch.Tensor | No
         num_sequences=batch.num_sequences,
         version_lag=batch.version_lag,
         reference_logprobs=reference,
+        teacher_logprobs=batch.teacher_logprobs,
         old_values=None if values is None else values.detach(),
         labels=tuple(f"ticket {ticket}, response {i}" for ticket, i in batch.responses),
     )
@@ -340,7 +342,9 @@ def minibatch_loss(
         balance = balance_weights(routed, backend.shape, backend.ranks) * cfg.router_aux_coef
 
     def loss(batch: PackedBatch, before: LossInputs, scores: Scores) -> tuple[Tensor, Metrics]:
-        inputs = replace(before, **scores)
+        inputs, told = replace(before, **scores), {}
+        if cfg.teacher:
+            inputs, told = taught(inputs, cfg.teacher)
         out = loss_fn(
             inputs,
             cfg.objective,
@@ -353,7 +357,7 @@ def minibatch_loss(
         )
         if recorder and batch.counts:
             recorder.add(batch, before, inputs, out.policy_loss)
-        return out.loss, out.metrics
+        return out.loss, out.metrics | told
 
     return loss
 

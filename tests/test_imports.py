@@ -55,7 +55,7 @@ LAYERS = {
         {"arithmetic", "data", "optim", "publishing"},
         {"backends", "heldout_eval", "policy_advantages"},
         {"measure"},
-        {"policy_update"},
+        {"policy_update", "teacher"},
         {"checkpoint", "supervised", "train_step"},
         {"build_policy", "loop", "multi_process", "replay"},
         {"build", "doctor", "final_export"},

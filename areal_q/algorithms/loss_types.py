@@ -53,6 +53,8 @@ class LossInputs:
     """[T] nats, with gradient if an entropy bonus is on. If None, the metrics estimate it by -log π_θ."""
     reference_logprobs: Tensor | None = None
     """[T] log π_ref; needed for a KL term in the loss."""
+    teacher_logprobs: Tensor | None = None
+    """[T] log π_T of a teacher that scored the tokens; None without one."""
     values: Tensor | None = None
     """[T] the critic's values, with gradient. A value loss needs these and the next two."""
     old_values: Tensor | None = None

@@ -13,7 +13,14 @@ from msgspec import Struct
 from areal_q.checks.automatic import settled
 from areal_q.checks.machine import CheckResult
 from areal_q.checks.memory import memory_of
-from areal_q.config import LearnerConfig, PretrainedModel, RolloutConfig, Run, VllmEngine
+from areal_q.config import (
+    LearnerConfig,
+    ModelTeacher,
+    PretrainedModel,
+    RolloutConfig,
+    Run,
+    VllmEngine,
+)
 from areal_q.config.run import ROUNDS_ACTIVATIONS, WORTH_SMOOTHING
 from areal_q.errors import CheckpointError, ConfigError, QuantizationError, TaskError
 from areal_q.models import DecoderConfig, load_config
@@ -22,11 +29,21 @@ from areal_q.models.hf.weight_files import check_tensors
 from areal_q.models.shape import shape_of
 from areal_q.quant import is_quantized
 from areal_q.quant.linears import check_inputs
-from areal_q.tasks import Task, Tokenizer, build_task, build_tokenizer, columns_for
+from areal_q.tasks import (
+    CharTokenizer,
+    Task,
+    Tokenizer,
+    build_task,
+    build_tokenizer,
+    columns_for,
+    load_tokenizer,
+)
 from areal_q.tasks.order import try_out as try_out_order
 from areal_q.tasks.prompt_lengths import without_long
 from areal_q.tasks.stops import stops_text
 
+PROBE = "12+34= and the quick, brown fox\n\tüber 日本 {x: 'y'}"
+"""A text that two tokenizers encode alike if they are one"""
 MOST_SHOWN = 300
 """Characters of a prompt that are shown"""
 
@@ -64,6 +81,8 @@ def check_model(run: Run) -> FoundModel:
         check_reference(reference, shape, kl.path)
         check_tensors(kl.path, reference)
     kept = check_fit(run, shape, tokenizer, task)
+    if isinstance(run.learner.teacher, ModelTeacher):
+        check_teacher(run.learner.teacher.path, tokenizer)
     return FoundModel(
         shape=shape,
         tokenizer=tokenizer,
@@ -221,6 +240,19 @@ def check_engine(shape: DecoderConfig, rollout: RolloutConfig) -> None:
         return
     if problem := vllm_refuses(shape, rollout.format, rollout.engine.tensor_parallel):
         raise ConfigError(f"rollout.format = {rollout.format!r}: {problem}")
+
+
+def check_teacher(path: str, tokenizer: Tokenizer) -> None:
+    """Raises ConfigError unless the model in directory `path` reads the student's token ids, and
+    CheckpointError if it cannot be read."""
+    shape = load_config(path)
+    check_tensors(path, shape)
+    own, probe = load_tokenizer(path), PROBE
+    if isinstance(tokenizer, CharTokenizer):
+        probe = probe[:6]
+    same = own.vocab_size == tokenizer.vocab_size and own.encode(probe) == tokenizer.encode(probe)
+    if not same or shape.vocab_size < tokenizer.vocab_size:
+        raise ConfigError(f"learner.teacher.path = {path!r}: its tokenizer is not the student's")
 
 
 def check_reference(reference: DecoderConfig, policy: DecoderConfig, path: str) -> None:

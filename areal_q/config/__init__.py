@@ -41,12 +41,15 @@ from areal_q.config.learner import (
     LearnerConfig as LearnerConfig,
     Lora as Lora,
     MegatronBackend as MegatronBackend,
+    ModelTeacher as ModelTeacher,
     Muon as Muon,
     OptimizerConfig as OptimizerConfig,
     OrderConfig as OrderConfig,
     PassRate as PassRate,
     PythonOrder as PythonOrder,
+    ServerTeacher as ServerTeacher,
     Shuffled as Shuffled,
+    TeacherConfig as TeacherConfig,
     TorchBackend as TorchBackend,
 )
 from areal_q.config.objectives import (

@@ -24,6 +24,7 @@ from areal_q.config.struct_types import (
     NonNegative,
     Positive,
     PythonCode,
+    Seconds,
     Settings,
     TaggedSettings,
     Thousands,
@@ -168,6 +169,40 @@ class PassRate(TaggedSettings, frozen=True, kw_only=True, tag="pass-rate"):
 OrderConfig = Shuffled | PythonOrder | PassRate
 
 
+class _Teacher(TaggedSettings, frozen=True, kw_only=True):
+    coef: Positive = 1.0
+    """Weight of log π_T - log π_prox in each token's advantage; 1 is the reverse KL itself."""
+    most_nats: Positive = 10.0
+    """The difference is kept in ± this, so that one token that the teacher excludes does not decide a step."""
+
+
+class ModelTeacher(_Teacher, frozen=True, kw_only=True, tag="model"):
+    """A model of any size with the student's tokenizer, which the learner holds beside the policy."""
+
+    path: str
+    """A Hugging Face directory of a family that can be trained."""
+
+
+class ServerTeacher(_Teacher, frozen=True, kw_only=True, tag="server"):
+    """A server with OpenAI's completions, as vLLM and SGLang have: it is sent token ids, and answers with the
+    log-probs of the prompt (`echo`). AREAL_Q_TEACHER_TOKEN_FILE names a file with its key."""
+
+    url: Annotated[str, Meta(pattern=r"^https?://")]
+    """The address before `/completions`, such as http://localhost:8000/v1."""
+    model: str = ""
+    """The name that the server knows the teacher by; "" is the first that it lists."""
+    connections: Threads = 8
+    """Requests at a time, each of one response."""
+    timeout_s: Seconds = 60.0
+    """After so long without an answer a request is made again."""
+    retries: WholeNumber = 5
+    """Times that a request without an answer is made again, after 1 s, 2 s, 4 s …; then the learner ends, and
+    goes on from its checkpoint when it is started again."""
+
+
+TeacherConfig = ModelTeacher | ServerTeacher
+
+
 class LearnerConfig(Settings, frozen=True, kw_only=True):
     groups: Thousands = 64
     """Prompts in a step."""
@@ -201,6 +236,9 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
     """Bonus for the entropy of the policy, in nats per token."""
     reference_kl: ReferenceKl | None = None
     """A penalty for leaving a reference policy; none leaves it out."""
+    teacher: TeacherConfig | None = None
+    """On-policy distillation: a teacher scores what the student drew (docs/distillation.md); none leaves it
+    out."""
     critic: CriticConfig | None = None
     """A critic, which `advantage.type = gae` needs; none for all others."""
     optimizer: OptimizerConfig = AdamW()

@@ -8,10 +8,10 @@ import math
 import re
 from collections.abc import Callable
 
-from areal_q.config.buffer import LONGEST_CLAIM_S, SHORTEST_CLAIM_S
+from areal_q.config.buffer import LONGEST_CLAIM_S, SHORTEST_CLAIM_S, Prioritized
 from areal_q.config.engines import ScriptedEngine, SglangEngine, VllmEngine, no_adapters
 from areal_q.config.environments import SingleTurn
-from areal_q.config.learner import MegatronBackend, PassRate
+from areal_q.config.learner import MegatronBackend, PassRate, ServerTeacher
 from areal_q.config.objectives import Gae
 from areal_q.config.run import ROUNDS_ACTIVATIONS, WEIGHT_SCALES, Run, SmallModel
 from areal_q.config.tasks import Chat, Choice, Gsm8k, Math, Mix, Python, chat_of
@@ -385,6 +385,23 @@ def _tracker_has_no_password(run: Run) -> str | None:
     return None
 
 
+def _teacher_reaches_every_token(run: Run) -> str | None:
+    """What draws or weighs groups by rewards alone knows nothing of what a teacher has to say."""
+    cfg = run.learner
+    if cfg.teacher is None:
+        return None
+    if cfg.drop_uniform:
+        return "learner.drop_uniform would drop groups from which learner.teacher has something to teach"
+    if isinstance(run.buffer.sampler, Prioritized):
+        return "buffer.sampler.type = 'prioritized' has no weights for the advantages of learner.teacher"
+    if isinstance(cfg.teacher, ServerTeacher) and run.rollout.sampling.temperature != 1:
+        return (
+            "learner.teacher.type = 'server' gives log-probs at temperature 1: "
+            "rollout.sampling.temperature must be 1.0"
+        )
+    return None
+
+
 RULES: tuple[Callable[[Run], str | None], ...] = (
     _minibatches_divide_groups,
     _group_is_sampled,
@@ -422,6 +439,7 @@ RULES: tuple[Callable[[Run], str | None], ...] = (
     _weights_fill_bytes,
     _claims_outlive_heartbeats,
     _tracker_has_no_password,
+    _teacher_reaches_every_token,
 )
 
 

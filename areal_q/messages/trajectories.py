@@ -185,6 +185,9 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     and response to, N ≤ P + T - 1; None: no experts, or not recorded. L · K bytes a token: 6 for the small
     model of configs/quickstart-moe.toml, 384 for Qwen3-30B-A3B, 700k tokens of which fill MAX_RECORD_BYTES."""
 
+    teacher_logprobs: Array | None = None
+    """float32 [T] nats: log π_T of `learner.teacher`, which the learner adds; None without one."""
+
     @property
     def num_tokens(self) -> int:
         return self.response_ids.shape[0]

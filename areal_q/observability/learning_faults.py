@@ -111,9 +111,8 @@ class LearningJudge:
     def _add_step(self, record: Record) -> None:
         self._steps += 1
         self._recent.append(record)
-        taught = (
-            record.get("reference/kl") is not None
-        )  # by a reference policy, as in a distillation
+        # By a teacher, or a reference policy.
+        taught = any(record.get(key) is not None for key in ("teacher/kl", "reference/kl"))
         equal = record.get("reward/std") == 0 and not taught
         cut = (record.get("response/cut_off_share") or 0) >= CUT_OFF_SHARE
         self._equal = self._equal + 1 if equal else 0

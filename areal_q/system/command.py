@@ -12,7 +12,14 @@ import typer
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from areal_q.errors import AReaLQError, BufferUnavailable, RankLost, RecordError, UserError
+from areal_q.errors import (
+    AReaLQError,
+    BufferUnavailable,
+    RankLost,
+    RecordError,
+    TeacherUnavailable,
+    UserError,
+)
 
 PLAIN: dict[str, Any] = {
     "add_completion": False,
@@ -45,8 +52,8 @@ def run_command(
 ) -> None:
     """Runs `main` on the arguments of this process as `areal-q NAME`; the help ends with `exits`.
 
-    Exits with 2 for an error that the user can correct, and with 1 if Redis or another rank is gone; the error
-    is one line on stderr, after `who`."""
+    Exits with 2 for an error that the user can correct, and with 1 if Redis, another rank or a teacher is gone;
+    the error is one line on stderr, after `who`."""
     app = typer.Typer(**PLAIN)
     app.command(epilog=exits, context_settings=WIDTH)(main)
     accept_any_text()
@@ -54,7 +61,7 @@ def run_command(
         app(prog_name=f"areal-q {name}")
     except (UserError, RecordError) as error:
         exit_with(error, 2, who)
-    except (BufferUnavailable, RankLost) as error:
+    except (BufferUnavailable, RankLost, TeacherUnavailable) as error:
         exit_with(error, 1, who)
 
 

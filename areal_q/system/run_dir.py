@@ -124,7 +124,7 @@ def with_absolute_files(run: Run) -> Run:
     evaluated and resumed from any directory. A path that is no file here, such as the id of a data set, stays
     as it is."""
     sets = [f"eval.sets.{name}" for name in run.eval.sets]
-    for name in ("model", *own_code(run), "sft", *sets):
+    for name in ("model", *own_code(run), "sft", "learner.teacher", *sets):
         if path := getattr(_at(run, name), "path", None):
             run = _with(run, name, path=absolute(path))
     for name in (*run.tasks, "sft"):

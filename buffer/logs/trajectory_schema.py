@@ -8,7 +8,7 @@ Of the group:       group_schema, worker, engine, weight_format, started_s, fini
 Of the trajectory:  index, response_ids, behavior_logprobs, loss_mask, spans, finish_reason, reward,
                     reward_parts, reward_notes, routes (raw little-endian bytes, empty where there are none),
                     routes_shape ([N, L, K]; [] where there are none), valid, failure (the cause; empty where
-                    the reward did not fail)
+                    the reward did not fail), teacher_logprobs (empty without a teacher)
 
 The names are those of areal_q.messages, which gives their units and shapes. After the first release a column
 that is added needs a default for the files that lack it, and a higher _SCHEMA_VERSION.
@@ -29,7 +29,7 @@ from areal_q.errors import RecordError
 from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan
 from buffer.logs.parquet_log import LogFormat
 
-_SCHEMA_VERSION = 1
+_SCHEMA_VERSION = 2
 _METADATA_KEY = b"areal-q-log-schema"
 
 _SAMPLING = pa.struct(
@@ -86,6 +86,7 @@ TRAJECTORY_SCHEMA = pa.schema(
         ("source", pa.string()),
         ("problem", pa.int64()),
         ("why", pa.string()),
+        ("teacher_logprobs", pa.list_(pa.float32())),
     ],
     metadata={_METADATA_KEY: str(_SCHEMA_VERSION)},
 )
@@ -124,6 +125,7 @@ def groups_to_table(step: int, version: int, groups: Sequence[Group]) -> pa.Tabl
         "failure": [t.failure or "" for _, _, t in rows],
         "routes": [bytes(t.routes.data) if t.routes else b"" for _, _, t in rows],
         "routes_shape": [list(t.routes.shape) if t.routes else [] for _, _, t in rows],
+        "teacher_logprobs": [_numbers(t.teacher_logprobs) for _, _, t in rows],
     }
     columns |= {name: [getattr(t, name) for t in tickets] for name in _TICKET_FIELDS}
     columns |= {name: [getattr(g, name) for _, g, _ in rows] for name in _GROUP_FIELDS}
@@ -186,12 +188,14 @@ def _messages(row: dict[str, Any]) -> tuple[dict[str, str], ...]:
 
 
 def _trajectory(row: dict[str, Any]) -> Trajectory:
+    given = row.get("teacher_logprobs")  # files of version 1 have none
     return Trajectory(
         spans=[VersionSpan(**span) for span in row["spans"]],
         reward_parts=dict(row["reward_parts"]),
         reward_notes=dict(row["reward_notes"]),
         routes=_routes(row),
         failure=row["failure"] or None,
+        teacher_logprobs=Array.of(given, "float32") if given else None,
         **{name: row[name] for name in (*_TRAJECTORY_FIELDS, *_TOKEN_FIELDS)},
     )
 
@@ -207,6 +211,10 @@ def _routes(row: dict[str, Any]) -> Array | None:
 
 def _column(values: Any, field: pa.Field) -> pa.Array:
     return values if isinstance(values, pa.Array) else pa.array(values, type=field.type)
+
+
+def _numbers(array: Array | None) -> np.ndarray | tuple[()]:
+    return () if array is None else array.numpy()
 
 
 def _lists(arrays: list[Array]) -> pa.ListArray:

@@ -80,6 +80,8 @@ class PackedBatch:
     """False if every advantage is 0: then the tokens are counted and measured, but have no gradient."""
     routes: torch.Tensor | None = None
     """int16 [N, L, K]: the experts to which the rollout sent each token, or UNRECORDED; None if all are."""
+    teacher_logprobs: torch.Tensor | None = None
+    """float32 [T]: log π_T in nats; None unless a teacher scored all the responses."""
     counts: bool = True
     """False for a filler that a rank computes only because the other ranks have a micro-batch more."""
 
@@ -213,6 +215,7 @@ def pack_samples(
     targets = Array.concatenate([t.response_ids for t in trajectories])
     token_ids, predict = _inputs(groups, lengths, targets)
     routes = _routes(groups)
+    given = [t.teacher_logprobs for t in trajectories]
 
     def tensor(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
         return torch.from_numpy(values).to(device, dtype, non_blocking=True)
@@ -237,6 +240,9 @@ def pack_samples(
         responses=tuple((sample.ticket, sample.trajectory.index) for sample in samples),
         learns=learns or any(sample.advantage for sample in samples),
         routes=None if routes is None else torch.from_numpy(routes).to(device, non_blocking=True),
+        teacher_logprobs=None
+        if None in given
+        else tensor(Array.concatenate([array for array in given if array]), torch.float32),
         counts=counts,
     )
 

@@ -50,6 +50,7 @@ FIXED = (
     "learner.uaq",
     "learner.lora",
     "learner.reference_kl.path",
+    *(f"learner.teacher.{name}" for name in ("type", "path", "url", "model")),
 )
 """Settings of `learner` that a replay cannot change, because logged groups or checkpoints depend on them."""
 

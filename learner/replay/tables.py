@@ -15,7 +15,7 @@ MAX_ROWS = 20
 
 def compared(steps: Sequence[Replayed]) -> list[Metric]:
     """Returns the named metrics that a replay computes anew and that were recorded."""
-    areas = ("train/", "mismatch/", "policy/")
+    areas = ("train/", "mismatch/", "policy/", "teacher/")
     known = [metric for metric in METRICS if metric.name and metric.key.startswith(areas)]
     return [m for m in known if any(m.key in one.record.metrics for one in steps)]
 

@@ -47,6 +47,7 @@ def supervised_learner(cfg: LearnerConfig) -> LearnerConfig:
         proximal="exact",
         critic=None,
         reference_kl=None,
+        teacher=None,
         entropy_coef=0.0,
         routing_replay=False,
         uaq=1.0,

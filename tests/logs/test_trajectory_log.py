@@ -54,7 +54,7 @@ def test_log_probs_keep_every_bit_and_columns_their_types(tmp_path, make_group):
     table = pq.read_table(path)
     assert table.schema.field("behavior_logprobs").type == pa.list_(pa.float32())
     assert table.schema.field("response_ids").type == pa.list_(pa.int32())
-    assert table.schema.metadata[b"areal-q-log-schema"] == b"1"
+    assert table.schema.metadata[b"areal-q-log-schema"] == b"2"
     assert pq.ParquetFile(path).metadata.row_group(0).column(0).compression == "ZSTD"
     values = np.float32(table["behavior_logprobs"][1].as_py())
     assert values.tobytes() == group.trajectories[1].behavior_logprobs.data
@@ -190,7 +190,7 @@ def test_an_error_of_the_writer_reaches_the_learner(tmp_path, make_group, monkey
 
 def test_a_part_of_a_newer_schema_or_of_somebody_else_is_refused(tmp_path, make_group):
     table = groups_to_table(0, 0, [make_group()])
-    newer = {b"areal-q-log-schema": b"2"}
+    newer = {b"areal-q-log-schema": b"3"}
     for metadata in (newer, None):
         pq.write_table(table.replace_schema_metadata(metadata), tmp_path / "part-000000.parquet")
         with pytest.raises(RecordError, match="log schema"):

@@ -1,0 +1,34 @@
+"""The interface of a teacher, and how its log-probs are put beside the responses."""
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+from msgspec.structs import replace
+
+from areal_q.messages import Array, Group
+
+
+class Teacher(Protocol):
+    """Gives log π_T of every response token of a step's groups. It depends on the responses alone: the same
+    response has the same log-probs at every step."""
+
+    def scored(self, groups: Sequence[Group]) -> list[Group]:
+        """Returns `groups` with `teacher_logprobs` in every trajectory, those of tokens that do not count among
+        them. Raises ConfigError for what the teacher cannot score."""
+        ...
+
+
+def with_logprobs(groups: Sequence[Group], logprobs: Iterable[np.ndarray]) -> list[Group]:
+    """Returns `groups` with these log-probs, [T] for each trajectory, in order."""
+    given = iter(logprobs)
+    return [
+        replace(
+            group,
+            trajectories=[
+                replace(t, teacher_logprobs=Array.of(next(given), "float32"))
+                for t in group.trajectories
+            ],
+        )
+        for group in groups
+    ]

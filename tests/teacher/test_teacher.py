@@ -1,0 +1,307 @@
+"""On-policy distillation: the formula, a teacher equal to the student, both kinds of teacher, the log."""
+
+import dataclasses
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.chain_models import write_chain
+from helpers.fixture_types import MakeRun
+from helpers.policies import build_policy, initial_model
+from msgspec.structs import replace
+
+from areal_q.algorithms import LossInputs
+from areal_q.algorithms.kl import taught
+from areal_q.config import ModelTeacher, Run, ServerTeacher
+from areal_q.errors import ConfigError, RecordError, SettingsError, TeacherUnavailable
+from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan
+from areal_q.models import Decoder, PackedLayout, save_decoder
+from areal_q.tasks import CharTokenizer
+from buffer.logs.trajectory_schema import groups_from_table, groups_to_table
+from buffer.sampling.replay_pool import SampledGroups
+from learner.data.staleness import VersionHistory
+from learner.policy_update import SingleProcessUpdater
+from learner.teacher.build_teacher import build_teacher
+from learner.teacher.model_beside import ModelBeside
+from learner.teacher.scoring import with_logprobs
+from learner.teacher.server import Server
+from learner.train_step import train_step
+
+TEACHER = "learner.teacher={type='model', path='none'}"
+LENGTH = 5
+
+
+def drawn(run: Run, model: Decoder, groups: int, seed: int = 0, reward: float = 0.0) -> list[Group]:
+    """Returns groups of responses that `model` draws, with its own log-probs and equal rewards."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(2, 20, (groups, 4), generator=generator)
+    ids = ids.repeat_interleave(run.learner.group_size, 0)
+    logprobs = torch.zeros(len(ids), 0)
+    with torch.no_grad():
+        for _ in range(LENGTH):
+            layout = PackedLayout.of([ids.shape[1]] * len(ids))
+            hidden = model(ids.flatten(), layout).view(*ids.shape, -1)[:, -1]
+            logp = model.logits(hidden).log_softmax(-1)
+            token = logp.exp().multinomial(1, generator=generator)
+            logprobs = torch.cat([logprobs, logp.gather(1, token)], 1)
+            ids = torch.cat([ids, token], 1)
+    size = run.learner.group_size
+    return [
+        Group(
+            ticket=Ticket(
+                run="r", number=n, step=0, prompt="p", answer="a", group_size=size, seed=0,
+                prompt_ids=Array.of(ids[n * size, :4], "int32"), sampling=run.rollout.sampling,
+            ),
+            worker="w", engine="torch", weight_format="bf16", started_s=0.0, finished_s=1.0,
+            trajectories=[
+                Trajectory(
+                    index=i,
+                    response_ids=Array.of(ids[n * size + i, 4:], "int32"),
+                    behavior_logprobs=Array.of(logprobs[n * size + i], "float32"),
+                    loss_mask=Array.of(np.ones(LENGTH), "uint8"),
+                    spans=[VersionSpan(0, LENGTH, "d0")],
+                    finish_reason="length",
+                    reward=reward,
+                )
+                for i in range(size)
+            ],
+        )
+        for n in range(groups)
+    ]  # fmt: skip
+
+
+def learnt(run: Run, policy, groups: list[Group]) -> dict[str, float]:
+    return train_step(
+        SingleProcessUpdater(policy), SampledGroups(groups), VersionHistory(4, {0: "d0"}), 0
+    )
+
+
+def test_advantages_are_those_of_the_table():
+    x = torch.tensor([-1.0, -2.0, -3.0, -1.0, -0.5])
+    inputs = LossInputs(
+        logprobs=x - 1,
+        proximal_logprobs=x,
+        behavior_logprobs=x - 2,
+        advantages=torch.tensor([0.5, 0.5, -1.0, -1.0, -1.0]),
+        mask=torch.tensor([True, True, True, False, True]),
+        sequence_ids=torch.tensor([0, 0, 1, 1, 1]),
+        num_sequences=2,
+        version_lag=torch.zeros(5, dtype=torch.int64),
+        teacher_logprobs=torch.tensor([-1.0, -1.5, -4.0, 99.0, -9999.0]),
+    )
+    out, metrics = taught(inputs, ModelTeacher(path="x", coef=2.0, most_nats=5.0))
+    # A + 2 · (log π_T - log π_prox): differences 0, 0.5, -1, masked, -5 at most
+    assert out.advantages.tolist() == [0.5, 1.5, -3.0, -1.0, -11.0]
+    assert metrics["teacher/kl"].value() == pytest.approx((-0 - 0.5 + 1 + 9998.5) / 4)
+    with pytest.raises(RecordError, match="scored by no teacher"):
+        taught(dataclasses.replace(inputs, teacher_logprobs=None), ModelTeacher(path="x"))
+
+
+@pytest.mark.parametrize("objective", ["acr", "tis", "ppo", "cispo", "tbpo"])
+def test_a_teacher_equal_to_the_student_teaches_nothing(make_run: MakeRun, objective: str):
+    settings = ["learner.minibatches=1", "learner.optimizer.lr=1e-3", TEACHER]
+    run = make_run(*settings, f"learner.objective.type={objective}")
+    policy = build_policy(run)
+    before = {name: p.clone() for name, p in policy.model.named_parameters()}
+    teacher = ModelBeside(initial_model(run), run.learner, 1.0)
+    groups = teacher.scored(drawn(run, policy.model, run.learner.groups))
+    values = learnt(run, policy, groups)
+    assert (values["teacher/kl"], values["teacher/kl_k3"], values["train/grad_norm"]) == (0, 0, 0)
+    assert all(torch.equal(before[name], p) for name, p in policy.model.named_parameters())
+
+
+def test_the_kl_to_the_teacher_falls(make_run: MakeRun):
+    """The teacher is of another size; rewards are all equal, so that it alone teaches."""
+    more = ["learner.groups=16", "learner.group_size=8", "learner.optimizer.lr=3e-3"]
+    run = make_run(*more, TEACHER, "learner.minibatches=1")
+    large = make_run("model.width=64", "model.layers=3", "seed=7")
+    policy, teacher = build_policy(run), ModelBeside(initial_model(large), run.learner, 1.0)
+    kls = []
+    for step in range(40):
+        groups = drawn(run, policy.model, run.learner.groups, seed=step, reward=1.0)
+        kls.append(learnt(run, policy, teacher.scored(groups))["teacher/kl"])
+    assert sum(kls[-5:]) < 0.4 * sum(kls[:5])
+
+
+def test_groups_of_any_packing_get_the_teachers_log_probs(make_run: MakeRun):
+    run = make_run(TEACHER, "rollout.sampling.temperature=0.5")
+    model = initial_model(make_run("seed=3"))
+    groups = drawn(run, initial_model(run), 4)
+    cut = replace(run.learner, microbatch_tokens=12)
+    found = [ModelBeside(model, cfg, 0.5).scored(groups) for cfg in (run.learner, cut)]
+    for group, other in zip(*found, strict=True):
+        for t, u in zip(group.trajectories, other.trajectories, strict=True):
+            ids = torch.tensor([*group.ticket.prompt_ids.numpy(), *t.response_ids.numpy()])
+            with torch.no_grad():
+                logits = model.logits(model(ids, PackedLayout.of([len(ids)])))
+            wanted = (logits / 0.5).log_softmax(-1)[3:-1].gather(1, ids[4:, None]).squeeze(1)
+            for one in (t, u):
+                assert one.teacher_logprobs is not None
+                np.testing.assert_allclose(one.teacher_logprobs.numpy(), wanted, atol=1e-5)
+
+
+def test_the_log_keeps_what_the_teacher_said(make_run: MakeRun):
+    run = make_run()
+    groups = drawn(run, initial_model(run), 2)
+    said = [np.arange(5, dtype=np.float32) / 3 - n for n in range(4)]
+    scored = with_logprobs(groups, said)
+    table = groups_to_table(3, 3, scored)
+    assert groups_from_table(table) == scored
+    assert groups_from_table(groups_to_table(3, 3, groups)) == groups
+    assert groups_from_table(table.drop_columns(["teacher_logprobs"])) == groups, "of before"
+
+
+class FakeServer:
+    """OpenAI's completions around a small model; `answers` are statuses, or functions of an answer."""
+
+    def __init__(self, model: Decoder) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.answers: list[int | Callable[[dict[str, Any]], Any]] = []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.reply(200, {"data": [{"id": "the-teacher"}]})
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                outer.asked.append(body | {"authorization": self.headers["Authorization"]})
+                answer = outer.answers.pop(0) if outer.answers else 200
+                if isinstance(answer, int) and answer != 200:
+                    return self.reply(answer, {"error": "of a test"})
+                given = outer.completion(model, body["prompt"])
+                self.reply(200, given if answer == 200 else answer(given))  # type: ignore[operator]
+
+            def reply(self, code: int, said: Any) -> None:
+                data = json.dumps(said).encode()
+                self.send_response(code)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}/v1/"
+
+    @staticmethod
+    def completion(model: Decoder, ids: list[int]) -> dict[str, Any]:
+        tokens = torch.tensor(ids)
+        with torch.no_grad():
+            logp = model.logits(model(tokens, PackedLayout.of([len(ids)]))).log_softmax(-1)
+        own = logp[:-1].gather(1, tokens[1:, None]).squeeze(1).tolist()
+        drawn = float(logp[-1].max())
+        return {"choices": [{"logprobs": {"token_logprobs": [None, *own, drawn]}}]}
+
+
+@pytest.fixture
+def served(make_run: MakeRun) -> Iterator[FakeServer]:
+    server = FakeServer(initial_model(make_run("seed=3")))
+    thread = threading.Thread(target=server.http.serve_forever)
+    thread.start()
+    yield server
+    server.http.shutdown()
+    thread.join()
+    server.http.server_close()
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    paused: list[float] = []
+    monkeypatch.setattr("learner.teacher.server.time.sleep", paused.append)
+    return paused
+
+
+def test_a_server_says_what_the_model_itself_says(
+    make_run: MakeRun, served: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    key = tmp_path / "key"
+    key.write_text("secret\n")
+    monkeypatch.setenv("AREAL_Q_TEACHER_TOKEN_FILE", str(key))
+    run, answers = make_run(), []
+    teacher = Server(ServerTeacher(url=served.url), lambda: answers.append(1))
+    groups = drawn(run, initial_model(run), 3)
+    beside = ModelBeside(initial_model(make_run("seed=3")), run.learner, 1.0)
+    for one, other in zip(teacher.scored(groups), beside.scored(groups), strict=True):
+        for t, u in zip(one.trajectories, other.trajectories, strict=True):
+            assert t.teacher_logprobs and u.teacher_logprobs
+            np.testing.assert_allclose(
+                t.teacher_logprobs.numpy(), u.teacher_logprobs.numpy(), atol=1e-5
+            )
+    assert len(answers) == 6
+    first = served.asked[1]
+    assert (first["model"], first["authorization"]) == ("the-teacher", "Bearer secret")
+    assert (first["echo"], first["max_tokens"], len(first["prompt"])) == (True, 1, 9)
+
+
+def test_a_server_that_is_busy_is_asked_again(
+    make_run: MakeRun, served: FakeServer, no_pause: list[float]
+):
+    served.answers = [503, 429]
+    Server(ServerTeacher(url=served.url, retries=2), lambda: None)
+    assert no_pause == [1.0, 2.0]
+    served.answers = [500] * 3
+    with pytest.raises(TeacherUnavailable, match=r"/v1/completions: no answer to 3 requests: 500"):
+        Server(ServerTeacher(url=served.url, retries=2), lambda: None)
+    served.http.shutdown()
+    served.http.server_close()
+    with pytest.raises(TeacherUnavailable, match=r"no answer to 1 requests: .*refused"):
+        Server(ServerTeacher(url=served.url, retries=0), lambda: None)
+
+
+def one_more(given: dict[str, Any]) -> dict[str, Any]:
+    given["choices"][0]["logprobs"]["token_logprobs"].insert(0, None)
+    return given
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (400, "refuses: 400 .*of a test"),
+        (401, "refuses: 401"),
+        (lambda given: {"choices": [{"logprobs": None}]}, "gives no log-probs of a prompt"),
+        (lambda given: {}, "gives no log-probs of a prompt"),
+        (one_more, "where 2 ids and one more were asked for"),
+    ],
+)
+def test_a_server_that_cannot_teach_is_refused(served: FakeServer, answer: Any, reason: str):
+    served.answers = [answer]
+    with pytest.raises(ConfigError, match=rf"learner\.teacher\.url: http://127.*{reason}"):
+        Server(ServerTeacher(url=served.url, model="x"), lambda: None)
+    assert len(served.asked) == 1, "it is not asked again"
+
+
+def test_a_model_with_another_tokenizer_is_refused(make_run: MakeRun, tmp_path: Path):
+    tokenizer = CharTokenizer()
+    save_decoder(initial_model(make_run("model.width=64")), tmp_path / "large", tokenizer)
+    write_chain(tmp_path / "chain", "abc")
+
+    def teacher(name: str) -> Any:
+        path = f"learner.teacher={{type='model', path='{tmp_path / name}'}}"
+        return build_teacher(make_run(path), tokenizer, lambda: None)
+
+    assert isinstance(teacher("large"), ModelBeside)
+    with pytest.raises(ConfigError, match=r"learner\.teacher\.path = .*tokenizer is not"):
+        teacher("chain")
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        ("learner.drop_uniform=true", "learner.drop_uniform"),
+        ("buffer.sampler.type=prioritized", "prioritized"),
+        ("rollout.sampling.temperature=0.5", "at temperature 1"),
+    ],
+)
+def test_settings_that_a_teacher_cannot_serve_are_refused(
+    make_run: MakeRun, setting: str, named: str
+):
+    with pytest.raises(SettingsError, match=named):
+        make_run(setting, "learner.teacher={type='server', url='http://127.0.0.1:1/v1'}")
