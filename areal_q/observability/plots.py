@@ -7,7 +7,7 @@ from typing import NamedTuple
 from areal_q.errors import ConfigError
 from areal_q.observability.metric_table import FIGURES, METRICS
 from areal_q.observability.metrics_log import Record, read_metrics
-from areal_q.observability.run_summary import mean, plural
+from areal_q.observability.run_summary import is_supervised, mean, plural
 from areal_q.system.run_dir import METRICS_FILE
 
 MAX_POINTS = 400
@@ -29,23 +29,26 @@ class Panel(NamedTuple):
 def draw_curves(run_dir: str | Path) -> Path:
     """Draws the leading metrics of `run_dir` over its minutes into curves.png there, and returns its path.
 
-    Raises OSError if there are no metrics, ConfigError without matplotlib. A run without a step gives empty
-    axes.
+    Raises OSError if there are no metrics, ConfigError without matplotlib. A metric without a value has no
+    axes; a run without any has empty ones.
     """
     run_dir = Path(run_dir)
     records = read_metrics(run_dir / METRICS_FILE)
     steps = thinned([r for r in records if r["kind"] == "step"])
     evals = [r for r in records if r["kind"] == "eval"]
+    supervised = bool(steps) and is_supervised(steps[-1])
     panels = []
     for figure in FIGURES:
         rows = evals if figure.source == "eval" else steps
         curves = []
-        for metric in (m for m in METRICS if m.leading and m.figure == figure.id):
+        shown = (m for m in METRICS if m.leading or (supervised and m.key == "train/loss"))
+        for metric in (m for m in shown if m.figure == figure.id):
             known = [r for r in rows if r.get(metric.key) is not None]
             points = [(r["elapsed_s"] / 60, figure.scale * r[metric.key]) for r in known]
             curves.append(Curve(metric.line, points))
         if curves:
             panels.append(Panel(figure.title, figure.unit, curves))
+    panels = [panel for panel in panels if any(c.points for c in panel.curves)] or panels
     title = f"{run_dir.name}, {plural(steps[-1]['step'] if steps else 0, 'step')}"
     draw(panels, title, "minutes", run_dir / "curves.png")
     return run_dir / "curves.png"

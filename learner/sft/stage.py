@@ -69,7 +69,7 @@ class SupervisedRun:
         values |= {
             "train/epoch": step * self.batch / self.data.size,
             "learner/step_s": took_s,
-            "learner/tokens_per_s": values["train/tokens"] / took_s,
+            "learner/tokens_per_s": sum(sample.num_tokens for sample in samples) / took_s,
         }
         self.metrics.write("step", step, values)
         if step < self.run.steps:
