@@ -73,14 +73,14 @@ def _write(runs, out: Path, max_bytes: int, csv: Path | None) -> None:
     from areal_q.cli.final_screen import last_screen
     from buffer.report.figures import write_figures_csv
     from buffer.report.page import whole_file
-    from buffer.report.runs import one_line
+    from buffer.report.runs import group_lines, one_line
 
     began = time.monotonic()
     if len(runs) == 1:
         last_screen(runs[0].run, runs[0].directory)
     else:
-        for run in runs:
-            typer.echo(one_line(run))
+        for line in (*map(one_line, runs), *group_lines(runs)):
+            typer.echo(line)
     _tell(f"writing {sum(run.index.num_trajectories for run in runs):,} trajectories")
     page = whole_file(runs, max_bytes)
     with replacing(out) as scratch:

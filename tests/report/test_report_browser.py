@@ -115,12 +115,38 @@ def test_every_plot_is_drawn_and_its_csv_is_the_commands(show, write_run, tmp_pa
             assert [float(x or "nan") for x in one[names:]] == pytest.approx(
                 [float(x or "nan") for x in other[names:]], rel=0, abs=0, nan_ok=True
             )
+    page.get_by_role("combobox", name="seeds").select_option("each")
     expect(page.locator("figure[data-plot=reward] path.line")).to_have_count(2)
     page.get_by_role("tab", name="Answers and settings").click()
     expect(page.get_by_text("Settings that differ")).to_be_visible()
     assert (
         page.locator("table", has_text="seed").first.inner_text().splitlines()[-1] == "seed\t0\t1"
     )
+
+
+def test_runs_of_several_seeds_are_drawn_as_mean_and_band(show, write_run, tmp_path):
+    runs = [write_run(tmp_path / f"s{seed}", 5 + seed, f"seed={seed}") for seed in range(3)]
+    page = show([*runs, write_run(tmp_path / "other", 6, "learner.max_lag=9")])
+    plot = page.locator("figure[data-plot=reward]")
+    expect(plot.locator("path.line")).to_have_count(2)
+    expect(plot.locator("path.band")).to_have_count(1)
+    outline = plot.locator("path.band").get_attribute("d") or ""
+    assert re.fullmatch(
+        r"M([\d.]+ [\d.]+L?){10}Z", outline
+    )  # five steps that all have, there and back
+    expect(plot.locator(".legend")).to_contain_text("mean of 3 runs, seeds 0, 1, 2")
+    plot.locator("svg").focus()
+    page.keyboard.press("Home")
+    first = [read_runs([run])[0].steps[0]["reward/mean"] for run in runs]
+    shown = plot.locator(".value").first.inner_text().split(" ± ")
+    wanted = [np.mean(first), np.std(first, ddof=1)]
+    assert [float(x) for x in shown] == pytest.approx(wanted, rel=0.06)
+    expect(page.get_by_role("checkbox")).to_have_count(2)  # the group, and the other run
+    page.get_by_role("checkbox", name="mean of 3 runs").uncheck()
+    expect(plot.locator("path.line")).to_have_count(1)
+    page.get_by_role("combobox", name="seeds").select_option("each")
+    expect(plot.locator("path.line")).to_have_count(4)
+    expect(plot.locator("path.band")).to_have_count(0)
 
 
 def test_the_values_of_a_step_are_read_by_mouse_and_by_keyboard(show, write_run, tmp_path):
@@ -200,7 +226,7 @@ def test_the_viewer_is_walked_by_keyboard_alone(show, write_run, tmp_path):
 
 
 def test_axis_smoothing_and_run_switches_redraw_the_plots(show, write_run, tmp_path):
-    page = show([write_run(tmp_path / "a", 30), write_run(tmp_path / "b", 30, "seed=1")])
+    page = show([write_run(tmp_path / "a", 30), write_run(tmp_path / "b", 30, "learner.max_lag=9")])
     line = page.locator("figure[data-plot=loss] path.line")
     expect(line).to_have_count(2)
     drawn = line.first.get_attribute("d")
@@ -219,7 +245,7 @@ def test_axis_smoothing_and_run_switches_redraw_the_plots(show, write_run, tmp_p
 
 
 def test_many_runs_share_one_legend_with_their_final_figures(show, write_run, tmp_path):
-    runs = [write_run(tmp_path / f"run{i}", 4, f"seed={i}") for i in range(12)]
+    runs = [write_run(tmp_path / f"run{i}", 4, f"learner.max_lag={i}") for i in range(12)]
     page = show(runs)
     rows = page.locator("#curves .figures tbody tr")
     expect(rows).to_have_count(12)

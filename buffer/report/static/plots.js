@@ -17,7 +17,8 @@ class Curves {
     this.smooth = 0;
     this.range = null;
     this.cursor = null;
-    this.hidden = new Set(); // runs that are switched off
+    this.hidden = new Set(); // runs that are switched off, and groups of seeds, as g0
+    this.grouped = true; // runs that differ in their seed alone are drawn as their mean
     this.plots = [];
     this.bars = el("div", { class: "contents" });
     this.resize = new ResizeObserver((entries) => entries.forEach((e) => e.target.plot?.draw()));
@@ -27,7 +28,7 @@ class Curves {
   build(data) {
     this.data = data;
     this.bars.replaceChildren(...histograms(data));
-    const shape = JSON.stringify([data.meta.plots, data.meta.runs.map((run) => [run.name, run.workers])]);
+    const shape = JSON.stringify([data.meta.plots, data.meta.groups.map((group) => group.name), data.meta.runs.map((run) => [run.name, run.workers])]);
     if (shape === this.shape) {
       this.renew();
       return;
@@ -70,6 +71,13 @@ class Curves {
         this.axis = v; this.range = this.cursor = null; this.redraw(); this.say();
       }),
       pick("smoothing", [[0, "none"], [5, "5 steps"], [20, "20 steps"]], this.smooth, (v) => { this.smooth = +v; this.redraw(); }),
+      this.data.meta.groups.length ? pick("seeds", [["mean", "mean ± spread"], ["each", "each run"]], this.grouped ? "mean" : "each", (v) => {
+        this.grouped = v === "mean";
+        const now = this.figures();
+        this.final.replaceWith(now);
+        this.final = now;
+        this.redraw();
+      }) : null,
       this.reset, this.open, this.readout,
       el("span", { class: "hint" }, "drag to zoom · Esc resets · focus a plot: ← → read values, Enter opens the tokens"));
     return el("div", {}, this.final, bar);
@@ -85,18 +93,32 @@ class Curves {
 
   // The legend of all plots: a line for each run, with its final figures and a switch.
   figures() {
-    const { runs, table: lines } = this.data.meta;
+    const { runs, table: lines, groups } = this.data.meta;
     const chosen = lines.filter((line) => line.leading);
     const head = ["run", "", ...chosen.flatMap((line) => (line.key === "eval/accuracy" ? [line.label, "best"] : [line.label]))];
+    const key = (name, look, text) => el("label", { class: `key ${look}` }, el("input", {
+      type: "checkbox", checked: !this.hidden.has(name),
+      onchange: (e) => { this.hidden[e.target.checked ? "delete" : "add"](name); this.redraw(); },
+    }), el("span", { class: "swatch" }), text);
+    const drawn = this.inMeans();
+    const means = (this.grouped ? groups : []).map((group, g) => [
+      key(`g${g}`, lineOf(group.runs[0]), group.name), "",
+      ...chosen.flatMap((line) => {
+        const both = group.finals[line.key];
+        return [both ? `${show(both[0])} ± ${show(both[1], 2)}` : "", ...(line.key === "eval/accuracy" ? [""] : [])];
+      }),
+    ]);
     const rows = runs.map((run, i) => [
-      el("label", { class: `key ${lineOf(i)}` }, el("input", {
-        type: "checkbox", checked: !this.hidden.has(i),
-        onchange: (e) => { this.hidden[e.target.checked ? "delete" : "add"](i); this.redraw(); },
-      }), el("span", { class: "swatch" }), `${i + 1} ${run.name}`),
+      drawn.has(i) ? `${i + 1} ${run.name}` : key(i, lineOf(i), `${i + 1} ${run.name}`),
       run.title,
       ...chosen.flatMap(({ key, values }) => [show(values[i].final), ...(key === "eval/accuracy" ? [values[i].best == null ? "" : `${show(values[i].best)} at ${show(values[i].step)}`] : [])]),
     ]);
-    return el("div", { class: "figures", tabindex: 0, role: "region", "aria-label": "final figures of the runs" }, table(head, rows));
+    return el("div", { class: "figures", tabindex: 0, role: "region", "aria-label": "final figures of the runs" }, table(head, [...means, ...rows]));
+  }
+
+  // The runs that are drawn as the mean of their group.
+  inMeans() {
+    return new Set(this.grouped ? this.data.meta.groups.flatMap((group) => group.runs) : []);
   }
 
   redraw() {
@@ -128,11 +150,14 @@ class Curves {
     this.readout.textContent = this.cursor == null ? "" : this.axis === "step" ? `step ${show(this.cursor)}` : `minute ${show(this.cursor)}`;
   }
 
-  // The lines of a plot: [{run, label, color, dash, x, y}], y as recorded times the plot's scale.
+  // The lines of a plot: [{run, label, color, dash, x, y, band}], y as recorded times the plot's scale; band is the
+  // spread around a mean of several seeds. Workers are always drawn apart.
   lines(plot) {
     const { meta, arrays } = this.data;
-    const out = [];
+    const drawn = plot.source === "worker" ? new Set() : this.inMeans();
+    const out = drawn.size ? this.means(plot) : [];
     meta.runs.forEach((run, i) => {
+      if (drawn.has(i)) return;
       const places = plot.source === "worker"
         ? run.workers.map((name, n) => [`${i}/worker/${n}`, name])
         : [[`${i}/${plot.source}`, ""]];
@@ -152,6 +177,24 @@ class Curves {
       }));
     });
     return out;
+  }
+
+  means(plot) {
+    const { meta, arrays } = this.data;
+    const several = meta.groups.length > 1 || this.inMeans().size < meta.runs.length;
+    return meta.groups.flatMap((group, g) => plot.lines.flatMap((line, k) => {
+      const place = `g${g}/${plot.source}`;
+      const y = arrays.get(`${place}/${line.key}`);
+      const x = arrays.get(`${place}/${this.axis}`);
+      if (!y || !x) return [];
+      return [{
+        run: `g${g}`, worker: "", key: line.key, place, part: line.label,
+        label: [several ? group.name : "", line.label].filter(Boolean).join(" · "),
+        look: several ? `${lineOf(group.runs[0])} d${k % 4}` : `c${k % 8}`,
+        x: this.axis === "step" ? x : x.map((v) => v / 60), y: y.map((v) => v * plot.scale),
+        band: arrays.get(`g${g}/spread/${plot.source}/${line.key}`)?.map((v) => v * plot.scale),
+      }];
+    }));
   }
 
   csv(plot) {
@@ -217,6 +260,7 @@ class Plot {
     for (const line of this.lines) {
       const smooth = this.curves.smooth && line.y.length > 10 ? averaged(line.y, this.curves.smooth) : null;
       const classes = `line ${line.look}`;
+      if (line.band) inner.append(svg("path", { class: `band ${line.look}`, d: this.around(line, smooth || line.y) }));
       if (smooth) inner.append(svg("path", { class: `${classes} faint`, d: this.path(line.x, line.y) }));
       inner.append(svg("path", { class: classes, d: this.path(line.x, smooth || line.y) }));
       if (line.y.length < 40) line.y.forEach((y, i) => Number.isNaN(y) || inner.append(svg("circle", { class: `dot ${line.look}`, cx: this.px(line.x[i]), cy: this.py(y), r: 2 })));
@@ -253,11 +297,12 @@ class Plot {
   scaleY() {
     let low = Infinity, high = -Infinity;
     const log = this.plot.log && this.lines.every((l) => l.y.every((v) => Number.isNaN(v) || v > 0));
-    for (const { x, y } of this.lines) {
+    for (const { x, y, band } of this.lines) {
       for (let i = 0; i < y.length; i++) {
         if (x[i] < this.x0 || x[i] > this.x1 || Number.isNaN(y[i])) continue;
-        low = Math.min(low, y[i]);
-        high = Math.max(high, y[i]);
+        const around = band?.[i] || 0;
+        low = Math.min(low, log && y[i] <= around ? y[i] : y[i] - around);
+        high = Math.max(high, y[i] + around);
       }
     }
     if (low > high) [low, high] = [0, 1];
@@ -289,6 +334,15 @@ class Plot {
     return d;
   }
 
+  // The outline of a band, there along its upper side and back along its lower one. On a logarithmic axis a side
+  // below 0 is at the bottom.
+  around({ x, band }, y) {
+    const there = [...x.keys()].filter((i) => !Number.isNaN(y[i]) && !Number.isNaN(band[i]));
+    const at = (i, v) => `${this.px(x[i]).toFixed(1)} ${(this.log && v <= 0 ? HEIGHT - MARGIN.bottom : this.py(v)).toFixed(1)}`;
+    const points = [...there.map((i) => at(i, y[i] + band[i])), ...there.reverse().map((i) => at(i, y[i] - band[i]))];
+    return points.length ? `M${points.join("L")}Z` : "";
+  }
+
   axes() {
     const g = svg("g", { class: "axes" });
     let values = ticks(this.y0, this.y1, 4);
@@ -315,9 +369,12 @@ class Plot {
     this.cursorLine.classList.toggle("on", inside);
     if (inside) for (const name of ["x1", "x2"]) this.cursorLine.setAttribute(name, this.px(x));
     this.groups.forEach((lines, i) => {
-      const values = lines.map((line) => line.y[x == null ? lastFinite(line.y) : nearest(line.x, x)]).filter(Number.isFinite);
+      const at = (line) => (x == null ? lastFinite(line.y) : nearest(line.x, x));
+      const values = lines.map((line) => line.y[at(line)]).filter(Number.isFinite);
       const [low, high] = [Math.min(...values), Math.max(...values)];
-      this.values[i].textContent = !values.length ? "–" : lines.length > 1 ? `${show(low, 3)} … ${show(high, 3)}` : show(low);
+      const spread = lines[0].band?.[at(lines[0])];
+      const told = Number.isFinite(spread) ? `${show(low)} ± ${show(spread, 2)}` : show(low);
+      this.values[i].textContent = !values.length ? "–" : lines.length > 1 ? `${show(low, 3)} … ${show(high, 3)}` : told;
     });
   }
 
