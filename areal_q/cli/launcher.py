@@ -35,6 +35,7 @@ import msgspec
 
 from areal_q.checks.automatic import settled, why_dtype, why_smoothing
 from areal_q.checks.disk_use import disk_use
+from areal_q.checks.packages import learner_python, worker_python
 from areal_q.checks.settings import preflight, served_at, without_effect
 from areal_q.cli.child_processes import DRAIN_S, ChildProcesses, Interrupts, Program
 from areal_q.config import PretrainedModel, Run, dump_toml
@@ -99,9 +100,10 @@ def plan(run: Run, run_dir: Path, sockets: Path, resume: bool) -> Plan:
         redis = Program("redis", module_command("buffer.redis_store.local_server", *argv))
     announce = run.broadcast.announce or f"ipc://{sockets / 'announce'}"
     fetch = run.broadcast.fetch or f"ipc://{sockets / 'fetch'}"
-    learner = module_command("learner", *where, "--run-dir", str(run_dir))
+    python = learner_python(run)
+    learner = module_command("learner", *where, "--run-dir", str(run_dir), python=python)
     learner += ["--announce", announce, "--fetch", fetch, *(["--resume"] if resume else [])]
-    worker = module_command("rollout", *where, "--run", run.name)
+    worker = module_command("rollout", *where, "--run", run.name, python=worker_python(run))
     # Workers wait without a limit, since the learner of this launch resumes a finished run.
     worker += ["--config", str(run_dir / "config.toml"), "--finished-wait", "inf"]
     names = [f"rollout-{i}" for i in range(run.rollout.workers)]

@@ -31,10 +31,11 @@ _KEPT_BYTES, _LARGEST_BYTES = (2 << 30) - 1, 32 << 20
 """Free memory that is kept, and the largest block of it; glibc accepts no more of either."""
 
 
-def module_command(module: str, *arguments: str) -> list[str]:
-    """Returns the command that runs a module of this project. With -P no file of the current directory, such as
-    `buffer.py` or `random.py`, is imported in place of ours; with -X utf8 files are UTF-8 in every locale."""
-    return [sys.executable, "-P", "-X", "utf8", "-m", module, *arguments]
+def module_command(module: str, *arguments: str, python: str = sys.executable) -> list[str]:
+    """Returns the command that runs a module of this project, by `python`, which may be another environment's.
+    With -P no file of the current directory, such as `buffer.py` or `random.py`, is imported in place of ours;
+    with -X utf8 files are UTF-8 in every locale."""
+    return [python, "-P", "-X", "utf8", "-m", module, *arguments]
 
 
 def supervised_command(module: str, *arguments: str) -> list[str]:

