@@ -61,7 +61,7 @@ def disk_use(run: Run) -> DiskUse:
     each = format_bytes(run.rollout.format) if cfg.lora else 4
     reference = cfg.reference_kl is not None and cfg.lora is None
     modules = weights * each * (2 if reference else 1)
-    moments = 0 if cfg.lora else weights * _moment_bytes(run)
+    moments = 0 if cfg.lora else weights * moment_bytes(run)
     separate = cfg.critic is not None and cfg.critic.trunk == "separate"
     critic = weights * (4 + 8) if separate else 0
     sampled = run.steps * cfg.groups * cfg.group_size * run.rollout.sampling.max_tokens
@@ -122,7 +122,8 @@ def format_bytes(format: str) -> float:
     return _FORMAT_BYTES.get(format, 0.6)
 
 
-def _moment_bytes(run: Run) -> int:
+def moment_bytes(run: Run) -> int:
+    """Returns the bytes of the optimizer's moments for a weight."""
     match run.learner.optimizer:
         case AdamW():
             return 8

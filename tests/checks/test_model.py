@@ -16,14 +16,6 @@ from helpers.paths import ROOT
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from areal_q.checks.memory import (
-    LAID_OUT_BYTES,
-    PROCESS_BYTES,
-    TRAINED_BYTES,
-    VERSIONS,
-    learner_bytes,
-    worker_bytes,
-)
 from areal_q.checks.model import _noisy_activations, check_model, findings, longest_prompt
 from areal_q.config import Run, dump_toml, load, override
 from areal_q.errors import UserError
@@ -181,20 +173,6 @@ def test_areal_q_check_refuses_a_model_in_the_words_of_the_run(model: Path):
         check_model(run_of(model))
     (found,) = model_of(run_of(model))
     assert (found.level, found.says) == ("error", str(refused.value))
-
-
-def test_memory_is_counted_as_by_hand(model: Path):
-    """Embedding [260, 32], q and o [32, 32], k and v [16, 32], MLP [48, 32]; three norms of 32, two of 16."""
-    linears = 2 * 32**2 + 2 * 16 * 32 + 3 * 32 * 48
-    others = 260 * 32 + 3 * 32 + 2 * 16
-    small = ["learner.groups=2", "learner.group_size=3", "learner.max_lag=0"]
-    run = run_of(model, "rollout.format=bf16", *small)
-    shape = shape_of(run.model, load_tokenizer(model))
-    assert learner_bytes(run, shape) == PROCESS_BYTES + TRAINED_BYTES * (linears + others)
-    positions = 2 * 3 * (10 + 8) * 2 * 16 * 4
-    payload = 2 * linears + 4 * others
-    held = VERSIONS * payload + LAID_OUT_BYTES * (linears + others)
-    assert worker_bytes(run, shape, 10) == PROCESS_BYTES + held + positions
 
 
 @pytest.mark.parametrize(("free", "level"), [(1 << 40, "ok"), (1 << 30, "warning")])

@@ -1,0 +1,270 @@
+"""The parts of a process's memory, beside a count by hand, what torch keeps, and what whole runs took."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from areal_q.checks import memory
+from areal_q.checks.memory import (
+    PROCESS_BYTES,
+    Lengths,
+    learner_memory,
+    pass_memory,
+    total,
+    worker_memory,
+)
+from areal_q.config import Run, load
+from areal_q.models import Decoder, DecoderConfig, PackedLayout, init_weights
+from areal_q.models.low_bit.bf16_rounding import round_rest
+from areal_q.models.low_bit.quantized_forward import QuantLinear, use
+
+SMALL = DecoderConfig(
+    family="qwen3", vocab_size=260, width=32, layers=1, heads=2, kv_heads=1, head_dim=16, mlp=48,
+    max_positions=64,
+)  # fmt: skip
+QUICKSTART = DecoderConfig(
+    family="qwen3", vocab_size=19, width=128, layers=3, heads=4, kv_heads=2, head_dim=32, mlp=384,
+    max_positions=256,
+)  # fmt: skip
+SMOLLM2 = DecoderConfig(
+    family="llama", vocab_size=49_152, width=576, layers=30, heads=9, kv_heads=3, head_dim=64, mlp=1536,
+    max_positions=8192,
+)  # fmt: skip
+M20 = DecoderConfig(
+    family="qwen3", vocab_size=16_384, width=384, layers=8, heads=6, kv_heads=2, head_dim=64, mlp=1152,
+    max_positions=4096,
+)  # fmt: skip
+HALF_A_BILLION = DecoderConfig(
+    family="qwen2", vocab_size=151_936, width=896, layers=24, heads=14, kv_heads=2, head_dim=64, mlp=4864,
+    max_positions=4096, qkv_bias=True,
+)  # fmt: skip
+AVX2 = {"avx2", "fma"}
+SUMS = [
+    "learner.groups=4", "learner.group_size=8", "learner.minibatches=1", "learner.max_lag=2",
+    "learner.dtype=float32", "rollout.unquantized=bf16", "rollout.engine.slots=96", "rollout.smoothing=off",
+    "rollout.sampling.max_tokens=24",
+]  # fmt: skip
+"""configs/smollm2-sums.toml"""
+
+
+@pytest.fixture(autouse=True)
+def _old_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All runs below were on processors without AVX-512, unless they say so."""
+    for module in ("memory", "automatic"):
+        monkeypatch.setattr(f"areal_q.checks.{module}.cpu_flags", lambda: AVX2)
+
+
+def by_name(parts: Any) -> dict[str, float]:
+    return {part.name: part.nbytes for part in parts}
+
+
+def test_parts_are_counted_as_by_hand():
+    """Embedding [260, 32], q and o [32, 32], k and v [16, 32], MLP [48, 32]; three norms of 32, two of 16."""
+    linears = 2 * 32**2 + 2 * 16 * 32 + 3 * 32 * 48
+    weights = linears + 260 * 32 + 3 * 32 + 2 * 16
+    small = [
+        "learner.groups=2",
+        "learner.group_size=3",
+        "learner.max_lag=0",
+        "learner.minibatches=1",
+    ]
+    small += ["rollout.sampling.max_tokens=8", "rollout.format=bf16", "rollout.unquantized=fp32"]
+    run = load(None, small)
+    learner = by_name(learner_memory(run, SMALL, Lengths(10, 8)))
+    payload = 2 * linears + 4 * (weights - linears)
+    assert learner["process"] == PROCESS_BYTES
+    assert learner["weights"] == learner["gradients"] == 4 * weights
+    assert learner["moments"] == 8 * weights
+    assert (
+        learner["published versions"] == (3 + 2) * payload
+    )  # broadcast.hold is more than max_lag + 2
+    tokens, padded = 2 * (10 + 3 * 7), 6 * 17
+    attention = padded * 2 * (32 + 16)
+    assert learner["activations"] == 4 * (tokens * (7 * 32 + 4 * 48) + attention)
+    worker = by_name(worker_memory(run, SMALL, Lengths(10, 8)))
+    assert worker["received versions"] == 4 * payload
+    assert worker["weights laid out"] == 3 * 4 * weights
+    assert worker["KV cache"] == 2 * 3 * (10 + 8) * 2 * 16 * 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (["learner.optimizer.type=adamw8bit"], {"moments": 2}),
+        (["learner.optimizer.type=muon"], {"moments": 4}),
+        (["learner.reference_kl={coef=0.1}"], {"reference": 4}),
+        (
+            ["learner.critic={}", "learner.advantage.type=gae", "learner.group_size=1"],
+            {"critic": 16},
+        ),
+    ],
+)
+def test_what_settings_add_is_counted(settings: list[str], expected: dict[str, int]):
+    parts = by_name(learner_memory(load(None, settings), SMALL, Lengths(8, 8)))
+    assert {name: parts[name] / SMALL.weights for name in expected} == expected
+
+
+def test_adapters_alone_have_gradients_and_moments():
+    run = load(None, ["learner.lora={rank=4, targets=['q_proj']}", "rollout.format=nf4"])
+    parts = by_name(learner_memory(run, SMALL, Lengths(8, 8)))
+    assert parts["gradients"] == 4 * 4 * (32 + 32) and parts["moments"] == 2 * parts["gradients"]
+    assert parts["weights"] < SMALL.weights
+
+
+def test_ranks_share_what_is_sharded_and_nothing_else():
+    run = load(None, ["learner.device=cuda", "learner.dtype=bfloat16"])
+    one, four = (list(learner_memory(run, SMALL, Lengths(8, 8), ranks)) for ranks in (1, 4))
+    alone, shared = by_name(one), by_name(four)
+    for name in ("weights", "gradients", "moments"):
+        assert shared[name] == alone[name] / 4
+    assert shared["activations"] == alone["activations"]
+    assert {p.name for p in four if not p.on_gpu} == {
+        "process",
+        "published versions",
+        "copy on the host",
+    }
+
+
+def _full(model: Decoder) -> None: ...
+
+
+def _rounding(model: Decoder) -> None:
+    use(QuantLinear, model, "bf16")
+    round_rest(model)
+
+
+def _bfloat16(model: Decoder) -> None:
+    model.dtype = torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("settings", "prepare"),
+    [
+        (["learner.dtype=float32"], _full),
+        (["learner.dtype=float32", "learner.precision=qarl", "rollout.format=bf16"], _rounding),
+        (["learner.dtype=bfloat16"], _bfloat16),
+    ],
+    ids=["float32", "qarl", "bfloat16"],
+)
+@pytest.mark.parametrize(
+    ("width", "mlp", "heads", "kv_heads", "prompt"), [(96, 256, 3, 1, 20), (64, 128, 2, 2, 60)]
+)
+def test_activations_are_what_torch_keeps_for_the_backward_pass(
+    settings: list[str], prepare: Callable[[Decoder], None], width: int, mlp: int, heads: int,
+    kv_heads: int, prompt: int,
+):  # fmt: skip
+    """Of two and of four layers, whose difference is that of two layers alone."""
+    shape = {
+        "family": "llama",
+        "vocab_size": 64,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": 32,
+    }
+    batch = ["learner.groups=2", "learner.group_size=8", "learner.minibatches=1"]
+    run, kept = load(None, [*batch, *settings]), {}
+    for layers in (2, 4):
+        config = DecoderConfig(**shape, width=width, mlp=mlp, layers=layers, max_positions=256)
+        model = Decoder(config)
+        init_weights(model, 0)
+        prepare(model)
+        kept[layers] = saved_bytes(model, PackedLayout.of_groups([(prompt, [23] * 8)] * 2, "cpu"))
+        kept[-layers] = by_name(pass_memory(run, config, Lengths(prompt, 24)))["activations"]
+    assert kept[-4] - kept[-2] == pytest.approx(kept[4] - kept[2], rel=0.08)
+
+
+def saved_bytes(model: Decoder, layout: PackedLayout) -> int:
+    """Returns the bytes that a forward pass keeps, the parameters not counted."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    seen: dict[int, tuple[int, torch.Tensor]] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            seen[storage.data_ptr()] = (
+                storage.nbytes(),
+                tensor,
+            )  # held, so that no other takes its place
+        return tensor
+
+    ids = torch.zeros(len(layout.positions), dtype=torch.int64)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(ids, layout)
+    return sum(nbytes for nbytes, _ in seen.values())
+
+
+MEASURED = [
+    (QUICKSTART, ["learner.dtype=float32", "rollout.sampling.max_tokens=5", "rollout.engine.slots=256"], 6,
+     1.355e9, 0.597e9),
+    (SMOLLM2, [*SUMS, "rollout.format=bf16", "learner.precision=qarl"], 46, 7.44e9, 3.92e9),
+]  # fmt: skip
+"""Shape, settings, tokens of a prompt, and the largest resident memory (VmHWM) of learner and worker: the
+quickstart, 420 steps, and configs/smollm2-sums.toml, 12 steps; two cores of an AMD EPYC without AVX-512"""
+
+
+@pytest.mark.parametrize(("shape", "settings", "prompt", "learner", "worker"), MEASURED)
+def test_whole_runs_took_what_is_expected_within_15_percent(
+    shape: DecoderConfig, settings: list[str], prompt: int, learner: float, worker: float
+):
+    run = load(None, settings)
+    lengths = Lengths(prompt, run.rollout.tokens_after_prompt)
+    assert total(learner_memory(run, shape, lengths)) == pytest.approx(learner, rel=0.15)
+    assert total(worker_memory(run, shape, lengths)) == pytest.approx(worker, rel=0.15)
+
+
+STEPS = ("weights", "gradients", "moments", "activations", "logits", "the head's gradient")
+
+
+@pytest.mark.parametrize(
+    ("shape", "groups", "size", "lengths", "dtype", "mib"),
+    [
+        (HALF_A_BILLION, 1, 4, Lengths(64, 448), "bfloat16", 9_900),
+        (HALF_A_BILLION, 1, 4, Lengths(64, 448), "float32", 12_109),
+        (M20, 3, 8, Lengths(48, 1814 / 24), "bfloat16", 627),
+        (M20, 3, 8, Lengths(48, 1814 / 24), "float32", 1_038),
+    ],
+)
+def test_single_steps_took_what_is_expected_within_15_percent(
+    shape: DecoderConfig, groups: int, size: int, lengths: Lengths, dtype: str, mib: int
+):
+    """bench/README.md: the peak of one step beyond what the process had before it loaded the model."""
+    batch = [f"learner.groups={groups}", f"learner.group_size={size}", "learner.minibatches=1"]
+    run = load(None, [*batch, f"learner.dtype={dtype}"])
+    parts = by_name(learner_memory(run, shape, lengths))
+    assert sum(parts[name] for name in STEPS) / 2**20 == pytest.approx(mib, rel=0.15)
+
+
+def test_a_step_on_a_gpu_took_what_is_expected_within_15_percent():
+    """docs/gpu.md: 32 sequences of 1,024 tokens at 0.5B in float32, layers computed again: 13.0 GiB."""
+    batch = ["learner.groups=32", "learner.group_size=1", "learner.minibatches=1"]
+    settings = [
+        *batch,
+        "learner.advantage={type='reinforce++', baseline='none'}",
+        "learner.dtype=float32",
+    ]
+    run = load(None, [*settings, "learner.device=cuda", "learner.recompute=true"])
+    parts = by_name(learner_memory(run, HALF_A_BILLION, Lengths(0, 1024)))
+    assert sum(parts[name] for name in STEPS) / 2**30 == pytest.approx(13.0, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("flags", "format", "nbytes"),
+    [
+        (AVX2, "bf16", 4),
+        (AVX2, "int8", 4),
+        ({"avx512_vnni"}, "int8", 1),
+        ({"avx512_bf16"}, "int4", 2),
+    ],
+)
+def test_kernels_take_weights_as_the_processor_multiplies_them(
+    monkeypatch: pytest.MonkeyPatch, flags: set[str], format: str, nbytes: int
+):
+    monkeypatch.setattr("areal_q.checks.memory.cpu_flags", lambda: flags)
+    assert memory.laid_out_bytes(format) == nbytes
+
+
+def test_a_worker_without_a_model_is_a_process_alone():
+    run: Run = load(None, ["rollout.engine.type=scripted"])
+    assert total(worker_memory(run, SMALL, Lengths(8, 8))) == PROCESS_BYTES
