@@ -32,7 +32,7 @@ LAYERS = {
         {"tasks"},
         {"models", "observability"},
         {"checks"},
-        {"cli"},
+        {"cli", "plan"},
         {"api"},
         {"__main__"},
     ),

@@ -17,8 +17,13 @@ from areal_q.system.run_dir import path_of
 _TOKEN_BYTES = 24
 """Most bytes of a response's token in trajectories/, tokens/ and redis/ together: its id and log-probs"""
 _EIGHT_BITS = ("int8", "int8-weight", "fp8", "fp8-channel", "fp8-weight")
-_FORMAT_BYTES = {"bf16": 2.0, **dict.fromkeys(_EIGHT_BITS, 1.0)}
-"""Bytes of a weight; 0.6 in all other formats"""
+_FORMAT_BYTES = {
+    "bf16": 2.0,
+    **dict.fromkeys(_EIGHT_BITS, 1.0),
+    **dict.fromkeys(("int4", "int4-fp8", "mxfp4"), 0.53),
+    **dict.fromkeys(("int4-g32", "nvfp4", "nf4"), 0.57),
+}
+"""Bytes of a weight, with its share of the scales"""
 
 
 @dataclass(frozen=True)
@@ -119,7 +124,7 @@ def _bytes(directory: Path) -> int:
 
 def format_bytes(format: str) -> float:
     """Returns about how many bytes a weight takes in this number format, scales included."""
-    return _FORMAT_BYTES.get(format, 0.6)
+    return _FORMAT_BYTES[format]
 
 
 def moment_bytes(run: Run) -> int:

@@ -29,7 +29,7 @@ KV_ITEM_BYTES = {"auto": 4, "fp8": 1}
 CPU_BLOCK, GPU_BLOCK = 1 << 22, 1 << 27
 """Logits in a block of the output head (areal_q/models/logprobs.py)"""
 _KEPT_EXPONENTIALS = 1 << 29
-"""Most that the fused head keeps in bfloat16 (areal_q/models/fused/head.py)"""
+"""Most that are kept (areal_q/models/fused/head.py)"""
 _FREED, _MOST_FREED = 15, 700e6
 """What the C library keeps of the blocks that passes have freed (areal_q/system/processes.py): the quickstart's
 learner came from 0.4 to 1.36 GB within 150 steps, and stayed there for the 270 that followed"""
@@ -174,6 +174,13 @@ def microbatch_responses(run: Run, lengths: Lengths) -> float:
     return min(cfg.groups * cfg.group_size / cfg.minibatches, max(1.0, cfg.microbatch_tokens / one))
 
 
+def keeps_exponentials(run: Run, shape: DecoderConfig, lengths: Lengths) -> bool:
+    """Returns True if the head keeps its exponentials for the backward pass, in bfloat16 on a CPU."""
+    fused = run.learner.products == "bfloat16" and run.learner.device == "cpu"
+    drawn = microbatch_responses(run, lengths) * lengths.response
+    return fused and drawn * shape.vocab_size <= _KEPT_EXPONENTIALS
+
+
 def pass_memory(
     run: Run, shape: DecoderConfig, lengths: Lengths, gpu: bool = False
 ) -> Iterator[Part]:
@@ -214,12 +221,11 @@ def pass_memory(
             f"{_FREED} passes, at most {size(_MOST_FREED)}: seen in long runs",
         )
     logits = min(drawn * shape.vocab_size, GPU_BLOCK if gpu else CPU_BLOCK)
-    fused = cfg.products == "bfloat16" and not gpu
-    kept_too = min(drawn * shape.vocab_size, _KEPT_EXPONENTIALS) if fused else 0
+    kept_too = drawn * shape.vocab_size if keeps_exponentials(run, shape, lengths) else 0
     yield Part(
         "logits",
         _BLOCK_COPIES * 4 * logits + 2 * kept_too,
-        f"{_BLOCK_COPIES} · 4 · {logits:.3g} in a block{f', 2 · {kept_too:.3g} kept' if fused else ''}",
+        f"{_BLOCK_COPIES} · 4 · {logits:.3g} in a block{f', 2 · {kept_too:.3g} kept' if kept_too else ''}",
         gpu,
     )
     head = shape.vocab_size * shape.width

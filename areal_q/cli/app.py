@@ -26,7 +26,7 @@ EXITS = (
     "run died; 2 something to mend, which one line names; 130 killed by a second Ctrl-C."
 )
 GROUPS = {
-    "Train": ("run", "sft", "check", "settings", "check-config"),
+    "Train": ("run", "sft", "plan", "check", "settings", "check-config"),
     "While a run goes on": ("watch", "status", "weights", "buffer"),
     "Afterwards, or meanwhile": ("report", "track", "doctor", "replay", "fetch", "eval"),
     "Models": ("formats", "export", "quantize"),
@@ -37,6 +37,7 @@ GROUPS = {
 
 ELSEWHERE = {
     "setup": "areal_q.cli.setup",
+    "plan": "areal_q.plan.cli",
     "report": "buffer.report.cli",
     "track": "areal_q.cli.track",
     "weights": "buffer.weight_sync.commands.inspect_weights",

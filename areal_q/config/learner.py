@@ -305,9 +305,10 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
         have drawn what step 9 learns from, and version 10 follows: 4.
 
         Read by learner/build.py (VersionHistory), learner/measure/fidelity.py (weights to score with),
-        learner/replay/replay_steps.py and areal_q/checks/memory.py (what they take). `max_lag` itself is read by
-        learner/data/group_reader.py (which groups are too old), rollout/build.py (whose responses a worker
-        continues), areal_q/config/load.py (what workers are set up from), learner/doctor/examine.py and
+        learner/replay/replay_steps.py and areal_q/checks/memory.py (what they take). `max_lag` itself is read
+        by learner/data/group_reader.py (which groups are too old), rollout/build.py (whose responses a worker
+        continues), areal_q/config/load.py (what workers are set up from), areal_q/plan/speed.py and
+        areal_q/plan/estimate.py (what is expected), learner/doctor/examine.py and
         learner/doctor/diagnosis/gap_rules.py."""
         return self.max_lag + 2
 
@@ -317,7 +318,8 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
         Example: groups = 64, max_lag = 2: 192.
 
         Read by learner/data/admission.py (tickets to admit), buffer/sampling/replay_pool.py (groups to read
-        ahead), areal_q/config/rules.py (what a sampler may ask for) and areal_q/checks/memory.py."""
+        ahead), areal_q/config/rules.py (what a sampler may ask for), areal_q/checks/memory.py and
+        areal_q/plan/speed.py (rows that a worker draws)."""
         return (self.max_lag + 1) * self.groups
 
     @property

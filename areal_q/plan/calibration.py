@@ -1,0 +1,54 @@
+"""What a run measured, for plans of others on the same hardware."""
+
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from areal_q.checks.memory import Lengths
+from areal_q.config import Run, load
+from areal_q.errors import LogError
+from areal_q.models import DecoderConfig
+from areal_q.observability.metrics_log import read_metrics
+from areal_q.plan.hardware import Hardware
+from areal_q.plan.speed import Correction, Load, Split, learner_seconds, worker_rate
+from areal_q.plan.wire import wire
+from areal_q.system.run_dir import METRICS_FILE
+
+_SETTLED = 2
+"""Steps at the start that are left out: kernels are compiled, and nothing is drawn ahead yet."""
+
+
+def measured(
+    directory: Path, shape: DecoderConfig, prompt: float, on: Hardware
+) -> tuple[Load, Correction]:
+    """Returns what the steps of the run in `directory`, of a model of this shape, say of the load of a step and
+    of the formulas. Raises LogError if it has too few steps."""
+    run = load(directory / "config.toml")
+    steps = [r for r in read_metrics(directory / METRICS_FILE) if r["kind"] == "step"]
+    if len(steps) <= _SETTLED + 1:
+        raise LogError(
+            f"{directory}: {len(steps)} steps are too few to measure by: at least {_SETTLED + 2}"
+        )
+    before, *rest = steps[_SETTLED:]
+    load_ = Load(Lengths(prompt, _middle(rest, "response/tokens_mean")), _useful(run, before, rest))
+    split = Split(max(1, on.count // 2), max(1, run.rollout.workers))
+    busy_s = median(r["learner/step_s"] - r["learner/wait_s"] for r in rest)
+    drawing = [w for r in rest for w in r["workers"] if w["idle_share"] < 1 and w["tokens_per_s"]]
+    rate = median(w["tokens_per_s"] / (1 - w["idle_share"]) for w in drawing) if drawing else 0.0
+    deltas = (rest[-1]["weights/delta_bytes"] - before["weights/delta_bytes"]) / len(rest)
+    return load_, Correction(
+        learner=busy_s / learner_seconds(run, shape, load_, on, split.learner_gpus)[0],
+        workers=rate / worker_rate(run, shape, load_, on, split.workers)[0] if rate else 1.0,
+        delta=deltas / wire(run, shape).delta if deltas else 1.0,
+    )
+
+
+def _middle(steps: list[dict[str, Any]], key: str) -> float:
+    return median(float(r[key]) for r in steps)
+
+
+def _useful(run: Run, before: dict[str, Any], steps: list[dict[str, Any]]) -> float:
+    """Returns the part of the groups read that steps were made of; those that only wait do not count."""
+    read = steps[-1]["buffer/groups"] - before["buffer/groups"]
+    used = len(steps) * run.learner.groups
+    return min(1.0, used / read) if read else 1.0

@@ -1,0 +1,226 @@
+"""Memory, wire and speed of a run together: does it fit, how fast is it, what would be better."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+
+from areal_q.checks.automatic import settled
+from areal_q.checks.memory import Lengths, Part, learner_memory, total, worker_memory
+from areal_q.config import Run, TorchEngine
+from areal_q.models import DecoderConfig
+from areal_q.observability.run_summary import plural
+from areal_q.plan.hardware import Hardware
+from areal_q.plan.speed import NONE, Correction, Load, Speed, Split, speed
+from areal_q.plan.wire import ZEROMQ_SHARE, Wire, wire
+from areal_q.system.disk import size
+
+REDIS_BYTES = 9.2
+"""Of a response's token in Redis (docs/sizing.md)"""
+_IDLE = 0.15
+"""Idle shares above this are worth a line of advice."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a run takes and how fast it is expected to be. Times are in seconds, sizes in bytes."""
+
+    weights: int
+    hardware: Hardware
+    lengths: Lengths
+    useful: float
+    learner: list[Part]
+    worker: list[Part]
+    fits: bool
+    wire: Wire
+    sending_s: float
+    """Seconds for which a version occupies the learner's network card, all workers elsewhere."""
+    redis: float
+    speed: Speed
+    others: list[Speed] = field(default_factory=list)
+    """Other splits, the best first."""
+    advice: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        return msgspec.to_builtins(self)
+
+
+def estimate(
+    run: Run,
+    shape: DecoderConfig,
+    load: Load,
+    on: Hardware,
+    learner_gpus: int = 0,
+    gbit_s: float = 100.0,
+    correction: Correction = NONE,
+) -> Estimate:
+    """Returns the estimate for the learner on `learner_gpus`, 0: on as many as are best, and workers on the
+    others; on a processor with the workers of the settings."""
+    run = settled(run)
+    found = [
+        speed(run, shape, load, on, split, correction) for split in _splits(run, on, learner_gpus)
+    ]
+    fitting = [one for one in found if _fits(run, shape, load.lengths, on, one.split)]
+    # Of equals the one that leaves the fewest GPUs idle: the learner's are the dearer ones.
+    ranked = sorted(
+        fitting or found, key=lambda one: (round(one.step_s, 3), one.split.learner_gpus)
+    )
+    best, others = ranked[0], ranked[1:]
+    whole = wire(run, shape)
+    sent = Wire(whole.snapshot, whole.delta * correction.delta)
+    cfg = run.learner
+    kept = (run.checkpoint.every + cfg.max_lag + 1) * cfg.groups * cfg.group_size
+    memory_of = Lengths(load.lengths.prompt, run.rollout.tokens_after_prompt)
+    made = Estimate(
+        weights=shape.weights,
+        hardware=on,
+        lengths=load.lengths,
+        useful=load.useful,
+        learner=list(learner_memory(run, shape, memory_of, _ranks(on, best.split))),
+        worker=list(worker_memory(run, shape, memory_of)),
+        fits=bool(fitting),
+        wire=sent,
+        sending_s=best.split.workers * sent.delta * 8 / (gbit_s * 1e9 * ZEROMQ_SHARE),
+        redis=kept * load.lengths.response * REDIS_BYTES,
+        speed=best,
+        others=others[:3],
+    )
+    return replace(made, advice=list(_advice(run, shape, load, correction, made)))
+
+
+def _ranks(on: Hardware, split: Split) -> int:
+    return 1 if on.is_cpu else split.learner_gpus
+
+
+def _splits(run: Run, on: Hardware, learner_gpus: int) -> Iterator[Split]:
+    """Yields who may work on what: on GPUs every number of learner's GPUs that leaves some for a worker."""
+    if on.is_cpu:
+        yield Split(1, max(1, run.rollout.workers))
+        return
+    each = getattr(run.rollout.engine, "tensor_parallel", 1)
+    if on.count <= each:  # one GPU is shared
+        yield Split(on.count, 1)
+        return
+    for gpus in [learner_gpus] if learner_gpus else range(1, on.count - each + 1):
+        yield Split(gpus, max(1, (on.count - gpus) // each))
+
+
+def _fits(run: Run, shape: DecoderConfig, lengths: Lengths, on: Hardware, split: Split) -> bool:
+    longest = Lengths(lengths.prompt, run.rollout.tokens_after_prompt)
+    learner = list(learner_memory(run, shape, longest, _ranks(on, split)))
+    worker = list(worker_memory(run, shape, longest))
+    if on.is_cpu:
+        return total(learner) + split.workers * total(worker) <= on.device.memory
+    each = getattr(run.rollout.engine, "tensor_parallel", 1)
+    mine, theirs = total(learner, True), total(worker, True) / each
+    if on.count <= each:
+        return mine + theirs <= on.device.memory
+    return max(mine, theirs) <= on.device.memory
+
+
+def _advice(
+    run: Run, shape: DecoderConfig, load: Load, correction: Correction, made: Estimate
+) -> Iterator[str]:
+    """Yields what would be better, the most important first."""
+    now, on = made.speed, made.hardware
+    if not made.fits:
+        yield _too_large(run, made)
+    elif on.is_cpu:
+        yield from _workers_wanted(run, shape, load, correction, made)
+    else:
+        yield from _splits_compared(made)
+    if run.learner.max_lag == 0 and made.fits:
+        ahead = max(now.learner_s, now.workers_s)
+        yield f"learner.max_lag=1: learner and workers work at the same time, a step would take {ahead:.3g} s"
+    if not isinstance(run.rollout.engine, TorchEngine) or on.is_cpu:
+        return
+    yield "rollout.engine.type=vllm or sglang: the torch engine is a reference, and slow on a GPU"
+
+
+def _too_large(run: Run, made: Estimate) -> str:
+    gpu = not made.hardware.is_cpu
+    learner, worker = total(made.learner, gpu), total(made.worker, gpu)
+    where = "learner" if learner >= worker else "worker"
+    room = size(made.hardware.device.memory)
+    fix = "learner.optimizer.type=adamw8bit, learner.recompute=true, learner.microbatch_tokens, learner.lora"
+    if where == "worker":
+        fix = "rollout.format=int4, fewer rollout.engine.slots"
+    return f"it does not fit: the {where} takes {size(max(learner, worker))} of {room}; {fix}"
+
+
+def _workers_wanted(
+    run: Run, shape: DecoderConfig, load: Load, correction: Correction, made: Estimate
+) -> Iterator[str]:
+    now = made.speed
+    if now.learner_idle > _IDLE and run.learner.max_lag:
+        wanted = next(
+            (
+                n
+                for n in range(now.split.workers + 1, 4 * now.split.workers + 2)
+                if speed(run, shape, load, made.hardware, Split(1, n), correction).learner_idle
+                < _IDLE
+            ),
+            0,
+        )
+        told = f"the learner would idle {now.learner_idle:.0%}"
+        if wanted:
+            yield f"{told}: rollout.workers={wanted}, if there are cores for them"
+        else:
+            yield f"{told}: workers on other machines (areal-q rollout), or a lighter rollout.format"
+    elif now.workers_idle > 0.5 and now.split.workers > 1:
+        yield f"workers would idle {now.workers_idle:.0%}: fewer of them suffice"
+    elif now.workers_idle > 0.5 and run.learner.threads == 1 and made.hardware.device.cores > 1:
+        yield f"the worker would idle {now.workers_idle:.0%}: learner.threads=2"
+
+
+def _splits_compared(made: Estimate) -> Iterator[str]:
+    now = made.speed
+    if now.learner_idle > _IDLE:
+        yield f"the learner would idle {now.learner_idle:.0%}: more GPUs for workers, or a lighter format"
+    elif now.workers_idle > _IDLE:
+        yield f"workers would idle {now.workers_idle:.0%}: a larger batch, or fewer GPUs"
+    for other in made.others[:1]:
+        yield (
+            f"{_named(other.split)}: {other.step_s:.3g} s a step, the learner would idle "
+            f"{other.learner_idle:.0%}, workers {other.workers_idle:.0%}"
+        )
+
+
+def _named(split: Split) -> str:
+    return f"{plural(split.learner_gpus, 'learner GPU')}, {plural(split.workers, 'worker')}"
+
+
+def rows(made: Estimate) -> Sequence[tuple[str, str, str]]:
+    """Returns (name, value, formula) of each line about wire and speed."""
+    now, formulas = made.speed, made.speed.formulas
+    drawn = f"of {made.lengths.response:.3g} tokens after prompts of {made.lengths.prompt:.3g}"
+    return [
+        ("a version", size(made.wire.snapshot), "codes, scales, and what is not quantized"),
+        (
+            "its delta",
+            size(made.wire.delta),
+            "2 · W / what deltas were smaller at this learning rate; within a factor of 5",
+        ),
+        (
+            "sent a version",
+            f"{made.sending_s:.3g} s",
+            "workers · delta / (network · 0.7), if all are on other hosts",
+        ),
+        (
+            "Redis",
+            size(made.redis),
+            f"(checkpoint.every + max_lag + 1) · responses {drawn} · {REDIS_BYTES} bytes",
+        ),
+        (
+            "learner",
+            f"{now.learner_tokens_s:,.0f} tokens/s, {now.learner_s:.3g} s a step",
+            formulas["learner's step"],
+        ),
+        ("a worker", f"{now.worker_tokens_s:,.0f} tokens/s", formulas["a worker"]),
+        ("workers", f"{now.workers_s:.3g} s a step", formulas["workers' step"]),
+        ("a step", f"{now.step_s:.3g} s", formulas["a step"]),
+        ("learner idle", f"{now.learner_idle:.0%}", "1 - learner / step"),
+        ("workers idle", f"{now.workers_idle:.0%}", "1 - workers / step"),
+        ("staleness", f"{now.lag:.2g} versions", formulas["staleness"]),
+    ]

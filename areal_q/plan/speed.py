@@ -1,0 +1,253 @@
+"""How long a step takes, of the learner and of the workers, and what follows for idle shares and staleness.
+
+    learner   FLOP of a step / (rate of products · the share that a whole step reaches)
+    workers   tokens of a step / (workers · tokens/s of one)
+    a step    the longer of both; with max_lag = 0 their sum, as each waits for the other
+
+A token's FLOP: 2 for each weight in a forward pass and 4 in the backward pass, attention beside it.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from areal_q.checks.disk_use import format_bytes
+from areal_q.checks.memory import (
+    Lengths,
+    keeps_exponentials,
+    linear_weights,
+    microbatch_responses,
+)
+from areal_q.config import Run, ScriptedEngine, TorchEngine
+from areal_q.models import DecoderConfig
+from areal_q.observability.run_summary import plural
+from areal_q.plan.hardware import Hardware
+
+DECODE_SHARE = {"cpu": 0.65, "gpu": 0.5}
+"""The part of products' or memory's rate that decoding reaches: measured on CPUs (bench/README.md has 0.62 to
+0.87 of a core to itself), assumed for vLLM and SGLang on GPUs"""
+LAYER_S = {"cpu": 6e-5, "torch on a GPU": 6.8e-4, "served": 1.5e-4, "served, compiled": 3e-5}
+"""Seconds that a layer of a decoding step takes however few rows there are: measured for our engine
+(bench/README.md, docs/gpu.md), assumed for served ones"""
+SERVED_S = 5e-3
+"""Seconds that a served engine's scheduler takes for a step, assumed"""
+PASS_LAYER_S = {"cpu": 7e-3, "gpu": 3e-3}
+"""Seconds that Python and the launches of kernels take for a layer, forward and backward: 0.02 s of a step of
+0.6M parameters (bench/README.md), 0.15 of the 14,900 launches at 0.5B on an H100 (docs/gpu.md)"""
+OPTIMIZER_BYTES = 28
+"""Bytes read and written for a weight in an optimizer step: itself, its gradient, two moments"""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a step works on."""
+
+    lengths: Lengths
+    useful: float = 1.0
+    """The part of the groups drawn that the learner uses; the rest is dropped."""
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What a run measured, over what these formulas give for it."""
+
+    learner: float = 1.0
+    workers: float = 1.0
+    delta: float = 1.0
+
+
+NONE = Correction()
+
+
+class Split(NamedTuple):
+    """Who works on what. On a CPU both counts are of processes."""
+
+    learner_gpus: int
+    workers: int
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What is expected of a run, in the long run."""
+
+    split: Split
+    learner_s: float
+    """Seconds of the learner for a step, waiting not included."""
+    workers_s: float
+    """Seconds of all workers for a step's tokens."""
+    step_s: float
+    learner_tokens_s: float
+    """Response tokens that the learner could learn from per second."""
+    worker_tokens_s: float
+    """Response tokens that one busy worker draws per second."""
+    learner_idle: float
+    workers_idle: float
+    lag: float
+    """Mean version lag of a token that is learnt from."""
+    formulas: dict[str, str] = field(default_factory=dict)
+
+
+def active_linears(shape: DecoderConfig) -> float:
+    """Returns how many weights of the linears a token meets: with experts, those of the few it goes to."""
+    if shape.experts is None:
+        return linear_weights(shape)
+    expert = 3 * shape.width * shape.experts.mlp * len(shape.sparse_layers)
+    return linear_weights(shape) - expert * (shape.experts.count - shape.experts.per_token)
+
+
+def passes_of(run: Run, load: Load) -> float:
+    """Returns how many micro-batches a step has."""
+    cfg = run.learner
+    responses = cfg.groups * cfg.group_size / microbatch_responses(run, load.lengths)
+    return max(float(cfg.minibatches), responses)
+
+
+def learner_flop(run: Run, shape: DecoderConfig, load: Load) -> tuple[float, str]:
+    """Returns the FLOP of a step, and their formula. A group's prompt counts once, a response's last token
+    predicts nothing; the head works on response tokens alone, whose logits are computed again backward unless
+    they are kept."""
+    cfg, (prompt, response) = run.learner, (load.lengths.prompt, load.lengths.response)
+    responses = cfg.groups * cfg.group_size
+    inputs, drawn = responses * max(0.0, response - 1) + cfg.groups * prompt, responses * response
+    passes = passes_of(run, load)
+    before = 0.0 if cfg.proximal == "loglinear" else 1.0
+    if cfg.update_scores_itself:
+        before *= 1 - 1 / passes
+    units = before + cfg.epochs * (3 + cfg.recompute) + bool(cfg.reference_kl)
+    again = not keeps_exponentials(run, shape, load.lengths)
+    of_head = before + (3 + again) * cfg.epochs + bool(cfg.reference_kl)
+    reach = (prompt + response) / 2 * shape.heads * shape.head_dim * shape.layers * 4
+    flop = (
+        units * inputs * (2 * active_linears(shape) + reach)
+        + of_head * drawn * 2 * shape.vocab_size * shape.width
+    )
+    return flop, (
+        f"{units:.3g} · {inputs:,.0f} tokens · 2 · {active_linears(shape):,.0f} weights"
+        f" + {of_head:.3g} · {drawn:,.0f} · 2 · V · D + attention = {flop:.3g} FLOP"
+    )
+
+
+def learner_seconds(
+    run: Run, shape: DecoderConfig, load: Load, on: Hardware, gpus: int
+) -> tuple[float, str]:
+    """Returns the seconds of a learner's step on `gpus`, or on its threads of a processor, and the formula."""
+    device, cfg = on.device, run.learner
+    flop, told = learner_flop(run, shape, load)
+    dtype = cfg.products
+    share = device.shares[dtype]
+    units = min(cfg.threads, device.cores) if on.is_cpu else gpus
+    rate = {"float32": device.float32, "bfloat16": device.bfloat16}[dtype]
+    optimizer = cfg.minibatches * cfg.epochs * OPTIMIZER_BYTES * shape.weights / device.bandwidth
+    rest = optimizer / (1 if on.is_cpu else gpus)
+    rest += (
+        cfg.epochs
+        * passes_of(run, load)
+        * PASS_LAYER_S["cpu" if on.is_cpu else "gpu"]
+        * shape.layers
+    )
+    seconds = flop / (units * rate * share) + rest
+    what = plural(units, "thread" if on.is_cpu else "GPU")
+    return seconds, (
+        f"{told} / ({what} · {rate / 1e9:,.0f} GFLOP/s of {dtype} · {share:g})"
+        f" + {rest:.2g} s of the optimizer and between kernels"
+    )
+
+
+def worker_rate(
+    run: Run, shape: DecoderConfig, load: Load, on: Hardware, workers: int
+) -> tuple[float, str]:
+    """Returns the response tokens that one busy worker draws per second, and the formula."""
+    engine, rollout, device = run.rollout.engine, run.rollout, on.device
+    if isinstance(engine, ScriptedEngine):
+        return engine.tokens_per_s, "rollout.engine.tokens_per_s"
+    prompt, response = load.lengths.prompt, load.lengths.response
+    rows = max(
+        1.0, min(engine.slots, run.learner.max_outstanding * run.learner.group_size / workers)
+    )
+    weights, head = active_linears(shape), shape.vocab_size * shape.width
+    # A prompt is computed once for its group.
+    flop = 2 * (weights + head) + 2 * weights * prompt / (run.learner.group_size * response)
+    flop += 4 * (prompt + response / 2) * shape.heads * shape.head_dim * shape.layers
+    eight = rollout.format in ("int8", "fp8", "fp8-channel") and not (
+        isinstance(engine, TorchEngine) and not on.is_cpu
+    )
+    kv = (
+        2
+        * shape.layers
+        * shape.kv_heads
+        * shape.head_dim
+        * (1 if getattr(engine, "kv_cache", "") == "fp8" else 2)
+    )
+    read = format_bytes(rollout.format) * weights + 2 * head
+    if on.is_cpu:
+        units = max(1.0, min(rollout.threads, (device.cores - run.learner.threads) / workers))
+        kind, share, kv, each = "cpu", DECODE_SHARE["cpu"], 2 * kv, 1
+        rate = device.eight_bits if eight else device.bfloat16
+    else:
+        each = getattr(engine, "tensor_parallel", 1)
+        units, share = each, DECODE_SHARE["gpu"]
+        rate = device.eight_bits if eight else device.bfloat16
+        kind = "torch on a GPU" if isinstance(engine, TorchEngine) else "served"
+        kind += ", compiled" if getattr(engine, "compiled", False) else ""
+    reading = (read + rows * kv * (prompt + response / 2)) / (device.bandwidth * each)
+    multiplying = rows * flop / (rate * units)
+    layers = LAYER_S[kind] * shape.layers + SERVED_S * kind.startswith("served")
+    step = max(reading, multiplying) / share + layers
+    return rows / step, (
+        f"{rows:,.0f} rows / (max(memory {reading * 1e3:.3g} ms, products {multiplying * 1e3:.3g} ms)"
+        f" / {share:g} + {layers * 1e3:.3g} ms between kernels)"
+    )
+
+
+def speed(
+    run: Run,
+    shape: DecoderConfig,
+    load: Load,
+    on: Hardware,
+    split: Split,
+    correction: Correction = NONE,
+) -> Speed:
+    """Returns what is expected with `split`."""
+    learner_s, of_learner = learner_seconds(run, shape, load, on, split.learner_gpus)
+    learner_s *= correction.learner
+    one, of_worker = worker_rate(run, shape, load, on, split.workers)
+    one *= correction.workers
+    cfg = run.learner
+    tokens = cfg.groups * cfg.group_size * load.lengths.response
+    workers_s = tokens / load.useful / (one * split.workers)
+    step_s = learner_s + workers_s if cfg.max_lag == 0 else max(learner_s, workers_s)
+    lag, of_lag = expected_lag(run, learner_s, workers_s, split.workers)
+    return Speed(
+        split,
+        learner_s,
+        workers_s,
+        step_s,
+        tokens / learner_s,
+        one,
+        1 - learner_s / step_s,
+        1 - workers_s / step_s,
+        lag,
+        {
+            "learner's step": of_learner,
+            "a worker": of_worker,
+            "workers' step": f"{tokens:,.0f} tokens / {load.useful:.2g} / ({split.workers} · {one:,.0f} /s)",
+            "a step": "learner + workers" if cfg.max_lag == 0 else "max(learner, workers)",
+            "staleness": of_lag,
+        },
+    )
+
+
+def expected_lag(run: Run, learner_s: float, workers_s: float, workers: int) -> tuple[float, str]:
+    """Returns the mean version lag of tokens.
+
+    Where the learner is the slower one, workers draw at once what a new version admits, and it waits until
+    max_lag further steps are done. Where workers are, c batches are drawn at once, through c versions."""
+    cfg = run.learner
+    if cfg.max_lag == 0:
+        return 0.0, "max_lag = 0"
+    if learner_s >= workers_s:
+        return float(cfg.max_lag), "max_lag, since the learner is the slower one"
+    slots = getattr(run.rollout.engine, "slots", 1 << 20)
+    at_once = min(cfg.max_lag + 1, max(1.0, workers * slots / (cfg.groups * cfg.group_size)))
+    return (
+        at_once - 1
+    ) / 2, f"({at_once:.2g} batches drawn at once - 1) / 2, since the workers are the slower ones"

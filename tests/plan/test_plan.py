@@ -1,0 +1,360 @@
+"""What a run is expected to take, beside figures that were measured, and counts by hand."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.commands import run_here
+
+from areal_q.checks.memory import Lengths, total
+from areal_q.config import Run, dump_toml, load
+from areal_q.errors import ConfigError, LogError
+from areal_q.models import DecoderConfig
+from areal_q.plan import cli
+from areal_q.plan.calibration import measured
+from areal_q.plan.estimate import estimate
+from areal_q.plan.hardware import CPU_SHARES, GPUS, Device, Hardware, hardware, on_gpus
+from areal_q.plan.speed import (
+    Load,
+    Split,
+    expected_lag,
+    learner_flop,
+    learner_seconds,
+    speed,
+    worker_rate,
+)
+from areal_q.plan.wire import wire
+from areal_q.system.run_dir import METRICS_FILE
+
+SMALL = DecoderConfig(
+    family="llama", vocab_size=100, width=32, layers=1, heads=2, kv_heads=1, head_dim=16, mlp=48,
+    max_positions=64,
+)  # fmt: skip
+QUICKSTART = DecoderConfig(
+    family="qwen3", vocab_size=19, width=128, layers=3, heads=4, kv_heads=2, head_dim=32, mlp=384,
+    max_positions=256,
+)  # fmt: skip
+SMOLLM2 = DecoderConfig(
+    family="llama", vocab_size=49_152, width=576, layers=30, heads=9, kv_heads=3, head_dim=64, mlp=1536,
+    max_positions=8192,
+)  # fmt: skip
+M20 = DecoderConfig(
+    family="qwen3", vocab_size=16_384, width=384, layers=8, heads=6, kv_heads=2, head_dim=64, mlp=1152,
+    max_positions=4096,
+)  # fmt: skip
+HALF_A_BILLION = DecoderConfig(
+    family="qwen2", vocab_size=151_936, width=896, layers=24, heads=14, kv_heads=2, head_dim=64, mlp=4864,
+    max_positions=4096, qkv_bias=True,
+)  # fmt: skip
+SEVEN_BILLION = DecoderConfig(
+    family="qwen2", vocab_size=152_064, width=3584, layers=28, heads=28, kv_heads=4, head_dim=128, mlp=18_944,
+    max_positions=32_768, qkv_bias=True, tied=False,
+)  # fmt: skip
+
+
+def cpu(gflops: float, cores: int = 2, memory: float = 64e9) -> Hardware:
+    """Returns a processor with AVX-512, or one without, as the benches' and this project's are."""
+    rate = gflops * 1e9
+    bandwidth = 45e9 if gflops > 100 else 12e9
+    return Hardware(Device("cpu", rate, rate, rate, bandwidth, memory, CPU_SHARES, cores), 1)
+
+
+def batch(groups: int, size: int, minibatches: int = 1) -> list[str]:
+    named = {"groups": groups, "group_size": size, "minibatches": minibatches}
+    return [f"learner.{name}={value}" for name, value in named.items()]
+
+
+SUMS = [
+    *batch(4, 8), "learner.max_lag=2", "learner.dtype=float32", "rollout.format=bf16", "rollout.threads=2",
+    "rollout.engine.slots=96", "rollout.unquantized=bf16", "learner.precision=qarl", "rollout.smoothing=off",
+]  # fmt: skip
+
+
+def test_flop_of_a_step_are_counted_as_by_hand():
+    """A group of 2: prompt 3, responses of 4. Inputs 3 + 2 · 3, three passes' worth, no π_prox pass."""
+    run = load(None, [*batch(1, 2), "learner.dtype=float32"])
+    linears = 2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 48
+    attention = (3 + 4) / 2 * 32 * 4
+    expected = 3 * 9 * (2 * linears + attention) + 4 * 8 * 2 * 100 * 32
+    assert learner_flop(run, SMALL, Load(Lengths(3, 4)))[0] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "passes"),
+    [
+        ([], 3),
+        (["learner.minibatches=2"], 3.5),
+        (["learner.recompute=true"], 4),
+        (["learner.epochs=2"], 6),
+    ],
+)
+def test_passes_over_a_batch_count_as_the_learner_makes_them(settings: list[str], passes: float):
+    run = load(None, [*batch(2, 2), *settings])
+    told = learner_flop(run, SMALL, Load(Lengths(3, 4)))[1]
+    assert told.startswith(f"{passes:.3g} · ")
+
+
+MEASURED = [
+    (SMOLLM2, SUMS, Lengths(46, 19), 33.4, 25.4),
+    (HALF_A_BILLION, [*batch(1, 4), "learner.dtype=bfloat16"], Lengths(64, 448), 430, 16.9),
+    (HALF_A_BILLION, [*batch(1, 4), "learner.dtype=float32"], Lengths(64, 448), 185, 44.4),
+    (M20, [*batch(3, 8), "learner.dtype=float32"], Lengths(48, 1814 / 24), 185, 2.03),
+    (QUICKSTART, [*batch(32, 8), "learner.dtype=float32"], Lengths(7, 4), 185, 0.0507),
+    (QUICKSTART, [*batch(64, 8, 2), "learner.dtype=float32"], Lengths(6, 3.6), 33.4, 0.302),
+]  # fmt: skip
+"""Shape, settings, lengths, GFLOP/s of a large product, and seconds of the learner's step: of a run of
+configs/smollm2-sums.toml on two cores with AVX2, those of bench/README.md with AVX-512, and that of the
+quickstart with AVX2 (areal_q/checks/automatic.py)"""
+
+
+@pytest.mark.parametrize(("shape", "settings", "lengths", "gflops", "seconds"), MEASURED)
+def test_learners_steps_took_what_is_expected_within_15_percent(
+    shape: DecoderConfig, settings: list[str], lengths: Lengths, gflops: float, seconds: float
+):
+    found, _ = learner_seconds(load(None, settings), shape, Load(lengths), cpu(gflops), 1)
+    assert found == pytest.approx(seconds, rel=0.15)
+
+
+def test_a_learner_on_a_gpu_took_what_is_expected_within_15_percent():
+    """docs/gpu.md: 46,700 tokens/s in bfloat16, 32 sequences of 1,024 tokens, layers computed again."""
+    settings = [*batch(32, 1), "learner.advantage={type='reinforce++', baseline='none'}"]
+    run = load(
+        None, [*settings, "learner.dtype=bfloat16", "learner.device=cuda", "learner.recompute=true"]
+    )
+    on = Hardware(GPUS["h100"], 1)
+    seconds, _ = learner_seconds(run, HALF_A_BILLION, Load(Lengths(0, 1024)), on, 1)
+    assert 32 * 1024 / seconds == pytest.approx(46_700, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("shape", "settings", "lengths", "on", "rate"),
+    [
+        (SMOLLM2, SUMS, Lengths(46, 19), cpu(33.4), 67),
+        (HALF_A_BILLION, [*batch(1, 64), "learner.max_lag=0", "rollout.format=bf16"], Lengths(7, 24),
+         cpu(480), 423),
+        (HALF_A_BILLION, [*batch(1, 64), "learner.max_lag=0", "rollout.format=int8"],
+         Lengths(7, 24), replace(cpu(480), device=replace(cpu(325).device, eight_bits=800e9)), 611),
+    ],
+)  # fmt: skip
+def test_a_busy_worker_drew_what_is_expected_within_a_third(
+    shape: DecoderConfig, settings: list[str], lengths: Lengths, on: Hardware, rate: float
+):
+    """The run of configs/smollm2-sums.toml, and bench/README.md's one core with AVX-512 at 64 sequences."""
+    assert worker_rate(load(None, settings), shape, Load(lengths), on, 1)[0] == pytest.approx(
+        rate, rel=0.34
+    )
+
+
+SNAPSHOTS = {
+    "bf16": (1_195_776, 156_436), "int8": (621_312, 42_600), "fp8": (607_296, 34_462),
+    "fp8-channel": (621_312, 41_792), "int4": (321_600, 12_200), "int4-fp8": (321_600, 11_744),
+    "nvfp4": (349_248, 14_176), "mxfp4": (329_472, 12_647), "nf4": (351_936, 29_118),
+}  # fmt: skip
+"""bench/README.md: bytes of a version of the quickstart, and of a step's delta"""
+
+
+@pytest.mark.parametrize("format", SNAPSHOTS)
+def test_versions_take_what_was_measured_within_15_percent(format: str):
+    settings = [
+        f"rollout.format={format}",
+        "learner.optimizer.lr=1.5e-4",
+        "rollout.unquantized=fp32",
+    ]
+    found = wire(load(None, settings), QUICKSTART)
+    assert (found.snapshot, found.delta) == pytest.approx(SNAPSHOTS[format], rel=0.15)
+
+
+def test_a_smaller_learning_rate_makes_smaller_deltas():
+    run = [
+        load(None, [f"learner.optimizer.lr={lr}"]) for lr in (1e-7, 1e-6, 3e-6, 1e-5, 1e-4, 1e-2)
+    ]
+    sizes = [wire(one, SMOLLM2).delta for one in run]
+    assert sizes == sorted(sizes) and all(math.isfinite(one) for one in sizes)
+    assert sizes[-1] <= wire(run[-1], SMOLLM2).snapshot
+
+
+def test_with_adapters_only_they_travel():
+    run = load(None, ["learner.lora={rank=4, targets=['q_proj']}", "rollout.format=nf4"])
+    assert wire(run, SMALL).delta == 4 * 4 * (32 + 32)
+
+
+@pytest.mark.parametrize(
+    ("learner_s", "workers_s", "settings", "lag"),
+    [
+        (2.0, 1.0, ["learner.max_lag=2"], 2.0),
+        (1.0, 2.0, ["learner.max_lag=2", "rollout.engine.slots=512"], 1.0),
+        (1.0, 2.0, ["learner.max_lag=2", "rollout.engine.slots=16"], 0.0),
+        (1.0, 2.0, ["learner.max_lag=0"], 0.0),
+    ],
+)
+def test_staleness_follows_from_who_is_slower(
+    learner_s: float, workers_s: float, settings: list[str], lag: float
+):
+    run = load(None, [*batch(4, 4), *settings])
+    assert expected_lag(run, learner_s, workers_s, 1)[0] == lag
+
+
+def test_idle_shares_are_those_of_the_slower_side():
+    run = load(None, SUMS)
+    made = speed(run, SMOLLM2, Load(Lengths(46, 19), 0.3), cpu(33.4), Split(1, 1))
+    assert made.step_s == max(made.learner_s, made.workers_s) == made.workers_s
+    assert (
+        made.learner_idle == pytest.approx(1 - made.learner_s / made.workers_s)
+        and made.workers_idle == 0
+    )
+    alone = speed(
+        load(None, [*SUMS, "learner.max_lag=0"]),
+        SMOLLM2,
+        Load(Lengths(46, 19)),
+        cpu(33.4),
+        Split(1, 1),
+    )
+    assert alone.step_s == pytest.approx(alone.learner_s + alone.workers_s)
+
+
+def gpu_run(*settings: str) -> Run:
+    served = [
+        "rollout.engine.type=vllm",
+        "rollout.sampling.max_tokens=1024",
+        "model.max_positions=4096",
+    ]
+    return on_gpus(load(None, [*batch(32, 16), *served, *settings]), True, True)
+
+
+def test_the_best_split_of_gpus_is_found():
+    """Of those in which the learner fits, which takes two GPUs at least, the one with the shortest step."""
+    on, work = hardware("h100:8", 0, 0, 0), Load(Lengths(200, 1024))
+    run = gpu_run("learner.optimizer.type=adamw8bit", "learner.recompute=true")
+    made = estimate(run, SEVEN_BILLION, work, on)
+    split = made.speed.split
+    assert made.fits and split.learner_gpus + split.workers == 8
+    each = {n: estimate(run, SEVEN_BILLION, work, on, n) for n in range(1, 8)}
+    fitting = {n: one.speed.step_s for n, one in each.items() if one.fits}
+    assert 1 not in fitting and 7 in fitting
+    assert made.speed.step_s == pytest.approx(min(fitting.values()), rel=1e-3)
+    assert any("learner GPU" in line for line in made.advice)
+
+
+def test_what_does_not_fit_is_said_with_what_would_help():
+    made = estimate(gpu_run(), SEVEN_BILLION, Load(Lengths(200, 1024)), hardware("l4:2", 0, 0, 0))
+    assert not made.fits
+    assert "does not fit: the learner takes" in made.advice[0] and "adamw8bit" in made.advice[0]
+
+
+def test_more_workers_are_advised_where_the_learner_would_wait():
+    run = load(None, [*SUMS, "rollout.threads=1"])
+    made = estimate(run, SMOLLM2, Load(Lengths(46, 19), 0.2), cpu(33.4, cores=8))
+    assert made.speed.learner_idle > 0.15 and "rollout.workers=" in made.advice[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "own", "complaint"),
+    [
+        ("h101:8", (0, 0, 0), "did you mean 'h100'"),
+        ("h100:none", (0, 0, 0), "not NAME or NAME:COUNT"),
+        ("h100:0", (0, 0, 0), "not NAME or NAME:COUNT"),
+        ("mine:2", (0, 0, 0), "--tflops, --gb-s and --gb as well"),
+    ],
+)
+def test_hardware_that_is_not_known_is_refused(text: str, own: tuple[float, ...], complaint: str):
+    with pytest.raises(ConfigError, match=complaint):
+        hardware(text, *own)
+
+
+def test_figures_of_ones_own_go_before_published_ones():
+    found = hardware("mine:2", 100, 2000, 48)
+    assert found.count == 2 and found.device.bfloat16 == 100e12
+    assert (found.device.bandwidth, found.device.memory) == (2000e9, 48e9)
+    assert hardware("h100", 0, 0, 94).device.memory == 94e9
+
+
+def logged_run(directory: Path, steps: int) -> Run:
+    """Writes what a run of SUMS would have logged whose rates are half of the formulas'."""
+    run = load(None, [*SUMS, "name=logged", f"root={directory.parent}"])
+    load_, on = Load(Lengths(46, 19), 0.5), cpu(33.4)
+    busy = 2 * learner_seconds(run, SMOLLM2, load_, on, 1)[0]
+    rate = worker_rate(run, SMOLLM2, load_, on, 1)[0] / 2
+    directory.mkdir()
+    (directory / "config.toml").write_text(dump_toml(run))
+    records = [
+        {
+            "kind": "step", "step": n, "elapsed_s": n, "response/tokens_mean": 19.0, "buffer/groups": 8 * n,
+            "learner/step_s": busy + 5, "learner/wait_s": 5.0, "weights/delta_bytes": 1e6 * n,
+            "workers": [{"tokens_per_s": rate * 0.75, "idle_share": 0.25}],
+        }
+        for n in range(1, steps + 1)
+    ]  # fmt: skip
+    (directory / METRICS_FILE).write_text("".join(json.dumps(r) + "\n" for r in records))
+    return run
+
+
+def test_a_runs_own_rates_correct_the_formulas(tmp_path: Path):
+    run = logged_run(tmp_path / "logged", 8)
+    load_, correction = measured(tmp_path / "logged", SMOLLM2, 46, cpu(33.4))
+    assert load_ == Load(Lengths(46, 19.0), 0.5)
+    assert (correction.learner, correction.workers) == pytest.approx((2.0, 0.5))
+    assert correction.delta * wire(run, SMOLLM2).delta == pytest.approx(1e6)
+
+
+def test_a_run_of_too_few_steps_measures_nothing(tmp_path: Path):
+    logged_run(tmp_path / "logged", 3)
+    with pytest.raises(LogError, match="3 steps are too few"):
+        measured(tmp_path / "logged", SMOLLM2, 46, cpu(33.4))
+
+
+@pytest.fixture
+def this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("areal_q.plan.hardware.processor", lambda tflops: cpu(33.4).device)
+
+
+def plan(*arguments: object) -> Any:
+    return run_here("plan", cli.main, *map(str, arguments))
+
+
+@pytest.mark.usefixtures("this_machine")
+def test_the_command_prints_each_part_and_its_formula():
+    done = plan("quickstart", "--explain")
+    assert done.returncode == 0, done.stderr
+    for word in (
+        "the learner",
+        "each worker",
+        "gradients",
+        "4 · trained weights",
+        "its delta",
+        "staleness",
+    ):
+        assert word in done.stdout
+    assert "it fits" in done.stdout
+    assert "4 · trained weights" not in plan("quickstart").stdout
+
+
+def test_programs_get_the_same_as_json():
+    done = plan("quickstart", "--gpu", "h100:4", "--json", "rollout.engine.type=vllm")
+    found = json.loads(done.stdout)
+    assert done.returncode == 0 and found["fits"] and found["hardware"]["count"] == 4
+    assert {part["name"] for part in found["learner"]} >= {"weights", "activations"}
+    assert found["speed"]["step_s"] > 0 and found["speed"]["formulas"]["a worker"]
+
+
+@pytest.mark.usefixtures("this_machine")
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["nothing.toml"], "nothing.toml"),
+        (["quickstart", "--gpu=h999"], "--gpu h999"),
+        (["quickstart", "--gpu=h100:2", "--learner-gpus=3"], "--learner-gpus 3: there are 2"),
+        (["quickstart", "--from=nowhere"], "nowhere"),
+        (["quickstart", "model.width=0"], "model.width"),
+    ],
+)
+def test_a_wrong_question_is_one_line(arguments: list[str], complaint: str):
+    done = plan(*arguments)
+    assert done.returncode == 2 and complaint in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_the_host_and_the_gpu_are_counted_apart():
+    made = estimate(gpu_run(), SEVEN_BILLION, Load(Lengths(200, 1024)), hardware("h200:8", 0, 0, 0))
+    assert total(made.learner, True) > 0 and total(made.learner) > 4 * SEVEN_BILLION.weights
