@@ -33,7 +33,7 @@ LAYERS = {
         {"models", "observability"},
         {"checks"},
         {"cli", "plan"},
-        {"api"},
+        {"api", "launch"},
         {"__main__"},
     ),
     "buffer": (
@@ -75,6 +75,7 @@ FULLER: dict[str, str] = {}
 STAND_INS = "tests/sglang_cpu"
 """Modules there replace those of libraries, so they have their names"""
 NAMES_THAT_OCCUR_TWICE = {
+    "areal_q/cli": "the command of its subpackage: plan, launch",
     "areal_q/registry": "the dict of what its subpackage offers: FORMATS, TASKS",
     "rollout/base": "the Protocol of its subpackage: Engine, Environment",
     "learner/build": "builds the learner, its optimizer, or a supervised run",

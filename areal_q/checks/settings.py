@@ -40,6 +40,13 @@ def _directories(run: Run) -> dict[str, str | None]:
     }
 
 
+def check_directories(run: Run) -> None:
+    """Raises ConfigError, naming the setting, for a directory that is not there."""
+    for setting, directory in _directories(run).items():
+        if directory is not None and not Path(directory).is_dir():
+            raise ConfigError(f"{setting}: {directory}: no such directory{_HINTS.get(setting, '')}")
+
+
 def without_effect(run: Run) -> list[str]:
     """Returns a sentence for each setting that does nothing in a run whose learner is one process."""
     backend, said = run.learner.backend, []
@@ -57,9 +64,7 @@ def without_effect(run: Run) -> list[str]:
 def preflight(run: Run) -> None:
     """Raises ConfigError or TaskError, naming the setting or the file, for what keeps workers or learner from
     starting here: its data are read."""
-    for setting, directory in _directories(run).items():
-        if directory is not None and not Path(directory).is_dir():
-            raise ConfigError(f"{setting}: {directory}: no such directory{_HINTS.get(setting, '')}")
+    check_directories(run)
     environment, workers = run.rollout.environment, run.rollout.workers
     serves = run.rollout.serve is not None or "AREAL_Q_SERVE" in os.environ
     if isinstance(environment, External) and workers and not serves:

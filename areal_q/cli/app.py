@@ -30,7 +30,7 @@ GROUPS = {
     "While a run goes on": ("watch", "status", "weights", "buffer"),
     "Afterwards, or meanwhile": ("report", "track", "doctor", "replay", "fetch", "eval"),
     "Models": ("formats", "export", "quantize"),
-    "Services, for several machines": ("learner", "rollout", "relay", "keys"),
+    "Several machines": ("launch", "learner", "rollout", "relay", "keys"),
     "Other": ("setup", "version"),
 }
 
@@ -38,6 +38,7 @@ GROUPS = {
 ELSEWHERE = {
     "setup": "areal_q.cli.setup",
     "plan": "areal_q.plan.cli",
+    "launch": "areal_q.launch.cli",
     "report": "buffer.report.cli",
     "track": "areal_q.cli.track",
     "weights": "buffer.weight_sync.commands.inspect_weights",

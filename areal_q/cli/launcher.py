@@ -235,8 +235,8 @@ def _run(
 
     if plan.redis:
         children.start(plan.redis)
-        wait(lambda: interrupts.count or children.ended() or _answers(plan.redis_url), _START_S)
-    if not interrupts.count and not children.ended() and not _answers(plan.redis_url):
+        wait(lambda: interrupts.count or children.ended() or answers(plan.redis_url), _START_S)
+    if not interrupts.count and not children.ended() and not answers(plan.redis_url):
         if plan.redis:
             raise BufferUnavailable(f"Redis did not answer within {_START_S:.0f} s")
         raise ConfigError("REDIS_URL: no Redis answers there")
@@ -324,7 +324,9 @@ class _Rewrite:
         return not (state.get("aof_rewrite_in_progress") or state.get("aof_rewrite_scheduled"))
 
 
-def _answers(url: str) -> bool:
+def answers(url: str) -> bool:
+    """Returns True if a Redis answers at `url`, with the password that REDIS_PASSWORD_FILE names. Raises
+    ConfigError for a URL that is none."""
     import redis
 
     check_redis_url(url)

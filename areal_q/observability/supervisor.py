@@ -57,13 +57,21 @@ LONGEST_WAIT_S = 60.0
 RECENT_S = 1800.0
 """Seconds for which a crash counts in what a command is told of earlier ones."""
 CGROUP = Path("/sys/fs/cgroup")
+IN_VAIN = (
+    "exit code 2, see the line above: it has to be mended. Docker starts this service three times more within "
+    "seconds; after that it has ended for good, and the others wait for it: Ctrl-C, mend, up"
+)
+"""What a container's log says of a command that no restart corrects."""
 
 
 class Supervisor:
     """Runs `command` again and again, until it finishes, a signal comes, or a restart would be in vain."""
 
-    def __init__(self, command: Sequence[str], health_port: int | None = None) -> None:
-        self._command, self._port = command, health_port
+    def __init__(
+        self, command: Sequence[str], health_port: int | None = None, mend: str = IN_VAIN
+    ) -> None:
+        """`mend` is logged where no restart corrects what is wrong."""
+        self._command, self._port, self._mend = command, health_port, mend
         self._stop = StopRequest()
         self._child: subprocess.Popen[bytes] | None = None
         self._crashes = self._faults = 0
@@ -81,11 +89,7 @@ class Supervisor:
                 self._crashes = self._faults = 0
             wait_s = self._wait_before_again(code, lasted_s)
             if wait_s is None:
-                logger.error(
-                    "exit code 2, see the line above: it has to be mended. Docker starts this service three "
-                    "times more within seconds; after that it has ended for good, and the others wait for "
-                    "it: Ctrl-C, mend, up"
-                )
+                logger.error(self._mend)
                 return code
             logger.warning("%s; started again in %g s", self._how(code), wait_s)
             if self._stop.wait(wait_s):

@@ -1,0 +1,124 @@
+"""`areal-q launch slurm|sky|ray CONFIG` starts a run on a cluster (docs/launch.md)."""
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from areal_q.checks.settings import check_directories
+from areal_q.config import load
+from areal_q.errors import ConfigError
+from areal_q.launch import ray_job, sky, slurm
+from areal_q.launch.cluster import Cluster
+from areal_q.launch.place import SETTINGS, prepared
+from areal_q.plan.hardware import on_gpus
+from areal_q.system.credentials import no_password
+
+EXITS = "Exit codes: 0 submitted, or written; 2 something to mend, which one line names."
+_OPTION = (
+    "a further line for the scheduler, such as --partition=gpu; of sky NAME=VALUE of its resources"
+)
+
+
+def main(
+    engine: Annotated[
+        Literal["slurm", "sky", "ray"],
+        typer.Argument(metavar="slurm|sky|ray", help="what starts jobs there"),
+    ],
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="a TOML file, or its name")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="a.b=c", help="settings on top")
+    ] = None,
+    show: Annotated[
+        bool, typer.Option("--print", help="write and print the scripts; submit nothing")
+    ] = False,
+    learner_nodes: Annotated[int, typer.Option(min=1, help="hosts of the learner")] = 1,
+    learner_gpus: Annotated[
+        int, typer.Option(min=0, help="GPUs of the learner on each, with a process each; 0: a CPU")
+    ] = 0,
+    workers: Annotated[
+        int,
+        typer.Option(
+            min=-1, help="workers; of sky hosts with a worker on each GPU; -1: the settings'"
+        ),
+    ] = -1,
+    worker_gpus: Annotated[int, typer.Option(min=0, help="GPUs of each worker; 0: a CPU")] = 0,
+    time: Annotated[
+        str, typer.Option(help="slurm: the time of a job, such as 24:00:00; then it goes on")
+    ] = "",
+    option: Annotated[list[str] | None, typer.Option(help=_OPTION)] = None,
+    worker_option: Annotated[
+        list[str] | None, typer.Option(help="one more, for workers alone")
+    ] = None,
+    setup: Annotated[str, typer.Option(help="shell commands before each role")] = "",
+    python: Annotated[str, typer.Option(help="the interpreter there; default: this one")] = "",
+    redis: Annotated[
+        str,
+        typer.Option(
+            help="URL of a Redis that runs already; default: beside the learner",
+            callback=no_password,
+        ),
+    ] = "",
+    gpu: Annotated[str, typer.Option(help="sky: the kind of GPU, such as H100")] = "",
+    bucket: Annotated[str, typer.Option(help="sky: a bucket in which the run is kept")] = "",
+) -> None:
+    """Start a run on a cluster by Slurm, SkyPilot or Ray: the learner on its hosts, workers on theirs.
+
+    Settings, secrets and scripts go to root/NAME.launch, the run to root/NAME; launched again, it goes on from
+    its newest checkpoint.
+    """
+    file = config / SETTINGS if (config / SETTINGS).is_file() else config
+    run = on_gpus(load(file, overrides), learner_gpus > 0, worker_gpus > 0 or bool(gpu))
+    check_directories(run)
+    place = prepared(run)
+    cluster = Cluster(
+        run=load(place / SETTINGS),
+        place=place,
+        python=python or ("python" if engine == "sky" else sys.executable),
+        nodes=learner_nodes,
+        gpus=learner_gpus,
+        workers=run.rollout.workers if workers < 0 else workers,
+        worker_gpus=worker_gpus,
+        setup=setup,
+        redis=redis,
+        learner_options=tuple(option or ()),
+        worker_options=(*(option or ()), *(worker_option or ())),
+    )
+    match engine:
+        case "slurm":
+            paths, commands = slurm.write(cluster, time), []
+        case "sky":
+            paths = sky.write(cluster, gpu, bucket)
+            commands = [["sky", "jobs", "launch", "--yes", "--detach-run", str(paths[0])]]
+        case "ray":
+            paths = ray_job.write(cluster)
+            commands = [ray_job.command(paths[0])]
+    if show:
+        for path in paths:
+            typer.echo(f"# {path}\n{path.read_text('utf-8')}")
+    elif engine == "slurm":
+        jobs = slurm.submit(paths)
+        told = dict(zip(("learner", "workers"), jobs, strict=False))
+        typer.echo(
+            f"submitted: {', '.join(f'{who} {job}' for who, job in told.items())}; logs in {place}/logs"
+        )
+        typer.echo(f"scancel {' '.join(reversed(jobs))} ends it; launched again it goes on")
+    else:
+        _submit(engine, commands)
+
+
+def _submit(engine: str, commands: Sequence[Sequence[str]]) -> None:
+    """Runs the commands of SkyPilot or Ray. Raises ConfigError if there are none here, or one fails."""
+    for command in commands:
+        try:
+            code = subprocess.run(command).returncode
+        except FileNotFoundError as error:
+            raise ConfigError(
+                f"launch {engine}: there is no {command[0]} here; where there is: {shlex.join(command)}"
+            ) from error
+        if code:
+            raise ConfigError(f"launch {engine}: {shlex.join(command)} ended with {code}")

@@ -1,0 +1,82 @@
+"""What a launch asks a scheduler for, whichever it is."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from areal_q.checks.memory import Lengths, learner_memory, total, worker_memory
+from areal_q.config import Run, TorchEngine
+from areal_q.models.shape import shape_of
+from areal_q.tasks import build_task, build_tokenizer
+
+_ROOM = 1.25
+"""Memory that is asked for, over what is expected: a job that is killed for want of it costs more."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Hosts and devices for the roles of a run."""
+
+    run: Run
+    place: Path
+    """The directory of areal_q/launch/place.py."""
+    python: str
+    """The interpreter that the hosts start."""
+    nodes: int = 1
+    """Hosts of the learner."""
+    gpus: int = 0
+    """GPUs of the learner on each of them, with a process each; 0: one process on a CPU."""
+    workers: int = 1
+    worker_gpus: int = 0
+    """GPUs of each worker."""
+    setup: str = ""
+    """Shell commands before each role, such as `module load cuda`."""
+    redis: str = ""
+    """URL of a Redis that runs already; "": one beside the learner."""
+    learner_options: tuple[str, ...] = ()
+    """Further lines for the scheduler, for the learner; and for workers."""
+    worker_options: tuple[str, ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        return max(1, self.gpus)
+
+    @property
+    def learner_cores(self) -> int:
+        """Threads of the ranks, and one for what is published and logged beside them."""
+        return self.ranks * self.run.learner.threads + 1
+
+    @property
+    def worker_cores(self) -> int:
+        """A served engine has processes of its own."""
+        return self.run.rollout.threads + (
+            0 if isinstance(self.run.rollout.engine, TorchEngine) else 3
+        )
+
+    def role(self, role: str) -> list[str]:
+        """Returns the command of a role, without what only the host knows."""
+        shared = [
+            self.python,
+            "-P",
+            "-X",
+            "utf8",
+            "-m",
+            "areal_q.launch.role",
+            role,
+            str(self.place),
+        ]
+        redis = [f"--redis={self.redis}"] if self.redis else []
+        if role == "worker":
+            return [*shared, *redis]
+        return [*shared, f"--nodes={self.nodes}", f"--ranks={self.ranks}", *redis]
+
+    def megabytes(self) -> tuple[int, int]:
+        """Returns how much of a host's memory the learner's and a worker's job ask for, in MB."""
+        tokenizer, task = build_tokenizer(self.run.model, self.run.task), build_task(self.run.task)
+        shape = shape_of(self.run.model, tokenizer)
+        prompt = len(tokenizer.encode_prompt(task.train[0].asked))
+        lengths = Lengths(prompt, self.run.rollout.tokens_after_prompt)
+        ranks = self.nodes * self.ranks
+        learner = total(learner_memory(self.run, shape, lengths, ranks))
+        worker = total(worker_memory(self.run, shape, lengths))
+        return math.ceil(_ROOM * learner / 1e6), math.ceil(_ROOM * worker / 1e6)

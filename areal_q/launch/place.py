@@ -1,0 +1,121 @@
+"""The directory of a launch, which every host of the cluster sees under the same path.
+
+PLACE = root/NAME.launch/
+    settings.toml     what the roles are started with
+    secrets/          the password of Redis; mode 0700
+    keys/             CURVE keys, with which weights are encrypted and workers admitted; mode 0700
+    redis/            Redis's append-only file, so that another host goes on with it
+    endpoint.json     where Redis and the learner's first rank are, written by the learner's host
+    ended.json        the learner's exit code, once it is of no use to start it again
+    logs/, scripts
+
+The run itself is beside it, in root/NAME.
+"""
+
+import os
+import secrets
+import subprocess
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from areal_q.config import Run, dump_toml
+from areal_q.errors import ConfigError
+from areal_q.system.files import replacing
+from areal_q.system.processes import module_command
+from areal_q.system.run_dir import path_of, with_absolute_files
+
+SETTINGS, PASSWORD, KEYS = "settings.toml", "secrets/redis_password", "keys"
+_ENDPOINT, _ENDED = "endpoint.json", "ended.json"
+
+
+class Endpoint(Struct, frozen=True, kw_only=True):
+    """Where the parts of a run are found. Example: Endpoint(host="node7", redis="redis://node7:20017",
+    announce=20018, fetch=20019, ranks=20020, start="4711.0")"""
+
+    host: str
+    """The name under which other hosts reach the learner's first rank."""
+    redis: str
+    """URL without a password."""
+    announce: int
+    """Ports, in turn: announcements and deltas, whole versions, and the ranks among themselves."""
+    fetch: int
+    ranks: int
+    start: str
+    """Names the start of the learner that wrote this, so that its other ranks wait for no older one."""
+
+
+class Ended(Struct, frozen=True):
+    """A learner that will not be started again by itself."""
+
+    code: int
+    """0: the run is finished; 2: something to mend."""
+
+
+def place_of(run: Run) -> Path:
+    return path_of(run).absolute().with_name(f"{run.name}.launch")
+
+
+def prepared(run: Run) -> Path:
+    """Returns the directory of a launch of `run` with settings, password and keys; those that are there stay.
+
+    Raises ConfigError if it cannot be written."""
+    run = with_absolute_files(msgspec.structs.replace(run, root=str(Path(run.root).absolute())))
+    place = place_of(run)
+    try:
+        for name in ("", "logs", "secrets"):
+            (place / name).mkdir(parents=True, exist_ok=True)
+        (place / "secrets").chmod(0o700)
+        with replacing(place / SETTINGS) as scratch:
+            scratch.write_text(dump_toml(run), "utf-8")
+        if not (place / PASSWORD).exists():
+            _write_secret(place / PASSWORD, secrets.token_hex(32))
+        (place / _ENDED).unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{place}: {error.strerror}") from error
+    if not (place / KEYS).exists():
+        made = subprocess.run(
+            module_command("areal_q", "keys", str(place / KEYS)),
+            capture_output=True,
+            encoding="utf-8",
+        )
+        if made.returncode:
+            raise ConfigError(f"{place / KEYS}: {made.stderr.strip()}")
+    return place
+
+
+def _write_secret(path: Path, text: str) -> None:
+    """Writes a file that nobody else may read, not even while it is written."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(handle, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def write_endpoint(place: Path, endpoint: Endpoint) -> None:
+    with replacing(place / _ENDPOINT) as scratch:
+        scratch.write_bytes(msgspec.json.encode(endpoint))
+
+
+def read_endpoint(place: Path) -> Endpoint | None:
+    """Returns what the learner's host has written; None if it has not yet."""
+    try:
+        return msgspec.json.decode((place / _ENDPOINT).read_bytes(), type=Endpoint)
+    except FileNotFoundError:
+        return None
+
+
+def write_ended(place: Path, code: int | None) -> None:
+    """Notes that the learner ended for good with `code`; None: that it has begun."""
+    if code is None:
+        (place / _ENDED).unlink(missing_ok=True)
+        return
+    with replacing(place / _ENDED) as scratch:
+        scratch.write_bytes(msgspec.json.encode(Ended(code)))
+
+
+def read_ended(place: Path) -> Ended | None:
+    try:
+        return msgspec.json.decode((place / _ENDED).read_bytes(), type=Ended)
+    except FileNotFoundError:
+        return None

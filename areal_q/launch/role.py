@@ -1,0 +1,188 @@
+"""`python -m areal_q.launch.role ROLE PLACE` is a role of a run on one host of a cluster.
+
+| ROLE | what it does | ends with |
+|---|---|---|
+| learner | Redis on the first host, and the learner, or this host's ranks of it | the learner's code |
+| worker | a rollout worker, wherever the learner is just now | the worker's code |
+| learner-once, worker-once | what is begun again after a crash: finds the learner, becomes the service | |
+
+Each service runs under areal_q/observability/supervisor.py, which starts a crashed one again. SIGTERM, and
+SIGUSR1 by which Slurm warns of the end of a job's time, are passed on: the learner ends its step and writes a
+checkpoint, a worker hands its tickets back. Exit codes are those of areal_q/system/stop_request.py.
+
+Redis and the weights listen beyond loopback here, since other hosts have to reach them: Redis asks for the
+password in PLACE/secrets, the weights for a key of PLACE/keys. Without --head their ports are free ones, which
+PLACE/endpoint.json tells; with it they are PORTS of that host, for clusters whose hosts share no directory.
+"""
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from areal_q.cli.child_processes import PLAIN_LOGS, THREAD_VARIABLES
+from areal_q.cli.launcher import answers
+from areal_q.config import load
+from areal_q.errors import BufferUnavailable
+from areal_q.launch import place as places
+from areal_q.launch.place import KEYS, PASSWORD, SETTINGS, Endpoint
+from areal_q.observability import service_log
+from areal_q.observability.supervisor import Supervisor
+from areal_q.system.command import run_command
+from areal_q.system.ports import free_ports
+from areal_q.system.processes import die_with_parent, module_command
+
+logger = logging.getLogger("role")
+PORTS = (6379, 5551, 5552, 29_500)
+"""Of Redis, announcements, weights and the ranks among themselves, where nothing says which are free"""
+MEND = "exit code 2, see the line above: it has to be mended; then launch again"
+_SHUTDOWN_S = 280
+"""Seconds that torchrun leaves its ranks for their step and a checkpoint"""
+_START_S, _STOP_S = 60.0, 20.0
+"""Seconds that Redis may take to answer, and to end"""
+_FAREWELL_S = 15.0
+"""Seconds for which Redis stays after the last step, so that workers learn of it"""
+_LOOK_S = 1.0
+
+
+def main(
+    role: Annotated[
+        Literal["learner", "worker", "learner-once", "worker-once"], typer.Argument(metavar="ROLE")
+    ],
+    place: Annotated[Path, typer.Argument(metavar="PLACE")],
+    head: Annotated[str, typer.Option(help="the learner's first host; else PLACE says it")] = "",
+    host: Annotated[str, typer.Option(help="this host's name among the others")] = "",
+    nodes: Annotated[int, typer.Option(help="hosts of the learner")] = 1,
+    rank: Annotated[int, typer.Option(help="this one among them")] = 0,
+    ranks: Annotated[int, typer.Option(help="the learner's processes on each host")] = 1,
+    start: Annotated[str, typer.Option(help="a name of this start, one for all its hosts")] = "",
+    id: Annotated[str, typer.Option(help="a worker's name")] = "",
+    redis: Annotated[str, typer.Option(help="URL of a Redis that runs already")] = "",
+) -> None:
+    """A role of a run on one host of a cluster, as the scripts of `areal-q launch` start it."""
+    service_log.set_up("role")
+    run = load(place / SETTINGS)
+    os.environ.setdefault("REDIS_PASSWORD_FILE", str(place / PASSWORD))
+    os.environ.setdefault("AREAL_Q_WATCHDOG", "600")
+    os.environ["PYTHONSAFEPATH"] = "1"  # also for what torchrun starts
+    if role == "worker-once":
+        found = _found(place, head, redis)
+        named = ["--id", id] if id else []
+        settings = ["--config", str(place / SETTINGS), "--keys", str(place / KEYS)]
+        _become("rollout", "--redis", found.redis, "--run", run.name, *settings, *named)
+    if role == "learner-once":
+        _become(*_learner(place, _found(place, head, redis, start), nodes, rank, ranks))
+    signal.signal(signal.SIGUSR1, lambda number, frame: os.kill(os.getpid(), signal.SIGTERM))
+    threads = run.rollout.threads if role == "worker" else run.learner.threads
+    os.environ |= {**dict.fromkeys(THREAD_VARIABLES, str(threads)), **PLAIN_LOGS}
+    service = Supervisor(
+        module_command("areal_q.launch.role", f"{role}-once", *sys.argv[2:]), mend=MEND
+    )
+    if role == "worker" or rank:
+        raise typer.Exit(service.run())
+    endpoint = _endpoint(head, host, redis, start)
+    places.write_ended(place, None)
+    with _redis(place, endpoint, started_here=not redis):
+        places.write_endpoint(place, endpoint)
+        code = service.run()
+        if code in (0, 2):
+            places.write_ended(place, code)
+            time.sleep(_FAREWELL_S if code == 0 else 0)
+    raise typer.Exit(code)
+
+
+def _endpoint(head: str, host: str, redis: str, start: str) -> Endpoint:
+    """Returns where this host's learner will be."""
+    name = host or head or socket.gethostname()
+    at, announce, fetch, ranks = PORTS if head else free_ports(4, "0.0.0.0")
+    return Endpoint(
+        host=name,
+        redis=redis or f"redis://{name}:{at}",
+        announce=announce,
+        fetch=fetch,
+        ranks=ranks,
+        start=start,
+    )
+
+
+def _found(place: Path, head: str, redis: str, start: str = "") -> Endpoint:
+    """Waits until the learner's host has said where it is, with `start` in a start of this name. Ends the
+    process if the learner ended for good."""
+    if head:
+        return _endpoint(head, "", redis, start)
+    said = False
+    while True:
+        if not start and (ended := places.read_ended(place)) is not None:
+            logger.info("the learner ended with %d: nothing is left to do here", ended.code)
+            sys.exit(ended.code)
+        found = places.read_endpoint(place)
+        if found is not None and start in ("", found.start):
+            return found
+        if not said:
+            logger.info("waits for the learner's host, which writes to %s", place)
+            said = True
+        time.sleep(_LOOK_S)
+
+
+def _learner(place: Path, at: Endpoint, nodes: int, rank: int, ranks: int) -> list[str]:
+    """Returns the module that is the learner, or this host's ranks of it, and its arguments."""
+    arguments = ["--redis", at.redis, "--config", str(place / SETTINGS)]
+    arguments += [f"broadcast.announce=tcp://0.0.0.0:{at.announce}"]
+    arguments += [f"broadcast.fetch=tcp://0.0.0.0:{at.fetch}", f"broadcast.host={at.host}"]
+    arguments += [f"broadcast.keys={place / KEYS}"]
+    if nodes * ranks == 1:
+        return ["learner", *arguments]
+    hosts = [f"--nnodes={nodes}", f"--nproc-per-node={ranks}", f"--node-rank={rank}"]
+    meeting = [f"--master-addr={at.host}", f"--master-port={at.ranks}"]
+    rest = [f"--shutdown-timeout={_SHUTDOWN_S}", "-m", "learner"]
+    return ["areal_q.system.torchrun", *hosts, *meeting, *rest, *arguments]
+
+
+def _become(module: str, *arguments: str) -> None:
+    """Replaces this process, so that signals and exit codes are the service's own."""
+    os.execv(sys.executable, module_command(module, *arguments))
+
+
+@contextmanager
+def _redis(place: Path, endpoint: Endpoint, started_here: bool) -> Iterator[None]:
+    """Runs Redis on this host meanwhile, if it is to be started here. Raises BufferUnavailable if it does not
+    answer."""
+    server = None
+    if started_here:
+        at = f"0.0.0.0:{endpoint.redis.rpartition(':')[2]}"
+        where = ["--dir", str(place / "redis"), "--listen", at]
+        command = module_command("buffer.redis_store.local_server", *where)
+        server = subprocess.Popen(
+            module_command("areal_q.observability.supervisor", *command),
+            start_new_session=True,  # it is stopped last, whoever signals all of this session
+            preexec_fn=die_with_parent(),
+        )
+    try:
+        deadline = time.monotonic() + _START_S
+        while not answers(endpoint.redis):
+            if time.monotonic() > deadline:
+                raise BufferUnavailable(
+                    f"{endpoint.redis}: Redis did not answer within {_START_S:.0f} s"
+                )
+            time.sleep(0.2)
+        yield
+    finally:
+        if server is not None:
+            server.terminate()
+            try:
+                server.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                server.kill()
+
+
+if __name__ == "__main__":
+    run_command("role", main, who="role")

@@ -1,0 +1,99 @@
+"""SkyPilot: a task whose first hosts are the learner, with Redis, and whose others have a worker on each GPU.
+
+All hosts of a task are alike, and begin and end together. They share no directory: settings and secrets are
+copied to each, and workers find the learner's host in SKYPILOT_NODE_IPS, with fixed ports. What the settings
+name of this machine's files, the model among them, is copied to the same place. `sky jobs launch` begins a task
+again that lost a host; it goes on from its newest checkpoint if the run lies in a bucket.
+"""
+
+import shlex
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from areal_q.config import Run
+from areal_q.config.load import parsed
+from areal_q.launch.cluster import Cluster
+from areal_q.launch.place import place_of
+from areal_q.system.run_dir import OWN_CODE, path_of
+
+_LEARNER = """\
+head=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)
+if [ "$SKYPILOT_NODE_RANK" -lt {nodes} ]; then
+  exec {learner} --head="$head" --rank="$SKYPILOT_NODE_RANK"
+fi
+workers=()
+for i in $(seq 0 $((${{SKYPILOT_NUM_GPUS_PER_NODE:-0}} > 0 ? SKYPILOT_NUM_GPUS_PER_NODE - 1 : 0))); do
+  CUDA_VISIBLE_DEVICES=$i {worker} --head="$head" --id="$SKYPILOT_NODE_RANK-$i" &
+  workers+=("$!")
+done
+code=0
+for worker in "${{workers[@]}}"; do wait "$worker" || code=$?; done
+exit "$code"
+"""
+
+
+def task(cluster: Cluster, gpu: str, bucket: str) -> dict[str, Any]:
+    """Returns the task as SkyPilot's YAML has it; `gpu` such as H100 or "", `bucket` where the run is or ""."""
+    run, place = cluster.run, cluster.place
+    accelerators = {"accelerators": f"{gpu}:{cluster.gpus or 1}"} if gpu else {}
+    mounts: dict[str, Any] = {str(path): str(path) for path in (place, *_files(run))}
+    if bucket:
+        mounts[str(path_of(run))] = {"name": bucket, "mode": "MOUNT"}
+    resources = {"cpus": f"{max(cluster.learner_cores, cluster.worker_cores)}+", **accelerators}
+    options = dict(parsed(option) for option in cluster.learner_options)
+    script = _LEARNER.format(
+        nodes=cluster.nodes,
+        learner=shlex.join(cluster.role("learner")),
+        worker=shlex.join(cluster.role("worker")),
+    )
+    return {
+        "name": run.name,
+        "num_nodes": cluster.nodes + cluster.workers,
+        "resources": resources | options,
+        "file_mounts": mounts,
+        **({"setup": cluster.setup + "\n"} if cluster.setup else {}),
+        "run": script,
+    }
+
+
+def _files(run: Run) -> list[Path]:
+    """Returns the files and directories of this machine that the settings name; of a user's own code its
+    directory, since it may import what lies beside it."""
+    found = [run.model, run.learner.reference_kl, run.task]
+    named = [getattr(part, "path", None) for part in found] + [getattr(run.task, "heldout", None)]
+    code = [getattr(attrgetter(name)(run), "path", None) for name in OWN_CODE if name != "task"]
+    code += (
+        [getattr(run.task, "path", None)] if getattr(run.task, "digest", None) is not None else []
+    )
+    files = {Path(path) for path in named if isinstance(path, str) and Path(path).exists()}
+    files |= {Path(path).parent for path in code if isinstance(path, str) and Path(path).is_file()}
+    return sorted(files)
+
+
+def yaml(table: dict[str, Any]) -> str:
+    """Returns `table` as YAML. Strings are written as JSON has them, which is YAML too, those of several lines
+    as blocks."""
+    return "".join(_lines(table, ""))
+
+
+def _lines(table: dict[str, Any], indent: str) -> list[str]:
+    out = []
+    for key, value in table.items():
+        name = f"{indent}{key if key.isidentifier() else msgspec.json.encode(key).decode()}:"
+        if isinstance(value, dict):
+            out += [f"{name}\n", *_lines(value, f"{indent}  ")]
+        elif isinstance(value, str) and value.endswith("\n"):
+            out += [f"{name} |\n", *(f"{indent}  {line}\n" for line in value.splitlines())]
+        else:
+            out.append(f"{name} {msgspec.json.encode(value).decode()}\n")
+    return out
+
+
+def write(cluster: Cluster, gpu: str, bucket: str) -> list[Path]:
+    """Writes the task to the launch's directory, and returns its path."""
+    path = place_of(cluster.run) / "sky.yaml"
+    path.write_text(yaml(task(cluster, gpu, bucket)), "utf-8")
+    return [path]

@@ -1,0 +1,291 @@
+"""Runs on a cluster: scripts for Slurm, SkyPilot and Ray, which stand-ins of their commands really start."""
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from helpers.commands import run_here, wait_until
+from helpers.paths import ROOT
+
+from areal_q.config import load
+from areal_q.launch import cli, ray_job, sky, slurm
+from areal_q.launch.cluster import Cluster
+from areal_q.launch.place import PASSWORD, prepared
+from areal_q.observability.metrics_log import read_metrics
+from areal_q.system.run_dir import METRICS_FILE
+
+SETTINGS = """
+name = "far"
+steps = 60
+model = {type = "small", layers = 1, width = 16, heads = 2, kv_heads = 1, mlp = 16, max_positions = 32}
+learner = {groups = 4, group_size = 2, max_lag = 1}
+rollout = {engine = {type = "scripted", tokens_per_s = 300}, sampling = {max_tokens = 4}}
+task = {type = "arithmetic", digits = 1, heldout = 4}
+checkpoint = {every = 5}
+eval = {every = 1000, problems = 4}
+"""
+STUBS = ROOT / "tests" / "helpers"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "far.toml"
+    path.write_text(SETTINGS)
+    return path
+
+
+class Slurm:
+    """The stand-in of a Slurm whose jobs end with the test."""
+
+    def __init__(self, directory: Path) -> None:
+        self.state, self.bin = directory / "state", directory / "bin"
+        self.state.mkdir()
+        self.bin.mkdir()
+        for name in ("sbatch", "srun", "scontrol", "scancel"):
+            command = shlex.join([sys.executable, str(STUBS / "slurm" / "cluster.py")])
+            (self.bin / name).write_text(f'#!/bin/sh\nexec {command} {name} "$@"\n')
+            (self.bin / name).chmod(0o755)
+
+    def code(self, job: str, start: int = 0) -> str:
+        """Returns the exit code of that start of a job, "" while it goes on."""
+        path = self.state / f"{job}.code-{start}"
+        return path.read_text() if path.exists() else ""
+
+    def said(self, place: Path) -> str:
+        return "\n".join(path.read_text()[-3000:] for path in (place / "logs").iterdir())
+
+
+@pytest.fixture
+def cluster_stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slurm]:
+    found = Slurm(tmp_path)
+    monkeypatch.setenv("PATH", f"{found.bin}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_STUB", str(found.state))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.delenv("REDIS_URL", raising=False)
+    yield found
+    for pid in _processes_of(tmp_path):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _processes_of(directory: Path) -> list[int]:
+    """Returns the processes that the scripts of a launch below `directory` have started and left."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if str(directory).encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return [pid for pid in found if pid != os.getpid()]
+
+
+def launch(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return run_here("launch", cli.main, *map(str, arguments))
+
+
+def steps_of(run: Path) -> list[int]:
+    path = run / METRICS_FILE
+    return [r["step"] for r in read_metrics(path) if r["kind"] == "step"] if path.exists() else []
+
+
+def reason_of(run: Path) -> str:
+    return read_metrics(run / METRICS_FILE)[-1].get("reason", "")
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_after_its_time_was_over(config: Path, tmp_path: Path, cluster_stub: Slurm):
+    done = launch("slurm", config, f"root={tmp_path}", "--workers=2", "--time=1:00:00")
+    assert done.returncode == 0 and "learner 1000, workers 1001" in done.stdout, done.stderr
+    run, place = tmp_path / "far", tmp_path / "far.launch"
+    said = lambda: cluster_stub.said(place)  # noqa: E731
+    wait_until(lambda: len(steps_of(run)) > 6, said)
+    assert "--dependency=after:1000" in (cluster_stub.state / "submitted-workers.sh").read_text()
+    subprocess.run(["scancel", "--signal=USR1", "1001_0", "--signal=USR1", "1000"], check=True)
+    wait_until(lambda: cluster_stub.code("1000"), said)
+    assert cluster_stub.code("1000") == "143", said()
+    at = steps_of(run)[-1]
+    assert at < 60 and (run / "checkpoints" / f"step-{at:06d}").is_dir()
+    wait_until(lambda: cluster_stub.code("1000", 1), said)
+    assert cluster_stub.code("1000", 1) == "0", said()
+    assert steps_of(run) == list(range(1, 61)) and reason_of(run) == "done"
+    wait_until(lambda: all(cluster_stub.code("1001_0", i) for i in (0, 1)), said)
+    wait_until(lambda: cluster_stub.code("1001_1"), said)
+    assert [cluster_stub.code("1001_0", i) for i in (0, 1)] == ["143", "0"], said()
+    assert cluster_stub.code("1001_1") == "0", said()
+
+
+@pytest.mark.slow
+def test_two_hosts_share_the_learner(config: Path, tmp_path: Path, cluster_stub: Slurm):
+    options = ["--workers=1", "--learner-nodes=2", "--time=1:00:00"]
+    assert launch("slurm", config, f"root={tmp_path}", "steps=3", *options).returncode == 0
+    place = tmp_path / "far.launch"
+    wait_until(lambda: cluster_stub.code("1000"), lambda: cluster_stub.said(place))
+    assert cluster_stub.code("1000") == "0", cluster_stub.said(place)
+    assert steps_of(tmp_path / "far") == [1, 2, 3]
+
+
+@pytest.mark.slow
+def test_what_has_to_be_mended_ends_all_jobs(config: Path, tmp_path: Path, cluster_stub: Slurm):
+    assert launch("slurm", config, f"root={tmp_path}", "--print").returncode == 0
+    place = tmp_path / "far.launch"
+    (place / "keys" / "server.key_secret").chmod(0o644)
+    slurm.submit([place / "learner.sh", place / "workers.sh"])
+    said = lambda: cluster_stub.said(place)  # noqa: E731
+    wait_until(lambda: cluster_stub.code("1000") and cluster_stub.code("1001_0"), said)
+    assert (cluster_stub.code("1000"), cluster_stub.code("1001_0")) == ("2", "2"), said()
+    assert "server.key_secret" in said()
+
+
+@pytest.mark.slow
+def test_a_ray_job_runs_all_roles_to_the_end(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("REDIS_URL", raising=False)
+    assert launch("ray", config, f"root={tmp_path}", "steps=3", "--print").returncode == 0
+    script = tmp_path / "far.launch" / "ray_job.py"
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{STUBS / 'ray_stub'}"}
+    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert steps_of(tmp_path / "far") == [1, 2, 3] and reason_of(tmp_path / "far") == "done"
+
+
+def cluster_of(config: Path, tmp_path: Path, **asked: Any) -> Cluster:
+    run = load(config, [f"root={tmp_path}"])
+    place = prepared(run)
+    return Cluster(run=load(place / "settings.toml"), place=place, python="python", **asked)
+
+
+def scripts_of(cluster: Cluster) -> list[str]:
+    table = sky.task(cluster, "H100", "")
+    return [
+        slurm.learner_script(cluster, 100, "1:00:00"),
+        slurm.workers_script(cluster, 100, ""),
+        f"#!/bin/bash\n{table['run']}",
+    ]
+
+
+@pytest.mark.parametrize("setup", ["", "module load cuda; export A='b c'"])
+def test_scripts_are_sound_shell(config: Path, tmp_path: Path, setup: str):
+    cluster = cluster_of(config, tmp_path / "with a space", nodes=2, gpus=4, setup=setup)
+    for script in scripts_of(cluster):
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
+@pytest.mark.skipif(not shutil.which("shellcheck"), reason="there is no shellcheck")
+def test_shellcheck_finds_nothing_in_the_scripts(config: Path, tmp_path: Path):
+    for script in scripts_of(cluster_of(config, tmp_path, nodes=2, gpus=4)):
+        done = subprocess.run(
+            ["shellcheck", "-s", "bash", "-"], input=script, text=True, capture_output=True
+        )
+        assert done.returncode == 0, done.stdout
+
+
+def test_secrets_are_files_of_their_owner_and_in_no_script(config: Path, tmp_path: Path):
+    cluster = cluster_of(config, tmp_path)
+    secrets = [cluster.place / PASSWORD, *(cluster.place / "keys").glob("*_secret")]
+    assert len(secrets) == 3 and {path.stat().st_mode & 0o777 for path in secrets} == {0o600}
+    password = secrets[0].read_text()
+    scripts = [*scripts_of(cluster), ray_job.script(cluster), sky.yaml(sky.task(cluster, "", ""))]
+    scripts.append((cluster.place / "settings.toml").read_text())
+    assert len(password) == 64 and not [s for s in scripts if password in s]
+    assert prepared(cluster.run) == cluster.place and secrets[0].read_text() == password
+
+
+def test_slurm_is_asked_for_what_was_said(config: Path, tmp_path: Path):
+    asked = {"nodes": 2, "gpus": 8, "workers": 5, "worker_gpus": 1}
+    options = {"learner_options": ("--partition=gpu",), "worker_options": ("--partition=preempt",)}
+    cluster = cluster_of(config, tmp_path, **asked, **options)
+    learner, workers = (
+        [
+            line.removeprefix("#SBATCH --")
+            for line in script.splitlines()
+            if line.startswith("#SBATCH")
+        ]
+        for script in scripts_of(cluster)[:2]
+    )
+    expected = {"nodes=2", "ntasks-per-node=1", "gpus-per-node=8", "cpus-per-task=9", "mem=100M"}
+    always = {"requeue", "open-mode=append", "signal=B:USR1@300"}
+    assert expected | always | {"partition=gpu", "time=1:00:00"} <= {*learner}
+    assert {"array=0-4", "gpus=1", "partition=preempt"} | always <= {*workers}
+    assert not {"partition=preempt", "gpus=1"} & {*learner}
+
+
+def test_sky_yaml_reads_as_the_task_that_was_meant(config: Path, tmp_path: Path):
+    options = {
+        "learner_options": ("use_spot=true", "region=us-east-1"),
+        "setup": "pip install areal-q",
+    }
+    cluster = cluster_of(config, tmp_path, nodes=1, gpus=8, workers=3, **options)
+    table = sky.task(cluster, "H100", "my-runs")
+    assert yaml.safe_load(sky.yaml(table)) == table
+    assert table["resources"]["use_spot"] is True and table["resources"]["region"] == "us-east-1"
+    assert table["num_nodes"] == 4 and table["resources"]["accelerators"] == "H100:8"
+    assert table["file_mounts"][str(tmp_path / "far")] == {"name": "my-runs", "mode": "MOUNT"}
+    assert table["file_mounts"][str(cluster.place)] == str(cluster.place)
+
+
+@pytest.mark.parametrize(
+    ("rank", "gpus", "roles"),
+    [
+        (0, 2, ["learner --head=10.0.0.1 --rank=0"]),
+        (1, 2, ["worker --head=10.0.0.1 --id=1-0 gpu=0", "worker --head=10.0.0.1 --id=1-1 gpu=1"]),
+        (2, 0, ["worker --head=10.0.0.1 --id=2-0 gpu=0"]),
+    ],
+)
+def test_each_host_of_sky_starts_its_roles(
+    config: Path, tmp_path: Path, rank: int, gpus: int, roles: list[str]
+):
+    """A stand-in of the interpreter writes what it is started with."""
+    stub, said = tmp_path / "python", tmp_path / "said"
+    told = f'echo "$6 $* gpu=${{CUDA_VISIBLE_DEVICES:-}}" >> {said}'
+    stub.write_text(f"#!/bin/sh\n{told}\n")
+    stub.chmod(0o755)
+    run = load(config, [f"root={tmp_path}"])
+    cluster = Cluster(run=run, place=prepared(run), python=str(stub), nodes=1, gpus=gpus)
+    env = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2\n10.0.0.3", "SKYPILOT_NODE_RANK": str(rank)}
+    env |= {"SKYPILOT_NUM_GPUS_PER_NODE": str(gpus), "PATH": os.environ["PATH"]}
+    subprocess.run(["bash", "-c", sky.task(cluster, "", "")["run"]], env=env, check=True)
+    lines = sorted(said.read_text().splitlines())
+    assert len(lines) == len(roles)
+    for line, role in zip(lines, roles, strict=True):
+        assert all(word in line.split() for word in role.split()), line
+
+
+def test_nothing_is_submitted_where_there_is_no_scheduler(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for engine, command in (("slurm", "sbatch"), ("sky", "sky"), ("ray", "ray")):
+        done = launch(engine, config, f"root={tmp_path}")
+        assert done.returncode == 2 and f"there is no {command} here" in done.stderr
+
+
+def test_a_model_that_is_not_there_is_refused_before_all(config: Path, tmp_path: Path):
+    done = launch(
+        "slurm", config, f"root={tmp_path}", "model.type=pretrained", "model.path=/nowhere"
+    )
+    assert done.returncode == 2 and "model.path: /nowhere: no such directory" in done.stderr
+    assert not (tmp_path / "far.launch").exists()
+
+
+def test_a_failing_sbatch_says_how_to_take_the_first_back(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text(
+        '#!/bin/sh\ncase "$*" in *workers*) echo "sbatch: error: no partition" >&2; exit 1;; esac\necho 77\n'
+    )
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    done = launch("slurm", config, f"root={tmp_path}")
+    assert done.returncode == 2 and "no partition; scancel 77" in done.stderr
+    assert json.loads(json.dumps(done.stdout)) == ""
