@@ -4,7 +4,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from areal_q.checks.memory import Lengths
+from areal_q.checks.pass_memory import Lengths
 from areal_q.config import Run, load
 from areal_q.errors import LogError
 from areal_q.models import DecoderConfig

@@ -11,8 +11,9 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from areal_q.checks.memory import Lengths, Part, total
+from areal_q.checks.memory import total
 from areal_q.checks.model import check_model
+from areal_q.checks.pass_memory import Lengths, Part
 from areal_q.config import load
 from areal_q.errors import ConfigError
 from areal_q.observability.run_summary import plural

@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 
 from areal_q.checks.automatic import settled
-from areal_q.checks.memory import Lengths, Part, learner_memory, total, worker_memory
+from areal_q.checks.memory import learner_memory, total, worker_memory
+from areal_q.checks.pass_memory import Lengths, Part
 from areal_q.config import Run, TorchEngine
 from areal_q.models import DecoderConfig
 from areal_q.observability.run_summary import plural
@@ -17,7 +18,7 @@ from areal_q.plan.wire import ZEROMQ_SHARE, Wire, wire
 from areal_q.system.disk import size
 
 REDIS_BYTES = 9.2
-"""Of a response's token in Redis (docs/sizing.md)"""
+"""Bytes of a response's token in Redis (docs/sizing.md)"""
 _IDLE = 0.15
 """Idle shares above this are worth a line of advice."""
 
@@ -69,8 +70,6 @@ def estimate(
     best, others = ranked[0], ranked[1:]
     whole = wire(run, shape)
     sent = Wire(whole.snapshot, whole.delta * correction.delta)
-    cfg = run.learner
-    kept = (run.checkpoint.every + cfg.max_lag + 1) * cfg.groups * cfg.group_size
     memory_of = Lengths(load.lengths.prompt, run.rollout.tokens_after_prompt)
     made = Estimate(
         weights=shape.weights,
@@ -82,11 +81,18 @@ def estimate(
         fits=bool(fitting),
         wire=sent,
         sending_s=best.split.workers * sent.delta * 8 / (gbit_s * 1e9 * ZEROMQ_SHARE),
-        redis=kept * load.lengths.response * REDIS_BYTES,
+        redis=_redis_bytes(run, load),
         speed=best,
         others=others[:3],
     )
     return replace(made, advice=list(_advice(run, shape, load, correction, made)))
+
+
+def _redis_bytes(run: Run, load: Load) -> float:
+    """Returns the bytes of the groups that no checkpoint covers yet."""
+    cfg = run.learner
+    steps = run.checkpoint.every + cfg.max_lag + 1
+    return steps * cfg.groups * cfg.group_size * load.lengths.response * REDIS_BYTES
 
 
 def _ranks(on: Hardware, split: Split) -> int:

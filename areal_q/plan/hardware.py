@@ -50,9 +50,9 @@ class Device:
 
 
 GPU_SHARES = {"bfloat16": 0.25, "float32": 0.5}
-"""Of the published rates, a step of Qwen2.5-0.5B's shape on an H100 (docs/gpu.md); larger models reach more."""
+"""Shares of the published rates: a step of Qwen2.5-0.5B's shape on an H100; larger models reach more."""
 CPU_SHARES = {"bfloat16": 0.7, "float32": 0.74}
-"""Of a large product's rate: steps of 20M, 135M and 0.5B parameters came to 0.67 to 0.77 (bench/README.md)"""
+"""Shares of a large product's rate: steps of 20M, 135M and 0.5B parameters came to 0.67 to 0.77"""
 
 
 def _gpu(name: str, tf32: float, bf16: float, low: float, gb_s: float, gb: float) -> Device:

@@ -11,12 +11,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from areal_q.checks.disk_use import format_bytes
-from areal_q.checks.memory import (
-    Lengths,
-    keeps_exponentials,
-    linear_weights,
-    microbatch_responses,
-)
+from areal_q.checks.memory import linear_weights
+from areal_q.checks.pass_memory import Lengths, keeps_exponentials, microbatch_responses
 from areal_q.config import Run, ScriptedEngine, TorchEngine
 from areal_q.models import DecoderConfig
 from areal_q.observability.run_summary import plural
@@ -59,7 +55,7 @@ NONE = Correction()
 
 
 class Split(NamedTuple):
-    """Who works on what. On a CPU both counts are of processes."""
+    """A division of the hardware. On a CPU both counts are of processes."""
 
     learner_gpus: int
     workers: int
@@ -156,46 +152,45 @@ def worker_rate(
     run: Run, shape: DecoderConfig, load: Load, on: Hardware, workers: int
 ) -> tuple[float, str]:
     """Returns the response tokens that one busy worker draws per second, and the formula."""
-    engine, rollout, device = run.rollout.engine, run.rollout, on.device
+    engine, device = run.rollout.engine, on.device
     if isinstance(engine, ScriptedEngine):
         return engine.tokens_per_s, "rollout.engine.tokens_per_s"
-    prompt, response = load.lengths.prompt, load.lengths.response
-    rows = max(
-        1.0, min(engine.slots, run.learner.max_outstanding * run.learner.group_size / workers)
-    )
-    weights, head = active_linears(shape), shape.vocab_size * shape.width
-    # A prompt is computed once for its group.
-    flop = 2 * (weights + head) + 2 * weights * prompt / (run.learner.group_size * response)
-    flop += 4 * (prompt + response / 2) * shape.heads * shape.head_dim * shape.layers
-    eight = rollout.format in ("int8", "fp8", "fp8-channel") and not (
-        isinstance(engine, TorchEngine) and not on.is_cpu
-    )
-    kv = (
-        2
-        * shape.layers
-        * shape.kv_heads
-        * shape.head_dim
-        * (1 if getattr(engine, "kv_cache", "") == "fp8" else 2)
-    )
-    read = format_bytes(rollout.format) * weights + 2 * head
+    outstanding = run.learner.max_outstanding * run.learner.group_size
+    rows = max(1.0, min(engine.slots, outstanding / workers))
+    torch_engine = isinstance(engine, TorchEngine)
+    codes = run.rollout.format in ("int8", "fp8", "fp8-channel") and (on.is_cpu or not torch_engine)
+    rate = device.eight_bits if codes else device.bfloat16
     if on.is_cpu:
-        units = max(1.0, min(rollout.threads, (device.cores - run.learner.threads) / workers))
-        kind, share, kv, each = "cpu", DECODE_SHARE["cpu"], 2 * kv, 1
-        rate = device.eight_bits if eight else device.bfloat16
+        cores = (device.cores - run.learner.threads) / workers
+        kind, units, paths = "cpu", max(1.0, min(run.rollout.threads, cores)), 1
     else:
-        each = getattr(engine, "tensor_parallel", 1)
-        units, share = each, DECODE_SHARE["gpu"]
-        rate = device.eight_bits if eight else device.bfloat16
-        kind = "torch on a GPU" if isinstance(engine, TorchEngine) else "served"
+        units = paths = getattr(engine, "tensor_parallel", 1)
+        kind = "torch on a GPU" if torch_engine else "served"
         kind += ", compiled" if getattr(engine, "compiled", False) else ""
-    reading = (read + rows * kv * (prompt + response / 2)) / (device.bandwidth * each)
-    multiplying = rows * flop / (rate * units)
+    flop, read = _decoding(run, shape, load.lengths, rows, 4 if on.is_cpu else 2)
+    reading, multiplying = read / (device.bandwidth * paths), rows * flop / (rate * units)
+    share = DECODE_SHARE["cpu" if on.is_cpu else "gpu"]
     layers = LAYER_S[kind] * shape.layers + SERVED_S * kind.startswith("served")
     step = max(reading, multiplying) / share + layers
     return rows / step, (
         f"{rows:,.0f} rows / (max(memory {reading * 1e3:.3g} ms, products {multiplying * 1e3:.3g} ms)"
         f" / {share:g} + {layers * 1e3:.3g} ms between kernels)"
     )
+
+
+def _decoding(
+    run: Run, shape: DecoderConfig, lengths: Lengths, rows: float, item: int
+) -> tuple[float, float]:
+    """Returns the FLOP of a token, its part of its group's prompt included, and the bytes that a step of `rows`
+    reads: weights, head, and keys and values of `item` bytes each."""
+    prompt, response = lengths.prompt, lengths.response
+    weights, head = active_linears(shape), shape.vocab_size * shape.width
+    flop = 2 * (weights + head) + 2 * weights * prompt / (run.learner.group_size * response)
+    flop += 4 * (prompt + response / 2) * shape.heads * shape.head_dim * shape.layers
+    item = 1 if getattr(run.rollout.engine, "kv_cache", "auto") == "fp8" else item
+    kv = 2 * shape.layers * shape.kv_heads * shape.head_dim * item
+    read = format_bytes(run.rollout.format) * weights + 2 * head
+    return flop, read + rows * kv * (prompt + response / 2)
 
 
 def speed(

@@ -3,7 +3,7 @@
 import math
 from typing import NamedTuple
 
-from areal_q.checks.memory import linear_weights, version_bytes
+from areal_q.checks.memory import linear_weights, trained_weights, version_bytes
 from areal_q.config import Run
 from areal_q.models import DecoderConfig
 
@@ -18,8 +18,8 @@ DELTA_RATIOS = {
     "mxfp4": (7034, 1281, 213),
     "nf4": (119, 85, 53.8),
 }
-"""By how much a delta was smaller than all weights in bfloat16, at the learning rates of RATES: of one Adam
-step of a model of 100M parameters, and of the quickstart (bench/README.md, Weights on the wire)"""
+"""How many times smaller a delta was than all weights in bfloat16, at the rates of RATES: that of one Adam
+step of a model of 100M parameters, and those of the quickstart (bench/README.md, Weights on the wire)"""
 RATES = (1e-6, 1e-5, 1.5e-4)
 _ALIKE = {"int8-weight": "int8", "fp8-weight": "fp8-channel", "int4-g32": "int4"}
 _REST_FP32 = 1.76
@@ -40,20 +40,11 @@ def wire(run: Run, shape: DecoderConfig) -> Wire:
     weights beside that of a step: a delta may be several times smaller or larger."""
     snapshot = version_bytes(run, shape)
     if run.learner.lora:
-        return Wire(snapshot, 4.0 * adapter_weights(run, shape))
+        return Wire(snapshot, 4.0 * trained_weights(run, shape))
     delta = 2 * shape.weights / _ratio(run.rollout.format, run.learner.optimizer.lr)
     if run.rollout.unquantized != "bf16":
         delta += _REST_FP32 * (shape.weights - linear_weights(shape))
     return Wire(snapshot, min(delta, snapshot))
-
-
-def adapter_weights(run: Run, shape: DecoderConfig) -> int:
-    lora = run.learner.lora
-    assert lora
-    sizes = [
-        s for n, s in shape.tensors().items() if n.split(".")[-2] in lora.targets and len(s) == 2
-    ]
-    return sum(lora.rank * (out + into) for out, into in sizes)
 
 
 def _ratio(format: str, lr: float) -> float:

@@ -7,14 +7,8 @@ import pytest
 import torch
 
 from areal_q.checks import memory
-from areal_q.checks.memory import (
-    PROCESS_BYTES,
-    Lengths,
-    learner_memory,
-    pass_memory,
-    total,
-    worker_memory,
-)
+from areal_q.checks.memory import PROCESS_BYTES, learner_memory, total, worker_memory
+from areal_q.checks.pass_memory import Lengths, pass_memory
 from areal_q.config import Run, load
 from areal_q.models import Decoder, DecoderConfig, PackedLayout, init_weights
 from areal_q.models.low_bit.bf16_rounding import round_rest
