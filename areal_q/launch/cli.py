@@ -90,35 +90,31 @@ def main(
     )
     match engine:
         case "slurm":
-            paths, commands = slurm.write(cluster, time), []
+            paths, command = slurm.write(cluster, time), []
         case "sky":
             paths = sky.write(cluster, gpu, bucket)
-            commands = [["sky", "jobs", "launch", "--yes", "--detach-run", str(paths[0])]]
+            command = ["sky", "jobs", "launch", "--yes", "--detach-run", str(paths[0])]
         case "ray":
             paths = ray_job.write(cluster)
-            commands = [ray_job.command(paths[0])]
+            command = ray_job.command(paths[0])
     if show:
         for path in paths:
             typer.echo(f"# {path}\n{path.read_text('utf-8')}")
-    elif engine == "slurm":
-        jobs = slurm.submit(paths)
-        told = dict(zip(("learner", "workers"), jobs, strict=False))
-        typer.echo(
-            f"submitted: {', '.join(f'{who} {job}' for who, job in told.items())}; logs in {place}/logs"
-        )
-        typer.echo(f"scancel {' '.join(reversed(jobs))} ends it; launched again it goes on")
+    elif command:
+        _submit(engine, command)
     else:
-        _submit(engine, commands)
+        jobs = slurm.submit(paths)
+        typer.echo(f"submitted: {slurm.named(jobs)}; logs in {place}/logs")
+        typer.echo(f"scancel {' '.join(reversed(jobs))} ends it; launched again it goes on")
 
 
-def _submit(engine: str, commands: Sequence[Sequence[str]]) -> None:
-    """Runs the commands of SkyPilot or Ray. Raises ConfigError if there are none here, or one fails."""
-    for command in commands:
-        try:
-            code = subprocess.run(command).returncode
-        except FileNotFoundError as error:
-            raise ConfigError(
-                f"launch {engine}: there is no {command[0]} here; where there is: {shlex.join(command)}"
-            ) from error
-        if code:
-            raise ConfigError(f"launch {engine}: {shlex.join(command)} ended with {code}")
+def _submit(engine: str, command: Sequence[str]) -> None:
+    """Runs a command of SkyPilot or Ray. Raises ConfigError if there is none here, or it fails."""
+    try:
+        code = subprocess.run(command).returncode
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"launch {engine}: there is no {command[0]} here; where there is: {shlex.join(command)}"
+        ) from error
+    if code:
+        raise ConfigError(f"launch {engine}: {shlex.join(command)} ended with {code}")

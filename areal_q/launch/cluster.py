@@ -4,7 +4,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal_q.checks.memory import Lengths, learner_memory, total, worker_memory
+from areal_q.checks.memory import learner_memory, total, worker_memory
+from areal_q.checks.pass_memory import Lengths
 from areal_q.config import Run, TorchEngine
 from areal_q.models.shape import shape_of
 from areal_q.tasks import build_task, build_tokenizer

@@ -31,7 +31,7 @@ _ENDPOINT, _ENDED = "endpoint.json", "ended.json"
 
 
 class Endpoint(Struct, frozen=True, kw_only=True):
-    """Where the parts of a run are found. Example: Endpoint(host="node7", redis="redis://node7:20017",
+    """The places of a run's parts. Example: Endpoint(host="node7", redis="redis://node7:20017",
     announce=20018, fetch=20019, ranks=20020, start="4711.0")"""
 
     host: str

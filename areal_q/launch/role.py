@@ -43,7 +43,7 @@ from areal_q.system.processes import die_with_parent, module_command
 
 logger = logging.getLogger("role")
 PORTS = (6379, 5551, 5552, 29_500)
-"""Of Redis, announcements, weights and the ranks among themselves, where nothing says which are free"""
+"""Ports of Redis, announcements, weights and the ranks among themselves, where none are said to be free"""
 MEND = "exit code 2, see the line above: it has to be mended; then launch again"
 _SHUTDOWN_S = 280
 """Seconds that torchrun leaves its ranks for their step and a checkpoint"""

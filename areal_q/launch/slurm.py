@@ -121,6 +121,10 @@ def submit(paths: Sequence[Path]) -> list[str]:
     return jobs
 
 
+def named(jobs: Sequence[str]) -> str:
+    return ", ".join(f"{who} {job}" for who, job in zip(("learner", "workers"), jobs, strict=False))
+
+
 def _sbatch(arguments: list[str], jobs: list[str]) -> str:
     try:
         done = subprocess.run(
