@@ -6,7 +6,7 @@ from pathlib import Path
 
 from areal_q.checks.memory import learner_memory, total, worker_memory
 from areal_q.checks.pass_memory import Lengths
-from areal_q.config import Run, TorchEngine
+from areal_q.config import Run, SglangEngine, VllmEngine
 from areal_q.models.shape import shape_of
 from areal_q.tasks import build_task, build_tokenizer
 
@@ -49,10 +49,9 @@ class Cluster:
 
     @property
     def worker_cores(self) -> int:
-        """A served engine has processes of its own."""
-        return self.run.rollout.threads + (
-            0 if isinstance(self.run.rollout.engine, TorchEngine) else 3
-        )
+        """Threads of a worker; an engine in processes of its own takes more."""
+        served = isinstance(self.run.rollout.engine, VllmEngine | SglangEngine)
+        return self.run.rollout.threads + 3 * served
 
     def role(self, role: str) -> list[str]:
         """Returns the command of a role, without what only the host knows."""

@@ -2,7 +2,7 @@
 
 The job's script asks Ray for places and starts a role in each. It is written to the launch's directory, which
 all hosts must see. A role whose host is lost is begun again by Ray, the learner from its newest checkpoint.
-`ray job stop` tells all roles to go, so that the learner writes a checkpoint.
+`ray job stop` tells all roles to go, and so does the end of what started them: the learner writes a checkpoint.
 """
 
 from pathlib import Path
@@ -69,9 +69,10 @@ def main():
     try:
         codes = ray.get(learners)
         ray.get(workers)
-    finally:
+    except BaseException:
         for task in (*learners, *workers):
             ray.cancel(task)
+        raise
     return max(codes)
 
 

@@ -8,7 +8,8 @@
 
 Each service runs under areal_q/observability/supervisor.py, which starts a crashed one again. SIGTERM, and
 SIGUSR1 by which Slurm warns of the end of a job's time, are passed on: the learner ends its step and writes a
-checkpoint, a worker hands its tickets back. Exit codes are those of areal_q/system/stop_request.py.
+checkpoint, a worker hands its tickets back. So they do if the process that started the role is killed. Exit
+codes are those of areal_q/system/stop_request.py.
 
 Redis and the weights listen beyond loopback here, since other hosts have to reach them: Redis asks for the
 password in PLACE/secrets, the weights for a key of PLACE/keys. Without --head their ports are free ones, which
@@ -32,14 +33,14 @@ import typer
 from areal_q.cli.child_processes import PLAIN_LOGS, THREAD_VARIABLES
 from areal_q.cli.launcher import answers
 from areal_q.config import load
-from areal_q.errors import BufferUnavailable
+from areal_q.errors import BufferUnavailable, ConfigError
 from areal_q.launch import place as places
 from areal_q.launch.place import KEYS, PASSWORD, SETTINGS, Endpoint
 from areal_q.observability import service_log
 from areal_q.observability.supervisor import Supervisor
 from areal_q.system.command import run_command
 from areal_q.system.ports import free_ports
-from areal_q.system.processes import die_with_parent, module_command
+from areal_q.system.processes import die_with_parent, end_with_parent, module_command
 
 logger = logging.getLogger("role")
 PORTS = (6379, 5551, 5552, 29_500)
@@ -52,6 +53,8 @@ _START_S, _STOP_S = 60.0, 20.0
 _FAREWELL_S = 15.0
 """Seconds for which Redis stays after the last step, so that workers learn of it"""
 _LOOK_S = 1.0
+_GIVE_UP_S = 600.0
+"""Seconds after which a worker that cannot see the learner's host in PLACE takes it to have ended"""
 
 
 def main(
@@ -70,12 +73,16 @@ def main(
 ) -> None:
     """A role of a run on one host of a cluster, as the scripts of `areal-q launch` start it."""
     service_log.set_up("role")
+    end_with_parent(signal.SIGTERM)  # a scheduler may kill what started this
     run = load(place / SETTINGS)
-    os.environ.setdefault("REDIS_PASSWORD_FILE", str(place / PASSWORD))
+    if not redis:
+        os.environ["REDIS_PASSWORD_FILE"] = str(place / PASSWORD)
     os.environ.setdefault("AREAL_Q_WATCHDOG", "600")
     os.environ["PYTHONSAFEPATH"] = "1"  # also for what torchrun starts
     if role == "worker-once":
         found = _found(place, head, redis)
+        if head:
+            _await_redis(found.redis)
         named = ["--id", id] if id else []
         settings = ["--config", str(place / SETTINGS), "--keys", str(place / KEYS)]
         _become("rollout", "--redis", found.redis, "--run", run.name, *settings, *named)
@@ -121,15 +128,25 @@ def _found(place: Path, head: str, redis: str, start: str = "") -> Endpoint:
         return _endpoint(head, "", redis, start)
     said = False
     while True:
-        if not start and (ended := places.read_ended(place)) is not None:
+        found, ended = places.read_endpoint(place), places.read_ended(place)
+        mine = found is not None and start in ("", found.start)
+        if ended is not None and (mine or not start):
             logger.info("the learner ended with %d: nothing is left to do here", ended.code)
             sys.exit(ended.code)
-        found = places.read_endpoint(place)
-        if found is not None and start in ("", found.start):
+        if found is not None and mine:
             return found
         if not said:
             logger.info("waits for the learner's host, which writes to %s", place)
             said = True
+        time.sleep(_LOOK_S)
+
+
+def _await_redis(url: str) -> None:
+    """Waits until Redis answers. Raises ConfigError after _GIVE_UP_S."""
+    deadline = time.monotonic() + _GIVE_UP_S
+    while not answers(url):
+        if time.monotonic() > deadline:
+            raise ConfigError(f"{url}: no Redis answers, so the learner's host has ended")
         time.sleep(_LOOK_S)
 
 

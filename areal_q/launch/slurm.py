@@ -81,6 +81,8 @@ def _script(asks: Sequence[str], setup: str, before: str, command: str, job: str
         *filter(None, (setup, before)),
     ]
     lines += [
+        "# Since Slurm 22.05 srun does not take it from the job by itself.",
+        'export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"',
         "again='' role='' code=0",
         "# SIGUSR1: the time is nearly over. SIGTERM: preempted, or scancel; Slurm knows which.",
         "trap 'again=1; kill -TERM \"$role\"' USR1",

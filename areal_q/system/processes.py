@@ -76,11 +76,11 @@ def die_with_parent(signum: int = signal.SIGTERM) -> Callable[[], None]:
     return in_child
 
 
-def end_with_parent() -> None:
-    """Makes the kernel kill this process when its parent ends, for one that another program started. It does
-    nothing except on Linux."""
+def end_with_parent(signum: int = signal.SIGKILL) -> None:
+    """Makes the kernel send `signum` to this process when its parent ends, for one that another program
+    started. What replaces this process by exec gets it too. It does nothing except on Linux."""
     if _libc is not None:
-        _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+        _libc.prctl(_PR_SET_PDEATHSIG, int(signum))
 
 
 def keep_freed_memory() -> None:

@@ -134,8 +134,12 @@ def test_two_hosts_share_the_learner(config: Path, tmp_path: Path, cluster_stub:
 
 
 @pytest.mark.slow
-def test_what_has_to_be_mended_ends_all_jobs(config: Path, tmp_path: Path, cluster_stub: Slurm):
-    assert launch("slurm", config, f"root={tmp_path}", "--print").returncode == 0
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_what_has_to_be_mended_ends_all_jobs(
+    config: Path, tmp_path: Path, cluster_stub: Slurm, nodes: int
+):
+    hosts = f"--learner-nodes={nodes}"
+    assert launch("slurm", config, f"root={tmp_path}", hosts, "--print").returncode == 0
     place = tmp_path / "far.launch"
     (place / "keys" / "server.key_secret").chmod(0o644)
     slurm.submit([place / "learner.sh", place / "workers.sh"])
@@ -156,6 +160,26 @@ def test_a_ray_job_runs_all_roles_to_the_end(
     done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert steps_of(tmp_path / "far") == [1, 2, 3] and reason_of(tmp_path / "far") == "done"
+
+
+@pytest.mark.slow
+def test_roles_end_well_when_what_started_them_is_killed(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As a Ray job is that does not end within the seconds that it is given."""
+    monkeypatch.delenv("REDIS_URL", raising=False)
+    options = [f"root={tmp_path}", "steps=1000000", "--print"]
+    assert launch("ray", config, *options).returncode == 0
+    script, run = tmp_path / "far.launch" / "ray_job.py", tmp_path / "far"
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{STUBS / 'ray_stub'}"}
+    with (tmp_path / "said").open("wb") as said:
+        job = subprocess.Popen([sys.executable, str(script)], env=env, stdout=said, stderr=said)
+    wait_until(lambda: len(steps_of(run)) > 3, lambda: (tmp_path / "said").read_text()[-3000:], job)
+    job.kill()
+    job.wait()
+    wait_until(lambda: not _processes_of(tmp_path), lambda: (tmp_path / "said").read_text()[-3000:])
+    at = steps_of(run)[-1]
+    assert reason_of(run) == "drained" and (run / "checkpoints" / f"step-{at:06d}").is_dir()
 
 
 def cluster_of(config: Path, tmp_path: Path, **asked: Any) -> Cluster:
