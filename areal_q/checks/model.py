@@ -38,7 +38,7 @@ from areal_q.tasks import (
     columns_for,
     load_tokenizer,
 )
-from areal_q.tasks.order import try_out as try_out_order
+from areal_q.tasks.ordering.order import try_out as try_out_order
 from areal_q.tasks.prompt_lengths import without_long
 from areal_q.tasks.stops import stops_text
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from areal_q.errors import TaskError
 from areal_q.tasks.base import Problem, Task, Tokenizer
 from areal_q.tasks.lazy import Lazy
-from areal_q.tasks.mixture import Joined, parts_of
+from areal_q.tasks.ordering.mixture import Joined, parts_of
 
 logger = logging.getLogger(__name__)
 SLACK = 64

@@ -1,7 +1,7 @@
 """Shuffling without memory: pseudo-random permutations of range(size), by index and key."""
 
 from areal_q.tasks.base import Problem, Task
-from areal_q.tasks.mixture import Joined
+from areal_q.tasks.ordering.mixture import Joined
 
 ROUNDS = 6
 MASK = (1 << 64) - 1

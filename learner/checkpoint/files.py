@@ -35,7 +35,7 @@ from areal_q.system.files import (
     save_tensors,
     sync,
 )
-from areal_q.tasks.pass_rates import PoolsState
+from areal_q.tasks.ordering.pass_rates import PoolsState
 
 START = "step-000000"
 """The checkpoint of the start, which is never removed, so that a replay can begin there."""
@@ -68,7 +68,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     (buffer/sampling/replay_pool.py)."""
     order: dict[str, PoolsState] = {}
     """The state of an order of problems that remembers, by the name of the task
-    (areal_q/tasks/pass_rates.py)."""
+    (areal_q/tasks/ordering/pass_rates.py)."""
     lost: list[int] = []
     """Tickets that were lost and replaced; if one is admitted again, its group counts."""
     digests: dict[int, str]

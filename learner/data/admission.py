@@ -23,8 +23,8 @@ from areal_q.config import EvalConfig, OrderConfig, Run, Sampling
 from areal_q.errors import BufferFull, RecordError
 from areal_q.messages import Array, Group, Ticket
 from areal_q.tasks import Problem, Task, Tokenizer
-from areal_q.tasks.order import Chosen, Order
-from areal_q.tasks.pass_rates import PoolsState
+from areal_q.tasks.ordering.order import Chosen, Order
+from areal_q.tasks.ordering.pass_rates import PoolsState
 from buffer.redis_store import LearnerBuffer
 from learner.data.eval_sets import EvaluationSet, evaluation_sets
 

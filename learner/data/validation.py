@@ -13,7 +13,7 @@ from areal_q.messages import Array, Group, Trajectory
 from areal_q.models import DecoderConfig
 from areal_q.tasks import Task
 from areal_q.tasks.lazy import Lazy
-from areal_q.tasks.mixture import parts_of
+from areal_q.tasks.ordering.mixture import parts_of
 
 DATA_DIGEST = "problems-digest"
 """Name of the file in a run's directory with the digest of the problems that the run began with."""

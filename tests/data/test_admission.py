@@ -19,7 +19,7 @@ from areal_q.errors import BufferFull, RecordError, TaskError
 from areal_q.messages import Ticket, decode_ticket, encode
 from areal_q.system.run_dir import differences, with_digests
 from areal_q.tasks import Problem, build_task, build_tokenizer, columns_for, problem_at
-from areal_q.tasks.pass_rates import Drawn
+from areal_q.tasks.ordering.pass_rates import Drawn
 from bench.stability.memory_buffer import MemoryBuffer, MemoryLearner
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
 from learner import checkpoint

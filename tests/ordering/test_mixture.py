@@ -13,7 +13,7 @@ from areal_q.config import Run, load
 from areal_q.errors import SettingsError, TaskError
 from areal_q.tasks import Completed, Problem, build_reward, build_task, columns_for, problem_at
 from areal_q.tasks.lazy import Lazy
-from areal_q.tasks.mixture import Joined, turn, turns
+from areal_q.tasks.ordering.mixture import Joined, turn, turns
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any))

@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 from msgspec import Struct
 
 from areal_q.config import PassRate
-from areal_q.tasks.mixture import turns
+from areal_q.tasks.ordering.mixture import turns
 from areal_q.tasks.shuffle import shuffled
 
 Pool = Literal["medium", "new", "hard", "easy"]

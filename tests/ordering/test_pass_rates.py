@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from areal_q.config import PassRate
-from areal_q.tasks.pass_rates import Pools, PoolsState
+from areal_q.tasks.ordering.pass_rates import Pools, PoolsState
 
 
 def pools(size: int = 6, state: PoolsState | None = None, **weights: int) -> Pools:

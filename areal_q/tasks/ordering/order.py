@@ -20,8 +20,8 @@ from areal_q.errors import RecordError, TaskError
 from areal_q.messages import Group, Ticket
 from areal_q.plugins import load_function, place_of, user_code
 from areal_q.tasks.base import Problem
-from areal_q.tasks.mixture import Joined, parts_of
-from areal_q.tasks.pass_rates import Drawn, Pools, PoolsState
+from areal_q.tasks.ordering.mixture import Joined, parts_of
+from areal_q.tasks.ordering.pass_rates import Drawn, Pools, PoolsState
 from areal_q.tasks.shuffle import shuffled
 
 _load = cache(lambda path, digest: load_function(path, "order"))
