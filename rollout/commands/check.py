@@ -61,6 +61,7 @@ def findings(run: Run, redis: str | None) -> Iterator[CheckResult]:
     yield from refused
     if not any(one.level == "error" for one in refused):
         yield from model_of(run)
+        yield from sampler_of(run)
     yield from learner_of(run)
     yield from engine_of(run)
 
@@ -80,12 +81,19 @@ def model_of(run: Run) -> Iterator[CheckResult]:
 
     try:
         yield from findings(run, check_model(run))
-        if isinstance(run.buffer.sampler, PythonSampler):
-            from buffer.sampling.samplers import try_out
-
-            try_out(run.buffer.sampler, build_task(run.task, columns_for(run)).train)
     except UserError as error:
         yield CheckResult("model", "error", str(error), "another model, or value of that setting")
+
+
+def sampler_of(run: Run) -> Iterator[CheckResult]:
+    """Yields what a sampler of the user's own does wrong with a few made-up groups."""
+    from buffer.sampling.samplers import try_out
+
+    try:
+        if isinstance(run.buffer.sampler, PythonSampler):
+            try_out(run.buffer.sampler, build_task(run.task, columns_for(run)).train)
+    except UserError as error:
+        yield CheckResult("sampler", "error", str(error), "mend the function")
 
 
 def learner_of(run: Run) -> Iterator[CheckResult]:

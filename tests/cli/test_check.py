@@ -22,7 +22,7 @@ from areal_q.checks.machine import CheckResult, engines, machine
 from areal_q.config import load
 from buffer.redis_store.local_server import find_binary
 from buffer.redis_store.server_checks import check_redis
-from rollout.commands.check import engine_of, learner_of, main, model_of, settings_of
+from rollout.commands.check import engine_of, learner_of, main, model_of, sampler_of, settings_of
 from rollout.engines.base import Capabilities
 
 
@@ -252,7 +252,7 @@ def test_an_order_and_a_sampler_of_ones_own_are_called(tmp_path, settings, said)
         "def typo2(held, count, progress, rng):\n    return [i for i in held.indexes]\n"
     )
     run = load(None, [settings.format(tmp_path / "own.py")])
-    found = [one for one in model_of(run) if one.level == "error"]
+    found = [one for one in (*model_of(run), *sampler_of(run)) if one.level == "error"]
     assert [bool(re.search(said, one.says)) for one in found] == [True] if said else not found
 
 
