@@ -13,8 +13,8 @@ from areal_q.checks.automatic import cpu_flags, settled
 from areal_q.checks.disk_use import format_bytes, moment_bytes
 from areal_q.checks.machine import CheckResult
 from areal_q.checks.pass_memory import Lengths, Part, pass_memory
-from areal_q.config import PretrainedModel, Run, ScriptedEngine, TorchEngine
-from areal_q.models import DecoderConfig
+from areal_q.config import ModelTeacher, PretrainedModel, Run, ScriptedEngine, TorchEngine
+from areal_q.models import DecoderConfig, load_config
 from areal_q.observability.run_summary import plural
 from areal_q.quant import is_quantized
 from areal_q.system.disk import size
@@ -104,6 +104,9 @@ def _models(run: Run, shape: DecoderConfig, ranks: int) -> Iterator[Part]:
         yield Part("rollouts' numbers", nbytes, f"{each:g} · L, as published and laid out", gpu)
     if cfg.reference_kl and not cfg.lora:
         yield Part("reference", 4 * shape.weights / ranks, f"4 · W{shared}", gpu)
+    if isinstance(cfg.teacher, ModelTeacher):
+        own = load_config(cfg.teacher.path).weights
+        yield Part("teacher", 4 * own, "4 · the teacher's weights", gpu)
     if cfg.critic and cfg.critic.trunk == "separate":
         yield Part("critic", 16 * shape.weights / ranks, f"16 · W{shared}", gpu)
 

@@ -30,6 +30,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from areal_q.checks.packages import learner_python, worker_python
 from areal_q.cli.child_processes import PLAIN_LOGS, THREAD_VARIABLES
 from areal_q.cli.launcher import answers
 from areal_q.config import load
@@ -85,9 +86,11 @@ def main(
             _await_redis(found.redis)
         named = ["--id", id] if id else []
         settings = ["--config", str(place / SETTINGS), "--keys", str(place / KEYS)]
-        _become("rollout", "--redis", found.redis, "--run", run.name, *settings, *named)
+        where = ["--redis", found.redis, "--run", run.name]
+        _become(worker_python(run), "rollout", *where, *settings, *named)
     if role == "learner-once":
-        _become(*_learner(place, _found(place, head, redis, start), nodes, rank, ranks))
+        at = _found(place, head, redis, start)
+        _become(learner_python(run), *_learner(place, at, nodes, rank, ranks))
     signal.signal(signal.SIGUSR1, lambda number, frame: os.kill(os.getpid(), signal.SIGTERM))
     threads = run.rollout.threads if role == "worker" else run.learner.threads
     os.environ |= {**dict.fromkeys(THREAD_VARIABLES, str(threads)), **PLAIN_LOGS}
@@ -164,9 +167,9 @@ def _learner(place: Path, at: Endpoint, nodes: int, rank: int, ranks: int) -> li
     return ["areal_q.system.torchrun", *hosts, *meeting, *rest, *arguments]
 
 
-def _become(module: str, *arguments: str) -> None:
+def _become(python: str, module: str, *arguments: str) -> None:
     """Replaces this process, so that signals and exit codes are the service's own."""
-    os.execv(sys.executable, module_command(module, *arguments))
+    os.execv(python, module_command(module, *arguments, python=python))
 
 
 @contextmanager

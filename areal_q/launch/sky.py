@@ -7,17 +7,15 @@ again that lost a host; it goes on from its newest checkpoint if the run lies in
 """
 
 import shlex
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from areal_q.config import Run
 from areal_q.config.load import parsed
 from areal_q.launch.cluster import Cluster
 from areal_q.launch.place import place_of
-from areal_q.system.run_dir import OWN_CODE, path_of
+from areal_q.system.run_dir import path_of
 
 _LEARNER = """\
 head=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)
@@ -34,12 +32,16 @@ for worker in "${{workers[@]}}"; do wait "$worker" || code=$?; done
 exit "$code"
 """
 
+_NAME_FILES = ("path", "heldout", "template_file")
+"""Settings that may name a file or a directory"""
+
 
 def task(cluster: Cluster, gpu: str, bucket: str) -> dict[str, Any]:
     """Returns the task as SkyPilot's YAML has it; `gpu` such as H100 or "", `bucket` where the run is or ""."""
     run, place = cluster.run, cluster.place
     accelerators = {"accelerators": f"{gpu}:{cluster.gpus or 1}"} if gpu else {}
-    mounts: dict[str, Any] = {str(path): str(path) for path in (place, *_files(run))}
+    files = sorted(_files(msgspec.to_builtins(run)))
+    mounts: dict[str, Any] = {str(path): str(path) for path in (place, *files)}
     if bucket:
         mounts[str(path_of(run))] = {"name": bucket, "mode": "MOUNT"}
     resources = {"cpus": f"{max(cluster.learner_cores, cluster.worker_cores)}+", **accelerators}
@@ -59,18 +61,18 @@ def task(cluster: Cluster, gpu: str, bucket: str) -> dict[str, Any]:
     }
 
 
-def _files(run: Run) -> list[Path]:
-    """Returns the files and directories of this machine that the settings name; of a user's own code its
-    directory, since it may import what lies beside it."""
-    found = [run.model, run.learner.reference_kl, run.task]
-    named = [getattr(part, "path", None) for part in found] + [getattr(run.task, "heldout", None)]
-    code = [getattr(attrgetter(name)(run), "path", None) for name in OWN_CODE if name != "task"]
-    code += (
-        [getattr(run.task, "path", None)] if getattr(run.task, "digest", None) is not None else []
-    )
-    files = {Path(path) for path in named if isinstance(path, str) and Path(path).exists()}
-    files |= {Path(path).parent for path in code if isinstance(path, str) and Path(path).is_file()}
-    return sorted(files)
+def _files(settings: Any) -> set[Path]:
+    """Returns the files and directories of this machine that the settings name; of a user's own code, whose
+    table has a digest, the directory, since it may import what lies beside it."""
+    if isinstance(settings, list | tuple):
+        return set().union(*map(_files, settings))
+    if not isinstance(settings, dict):
+        return set()
+    named = (settings.get(name) for name in _NAME_FILES)
+    paths = {Path(path) for path in named if isinstance(path, str) and Path(path).exists()}
+    own = "digest" in settings
+    found = {path.parent if own and path.is_file() else path for path in paths}
+    return found.union(*map(_files, settings.values()))
 
 
 def yaml(table: dict[str, Any]) -> str:

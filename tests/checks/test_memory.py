@@ -1,6 +1,8 @@
 """The parts of a process's memory, beside a count by hand, what torch keeps, and what whole runs took."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,6 +100,13 @@ def test_parts_are_counted_as_by_hand():
 def test_what_settings_add_is_counted(settings: list[str], expected: dict[str, int]):
     parts = by_name(learner_memory(load(None, settings), SMALL, Lengths(8, 8)))
     assert {name: parts[name] / SMALL.weights for name in expected} == expected
+
+
+def test_a_teacher_beside_the_policy_is_counted_by_its_own_shape(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(M20.to_hf()))
+    run = load(None, [f"learner.teacher={{type='model', path='{tmp_path}'}}"])
+    parts = by_name(learner_memory(run, SMALL, Lengths(8, 8)))
+    assert parts["teacher"] == 4 * M20.weights
 
 
 def test_adapters_alone_have_gradients_and_moments():

@@ -17,9 +17,9 @@ from helpers.commands import run_here, wait_until
 from helpers.paths import ROOT
 
 from areal_q.config import load
-from areal_q.launch import cli, ray_job, sky, slurm
+from areal_q.launch import cli, ray_job, role, sky, slurm
 from areal_q.launch.cluster import Cluster
-from areal_q.launch.place import PASSWORD, prepared
+from areal_q.launch.place import PASSWORD, Endpoint, prepared, write_endpoint
 from areal_q.observability.metrics_log import read_metrics
 from areal_q.system.run_dir import METRICS_FILE
 
@@ -257,6 +257,28 @@ def test_sky_yaml_reads_as_the_task_that_was_meant(config: Path, tmp_path: Path)
     assert table["file_mounts"][str(cluster.place)] == str(cluster.place)
 
 
+def test_sky_copies_what_the_settings_name(config: Path, tmp_path: Path):
+    """Data as a file, a model as a directory, own code with what lies beside it, a module by its name not."""
+    model, data, code = tmp_path / "model", tmp_path / "rows.jsonl", tmp_path / "code" / "mine.py"
+    for directory in (model, code.parent):
+        directory.mkdir()
+    data.write_text("")
+    code.write_text("def objective(inputs): ...")
+    settings = [
+        "task.type=jsonl",
+        f"task.path={data}",
+        "model.type=pretrained",
+        f"model.path={model}",
+    ]
+    settings += [f"learner.objective.path={code}", "learner.advantage.path=package.module:name"]
+    run = load(config, [f"root={tmp_path}", *settings])
+    cluster = Cluster(
+        run=load(prepared(run) / "settings.toml"), place=prepared(run), python="python"
+    )
+    mounts = sky.task(cluster, "", "")["file_mounts"]
+    assert set(mounts) == {*map(str, (cluster.place, model, data, code.parent))}
+
+
 @pytest.mark.parametrize(
     ("rank", "gpus", "roles"),
     [
@@ -280,8 +302,8 @@ def test_each_host_of_sky_starts_its_roles(
     subprocess.run(["bash", "-c", sky.task(cluster, "", "")["run"]], env=env, check=True)
     lines = sorted(said.read_text().splitlines())
     assert len(lines) == len(roles)
-    for line, role in zip(lines, roles, strict=True):
-        assert all(word in line.split() for word in role.split()), line
+    for line, words in zip(lines, roles, strict=True):
+        assert all(word in line.split() for word in words.split()), line
 
 
 def test_nothing_is_submitted_where_there_is_no_scheduler(
@@ -291,6 +313,30 @@ def test_nothing_is_submitted_where_there_is_no_scheduler(
     for engine, command in (("slurm", "sbatch"), ("sky", "sky"), ("ray", "ray")):
         done = launch(engine, config, f"root={tmp_path}")
         assert done.returncode == 2 and f"there is no {command} here" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["worker", "learner"])
+def test_roles_take_the_environment_that_setup_made(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+):
+    """As `areal-q run` does. What replaces the role is noted here in place of being run."""
+    place = prepared(load(config, [f"root={tmp_path}"]))
+    at = {"host": "h", "redis": "redis://h:1", "announce": 2, "fetch": 3, "ranks": 4, "start": ""}
+    write_endpoint(place, Endpoint(**at))
+    monkeypatch.setattr(f"areal_q.launch.role.{name}_python", lambda run: f"/{name}/python")
+    begun: list[tuple[str, list[str]]] = []
+
+    def note(python: str, command: list[str]) -> None:
+        begun.append((python, command))
+        raise SystemExit(0)
+
+    monkeypatch.setattr(os, "execv", note)
+    monkeypatch.setattr("areal_q.launch.role.end_with_parent", lambda number: None)
+    for variable in ("REDIS_PASSWORD_FILE", "AREAL_Q_WATCHDOG", "PYTHONSAFEPATH"):
+        monkeypatch.setenv(variable, "")
+    assert run_here("role", role.main, f"{name}-once", str(place)).returncode == 0
+    ((python, command),) = begun
+    assert python == command[0] == f"/{name}/python" and "redis://h:1" in command
 
 
 def test_a_model_that_is_not_there_is_refused_before_all(config: Path, tmp_path: Path):
