@@ -104,9 +104,8 @@ def _models(run: Run, shape: DecoderConfig, ranks: int) -> Iterator[Part]:
         yield Part("rollouts' numbers", nbytes, f"{each:g} · L, as published and laid out", gpu)
     if cfg.reference_kl and not cfg.lora:
         yield Part("reference", 4 * shape.weights / ranks, f"4 · W{shared}", gpu)
-    if isinstance(cfg.teacher, ModelTeacher):
-        own = load_config(cfg.teacher.path).weights
-        yield Part("teacher", 4 * own, "4 · the teacher's weights", gpu)
+    if isinstance(cfg.teacher, ModelTeacher):  # whole, on the first rank alone
+        yield Part("teacher", 4 * load_config(cfg.teacher.path).weights, "4 · its weights", gpu)
     if cfg.critic and cfg.critic.trunk == "separate":
         yield Part("critic", 16 * shape.weights / ranks, f"16 · W{shared}", gpu)
 

@@ -18,10 +18,13 @@ from msgspec.structs import replace
 
 from areal_q.algorithms import LossInputs
 from areal_q.algorithms.kl import taught
+from areal_q.checks.memory import learner_memory
+from areal_q.checks.pass_memory import Lengths
 from areal_q.config import ModelTeacher, Run, ServerTeacher
 from areal_q.errors import ConfigError, RecordError, SettingsError, TeacherUnavailable
 from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan
-from areal_q.models import Decoder, PackedLayout, save_decoder
+from areal_q.models import Decoder, PackedLayout, load_config, save_decoder
+from areal_q.models.shape import shape_of
 from areal_q.tasks import CharTokenizer
 from buffer.logs.trajectory_schema import groups_from_table, groups_to_table
 from buffer.sampling.replay_pool import SampledGroups
@@ -288,6 +291,11 @@ def test_a_model_with_another_tokenizer_is_refused(make_run: MakeRun, tmp_path: 
         return build_teacher(make_run(path), tokenizer, lambda: None)
 
     assert isinstance(teacher("large"), ModelBeside)
+    path = f"learner.teacher={{type='model', path='{tmp_path / 'large'}'}}"
+    shape = shape_of(make_run().model, tokenizer)
+    large = load_config(tmp_path / "large").weights
+    parts = learner_memory(make_run(path), shape, Lengths(4, 4))
+    assert [part.nbytes for part in parts if part.name == "teacher"] == [4 * large]
     with pytest.raises(ConfigError, match=r"learner\.teacher\.path = .*tokenizer is not"):
         teacher("chain")
 
