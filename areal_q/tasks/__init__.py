@@ -1,6 +1,8 @@
 """Tasks: problems, their rewards, and tokenizers. Imports no torch."""
 
 from areal_q.tasks.base import Completed, Grader, Problem, Score, Stop, Task, Tokenizer
+from areal_q.tasks.encoding.hf_tokenizer import HFTokenizer
+from areal_q.tasks.encoding.tokenizer import CharTokenizer, load_tokenizer
 from areal_q.tasks.grading.graders import GRADERS
 from areal_q.tasks.grading.rewards import (
     Opinion,
@@ -14,7 +16,6 @@ from areal_q.tasks.grading.rewards import (
     second_opinion,
     unscored,
 )
-from areal_q.tasks.hf_tokenizer import HFTokenizer
 from areal_q.tasks.registry import (
     TASKS,
     all_problems,
@@ -26,7 +27,6 @@ from areal_q.tasks.registry import (
 )
 from areal_q.tasks.shuffle import permute, problem_at
 from areal_q.tasks.stops import stops_text, without_end
-from areal_q.tasks.tokenizer import CharTokenizer, load_tokenizer
 
 __all__ = [
     "GRADERS",

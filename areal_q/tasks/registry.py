@@ -21,9 +21,9 @@ from areal_q.tasks.datasets.calculator import CalculatorTask
 from areal_q.tasks.datasets.countdown import CountdownTask
 from areal_q.tasks.datasets.row_tasks import READERS, FileTask, with_columns
 from areal_q.tasks.datasets.tool_calculator import ToolCalculatorTask
+from areal_q.tasks.encoding.tokenizer import CharTokenizer, load_tokenizer
 from areal_q.tasks.lazy import Lazy
 from areal_q.tasks.ordering.mixture import Mixture, parts_of
-from areal_q.tasks.tokenizer import CharTokenizer, load_tokenizer
 
 TASKS: dict[type, Callable[..., Task]] = {
     Arithmetic: ArithmeticTask,

@@ -30,7 +30,7 @@ from areal_q.tasks import (
     build_tokenizer,
     load_tokenizer,
 )
-from areal_q.tasks.tokenizer import HFTokenizer
+from areal_q.tasks.encoding.tokenizer import HFTokenizer
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
 from buffer.weight_sync import WeightServer, WeightSubscriber
 from learner.data.admission import Admission, AdmissionSettings

@@ -24,8 +24,8 @@ from areal_q.observability.metrics_log import MetricsLog
 from areal_q.quant import is_quantized
 from areal_q.system.run_dir import STOPS_FILE, keep_settings
 from areal_q.tasks.base import Stop
+from areal_q.tasks.encoding.tokenizer import CharTokenizer
 from areal_q.tasks.stops import write_stops
-from areal_q.tasks.tokenizer import CharTokenizer
 from buffer.logs.step_log import StepLog, StepRecord
 from buffer.logs.trajectory_log import TrajectoryLog
 from buffer.sampling.replay_pool import SampledGroups

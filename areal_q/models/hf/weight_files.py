@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from areal_q.errors import CheckpointError
 from areal_q.models.config import DecoderConfig
-from areal_q.tasks.hf_tokenizer import check_whole
+from areal_q.tasks.encoding.hf_tokenizer import check_whole
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -8,8 +8,8 @@ from typing import Any
 from areal_q.config.tasks import Chat
 from areal_q.errors import CheckpointError, TaskError
 from areal_q.tasks.base import NO_VARIABLES, Message, Stop, Tokenizer, Tool, Variables
-from areal_q.tasks.chat_template import joined
-from areal_q.tasks.hf_tokenizer import HFTokenizer
+from areal_q.tasks.encoding.chat_template import joined
+from areal_q.tasks.encoding.hf_tokenizer import HFTokenizer
 
 CHARACTERS = "0123456789+-*/()=.,% "
 PAD, EOS = "<pad>", "<eos>"

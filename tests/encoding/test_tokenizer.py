@@ -17,7 +17,7 @@ from areal_q.errors import CheckpointError, ConfigError, TaskError
 from areal_q.models.config import FAMILIES
 from areal_q.tasks import CharTokenizer, HFTokenizer, build_tokenizer, load_tokenizer
 from areal_q.tasks.datasets.calculator import EXPRESSION, parse_number
-from areal_q.tasks.tokenizer import CHARACTERS
+from areal_q.tasks.encoding.tokenizer import CHARACTERS
 
 TEMPLATE = "{% for m in messages %}({{ m['content'] }}){% endfor %}{% if add_generation_prompt %}={% endif %}"
 

@@ -9,7 +9,7 @@ from typing import Any
 from areal_q.config.tasks import Chat
 from areal_q.errors import CheckpointError, ConfigError, TaskError
 from areal_q.tasks.base import NO_VARIABLES, Message, Stop, Tool, Variables
-from areal_q.tasks.chat_template import ChatTemplate, joined
+from areal_q.tasks.encoding.chat_template import ChatTemplate, joined
 from areal_q.tasks.stops import collect_stops
 
 _FILES = ("*tokenizer*", "vocab*", "*.model", "*.tiktoken")

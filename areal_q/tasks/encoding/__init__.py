@@ -1,0 +1,1 @@
+"""Text and conversations as token ids: tokenizers, chat templates, transcripts. Imports no torch."""
