@@ -155,7 +155,7 @@ def group_lines(runs: Sequence[Reported]) -> list[str]:
         told = [
             f"{line['label']} {both[0]:.3f} ± {both[1]:.3f}"
             for line in table
-            if line["key"] in {metric.key for metric in TABLE[:2]}
+            if line["key"] in {metric.key for metric in TABLE[:3]}
             and (both := found["finals"][line["key"]])
         ]
         lines.append(f"{found['name']}: {', '.join(told) or 'nothing in common'}")
@@ -189,7 +189,7 @@ def _final_and_best(run: Reported, metric: Metric) -> dict[str, Any]:
 def one_line(run: Reported) -> str:
     """Returns a line such as "run2: done after 420 steps in 4:24, held-out accuracy 0.953, reward 0.904"."""
     told = [f"{run.name}: {run.summary.title}"]
-    for metric in TABLE[:2]:
+    for metric in TABLE[:3]:
         final = _final_and_best(run, metric)["final"]
         told += [] if final is None else [f"{metric.name} {final:.3f}"]
     return ", ".join(told)
