@@ -49,6 +49,7 @@ LAYERS = {
         {"openai_server", "worker"},
         {"build"},
         {"commands", "evaluation"},
+        {"api"},
         {"__main__"},
     ),
     "learner": (
@@ -58,7 +59,7 @@ LAYERS = {
         {"policy_update", "teacher"},
         {"checkpoint", "supervised", "train_step"},
         {"build_policy", "loop", "multi_process", "replay"},
-        {"build", "doctor", "final_export"},
+        {"api", "build", "doctor", "final_export"},
         {"sft"},
         {"__main__"},
     ),

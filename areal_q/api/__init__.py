@@ -28,14 +28,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import typer
 from msgspec import json
 
-from areal_q.api.handed_over import file_of_rows, place_of_function
+from areal_q.api.handed_over import Code, file_of_rows, place_of_code
 from areal_q.cli.launcher import KILLED, launch
 from areal_q.cli.live_view import build_view
 from areal_q.config import Python, Run, load
 from areal_q.config.load import Override
 from areal_q.observability.metrics_log import Record, read_metrics
 from areal_q.system.processes import BEGAN
-from areal_q.system.run_dir import METRICS_FILE, flat, path_of
+from areal_q.system.run_dir import METRICS_FILE, as_texts, path_of
 
 if TYPE_CHECKING:
     from areal_q.evaluation.estimates import Evaluation
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Rows = str | Path | Iterable[Mapping[str, Any]]
 """A file of data (docs/extending.md), or tables with `prompt`, which is a text or messages, and `answer`"""
-Code = str | Path | Callable[..., Any]
-"""A function, or where one is: "mine.py", "mine.py:name" or "package.module:name"."""
 Settings = Mapping[str, Any]
 """Settings by their dotted names, such as {"learner.groups": 16}"""
 
@@ -104,14 +102,14 @@ def train(
         )
         given.append(("task.heldout", other))
     if reward is not None:
-        given.append(("reward.path", _code(reward, inputs)))
+        given.append(("reward.path", place_of_code(reward, inputs)))
     for place, code in (
         ("learner.objective", objective),
         ("learner.advantage", advantage),
         ("rollout.environment", environment),
     ):
         if code is not None:
-            own = {"type": "python", "path": _code(code, inputs), "digest": ""}
+            own = {"type": "python", "path": place_of_code(code, inputs), "digest": ""}
             given.append((place, own))
     given += [("steps", steps)] * (steps is not None) + [("name", name)] * (name is not None)
     run = load(config, [*given, *(settings or {}).items()])
@@ -143,9 +141,9 @@ def evaluate(
 ) -> "Evaluation":
     """Scores a run or a model as `areal-q eval` does, and takes its other options, such as `task`, `samples`
     and `max_tokens`, by their names. It works where an event loop runs. Raises UserError."""
-    texts = _texts(settings)
+    texts = as_texts(settings)
     if reward is not None:
-        texts.append(f"reward.path={dumps(_code(reward, Path('runs', 'inputs')))}")
+        texts.append(f"reward.path={dumps(place_of_code(reward, Path('runs', 'inputs')))}")
     main = import_module("rollout.evaluation.evaluate").main
     return _apart(
         lambda: main(
@@ -169,10 +167,10 @@ def replay(
 ) -> bool:
     """Repeats the steps of a run from its log as `areal-q replay` does; with settings, or an objective or
     advantage of one's own, as they would have been. Returns False if a step differs from the record."""
-    directory, texts = _directory(run), _texts(settings)
+    directory, texts = _directory(run), as_texts(settings)
     for place, code in (("objective", objective), ("advantage", advantage)):
         if code is not None:
-            path = _code(code, directory.parent / "inputs")
+            path = place_of_code(code, directory.parent / "inputs")
             texts.append(f"learner.{place}.path={dumps(path)}")
     main = import_module("learner.replay.cli").main
     try:
@@ -220,15 +218,6 @@ def _is_conversation(file: Path) -> bool:
     with file.open("rb") as rows:
         row = json.decode(rows.readline() or b"{}")
     return any(isinstance(row.get(name), list) for name in ("prompt", "messages"))
-
-
-def _code(code: Code, inputs: Path) -> str:
-    return str(code) if isinstance(code, str | Path) else place_of_function(code, inputs)
-
-
-def _texts(settings: Settings | None) -> list[str]:
-    """Returns settings as a command takes them."""
-    return [f"{path}={dumps(value)}" for path, value in flat(dict(settings or {})).items()]
 
 
 def _directory(run: str | Path | Trained) -> Path:

@@ -22,6 +22,8 @@ from msgspec import json
 from areal_q.errors import TaskError
 from areal_q.system.files import replacing
 
+Code = str | Path | Callable[..., Any]
+"""A function, or where one is: "mine.py", "mine.py:name" or "package.module:name"."""
 _INSTEAD = 'write it to a file of its own and give "FILE.py:{}"'
 
 
@@ -37,6 +39,12 @@ def file_of_rows(rows: Iterable[Mapping[str, Any]], directory: Path, answers: bo
         except (TypeError, ValueError, RecursionError) as error:
             raise TaskError(f"data[{index}]: does not fit into JSON: {error}") from error
     return _kept(directory, "rows", ".jsonl", b"".join(line + b"\n" for line in lines))
+
+
+def place_of_code(code: Code, directory: Path) -> str:
+    """Returns where a function is; one that is handed over itself is written out, as `place_of_function` does
+    it."""
+    return str(code) if isinstance(code, str | Path) else place_of_function(code, directory)
 
 
 def place_of_function(function: Callable[..., Any], directory: Path) -> str:

@@ -304,11 +304,11 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
         learnt from, and one more is on its way out meanwhile. Example: max_lag = 2: versions 7, 8 and 9 may
         have drawn what step 9 learns from, and version 10 follows: 4.
 
-        Read by learner/build.py (VersionHistory), learner/measure/fidelity.py (weights to score with),
-        learner/replay/replay_steps.py and areal_q/checks/memory.py (what they take). `max_lag` itself is read
-        by learner/data/group_reader.py (which groups are too old), rollout/build.py (whose responses a worker
-        continues), areal_q/config/load.py (what workers are set up from), areal_q/plan/speed.py and
-        areal_q/plan/estimate.py (what is expected), learner/doctor/examine.py and
+        Read by learner/build.py and learner/api/steps.py (VersionHistory), learner/measure/fidelity.py (weights
+        to score with), learner/replay/replay_steps.py and areal_q/checks/memory.py (what they take). `max_lag`
+        itself is read by learner/data/group_reader.py (which groups are too old), rollout/build.py (whose
+        responses a worker continues), areal_q/config/load.py (what workers are set up from),
+        areal_q/plan/speed.py and areal_q/plan/estimate.py (what is expected), learner/doctor/examine.py and
         learner/doctor/diagnosis/gap_rules.py."""
         return self.max_lag + 2
 

@@ -22,11 +22,12 @@ runs/NAME/
 
 import fcntl
 import itertools
+import json
 import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
@@ -373,6 +374,11 @@ def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             out[prefix + key] = value
     return out
+
+
+def as_texts(settings: Mapping[str, Any] | None) -> list[str]:
+    """Returns settings by their dotted names as a command takes them: `a.b=1.5`."""
+    return [f"{path}={json.dumps(value)}" for path, value in flat(dict(settings or {})).items()]
 
 
 def _last_written(directory: Path) -> float:

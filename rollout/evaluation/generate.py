@@ -12,13 +12,13 @@ from areal_q.config.run import ROUNDS_ACTIVATIONS, WEIGHT_SCALES
 from areal_q.errors import ConfigError
 from areal_q.evaluation.estimates import Answered, Reply
 from areal_q.messages import Array, Ticket
-from areal_q.models import load_config, load_decoder
+from areal_q.models import Decoder, load_config, load_decoder
 from areal_q.models.smoothed_state import first_folds
 from areal_q.quant import quantize_state
 from areal_q.quant.state_dict import rest_in_bf16
 from areal_q.tasks import Problem, Reward, Tokenizer, answer_of, build_reward
 from areal_q.tasks.prompt_lengths import short
-from areal_q.weights.version import pack_version
+from areal_q.weights.version import WeightVersion, pack_version
 from rollout import engines
 from rollout.engines.base import Engine
 from rollout.environments.base import Environment, Response, scored
@@ -155,22 +155,26 @@ class _Answering:
 
 async def _load(engine: Engine, run: Run, path: Path, prompts: Iterable[Sequence[int]]) -> None:
     """Loads the model as a learner publishes it; smoothing's scales are those of `prompts`."""
-    model, smoothing = load_decoder(path).requires_grad_(False), run.rollout.smooths
-    folds = None
+    await engine.load_weights(as_published(load_decoder(path).requires_grad_(False), run, prompts))
+
+
+def as_published(
+    model: Decoder, run: Run, prompts: Iterable[Sequence[int]], version: int = 0
+) -> WeightVersion:
+    """Returns the weights as a learner publishes them; smoothing's scales are those of `prompts`."""
+    smoothing, folds = run.rollout.smooths, None
     if smoothing and run.rollout.format in ROUNDS_ACTIVATIONS + WEIGHT_SCALES:
         folds = first_folds(model, prompts, smoothing, run.rollout.format)
     published = quantize_state(model.state_dict(), run.rollout.format, folds=folds)
     if run.rollout.unquantized == "bf16":
         published = rest_in_bf16(published, run.rollout.format)
-    await engine.load_weights(
-        pack_version(
-            published,
-            run="eval",
-            epoch="",
-            version=0,
-            format=run.rollout.format,
-            uaq_scale=1.0,
-            model=model.config.to_hf(),
-            published_s=time.time(),
-        )
+    return pack_version(
+        published,
+        run="eval",
+        epoch="",
+        version=version,
+        format=run.rollout.format,
+        uaq_scale=1.0,
+        model=model.config.to_hf(),
+        published_s=time.time(),
     )

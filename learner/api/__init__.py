@@ -1,0 +1,1 @@
+"""What `areal_q.Learner` runs."""

@@ -1,0 +1,145 @@
+"""A learner and a rollout from Python: the loop's own steps, and completions that they can learn from."""
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.openai_server.scripted import World
+from helpers.paths import ROOT
+
+import areal_q
+from areal_q.errors import CheckpointError, ConfigError, RecordError
+from areal_q.models import PackedLayout, load_decoder
+from buffer.logs.step_log import iter_steps
+from learner import checkpoint
+from learner.replay.replay_steps import Replay
+
+TINY: dict[str, Any] = {
+    "model": {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "mlp": 48},
+    "learner.groups": 4,
+    "learner.group_size": 2,
+    "rollout.sampling.max_tokens": 4,
+    "warmstart.steps": 2,
+    "checkpoint.every": 2,
+    "checkpoint.keep": 9,
+}
+OWN = """
+def objective(x, scale=1.0):
+    ratio = x.log_ratio.exp()
+    weight = x.log_mismatch.exp().clamp(max=2.0)
+    low, high = ratio.clamp(0.8, 1.2), x.advantages
+    return scale * weight * (ratio * high).minimum(low * high)
+"""
+
+
+def drawn(ids: list[int], version: int = 0) -> areal_q.Completion:
+    return areal_q.Completion([4, 5], ids, [-3.1] * len(ids), [version] * len(ids), "", "stop")
+
+
+def test_what_is_rewarded_becomes_more_probable(tmp_path: Path):
+    """The one response that is rewarded, beside three others to the same prompt."""
+    learner = areal_q.Learner(settings=TINY | {"warmstart.steps": 0, "learner.minibatches": 1})
+    group = areal_q.group([drawn([6, 7]), drawn([8, 9]), drawn([10, 11]), drawn([3])], [1, 0, 0, 0])
+
+    @torch.no_grad()
+    def logprobs(ids: list[int]) -> float:
+        """Of a response to [4, 5]."""
+        inputs = torch.tensor([4, 5, *ids[:-1]])
+        hidden = learner.model(inputs, PackedLayout.of([len(inputs)]))[1:]
+        out = learner.model.logits(hidden)
+        return out.log_softmax(-1)[range(len(ids)), ids].sum().item()
+
+    before = logprobs([6, 7]), logprobs([8, 9])
+    metrics = learner.step([group])
+    assert metrics["reward/mean"] == 0.25 and metrics["lag/max"] == 0
+    assert learner.version == 1
+    assert logprobs([6, 7]) > before[0] and logprobs([8, 9]) < before[1]
+    # The model that is saved computes the same, without the rescaling of learner.uaq.
+    before = logprobs([6, 7]), logprobs([8, 9])
+    saved = load_decoder(learner.save(tmp_path / "hf"))
+    learner.model.load_state_dict(saved.state_dict())
+    assert (logprobs([6, 7]), logprobs([8, 9])) == pytest.approx(before, abs=1e-4)
+    assert learner.step([group])["lag/max"] == 1
+
+
+def test_what_cannot_be_learnt_is_refused_by_name():
+    learner = areal_q.Learner(settings=TINY | {"warmstart.steps": 0})
+    for groups, said in (
+        ([], "no response to learn from"),
+        ([areal_q.group([drawn([99])], [1.0])], "outside of"),
+        ([areal_q.group([drawn([3] * 300)], [1.0])], "tokens with the prompt"),
+    ):
+        with pytest.raises(RecordError, match=said):
+            learner.step(groups)
+    with pytest.raises(RecordError, match="empty response"):
+        areal_q.group([drawn([])], [1.0])
+    assert learner.version == 0
+
+
+async def test_an_endpoint_gives_what_its_engine_drew(tmp_path: Path, make_ticket: Any):
+    here = World(tmp_path, make_ticket, ["so it is", "é"])
+    async with here.served(), areal_q.Rollout(here.url) as rollout:
+        talk = [{"role": "user", "content": "how?"}]
+        ((first,),) = await rollout.generate(["what?"], max_tokens=50)
+        ((second,),) = await rollout.generate([talk], max_tokens=50)
+        with pytest.raises(ConfigError, match="hotness"):
+            await rollout.generate(["what?"], hotness=1)
+        with pytest.raises(ConfigError, match="from its learner alone"):
+            await rollout.load(areal_q.Learner(settings=TINY | {"warmstart.steps": 0}))
+    for completion, (prompt, ids) in zip((first, second), here.engine.drawn, strict=True):
+        assert (completion.prompt_ids, completion.ids) == (prompt, ids)
+        assert completion.versions == [3] * len(ids)
+        assert completion.logprobs == [-0.5] * len(ids)
+    assert (first.text, second.text) == ("so it is", "é")
+    group = areal_q.group([first], [1.0])
+    assert group.trajectories[0].response_ids.numpy().tolist() == first.ids
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+async def test_a_learner_repeats_a_runs_steps_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """From its log: with the run's own settings as recorded, with another loss as in a replay."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(OWN)
+    run = areal_q.train(steps=4, name="r", settings=TINY, progress=False)
+    recorded = {r.step: r.metrics for r in iter_steps(run.directory / "steps", 0)}
+    learner = areal_q.Learner.at(run)
+    for step, groups in areal_q.logged(run):
+        found = learner.step(groups)
+        assert {k: v for k, v in recorded[step].items() if k in found} == found
+    last = run.directory / "checkpoints" / "step-000004"
+    want = checkpoint.read_tensors(last, checkpoint.read_state(last))
+    for name, found in learner.weights().items():
+        assert any(torch.equal(found, w) for n, w in want.items() if n.endswith(name)), name
+    ahead = Replay(run.directory, ["learner.objective.path=mine.py"], 2)
+    own = areal_q.Learner.at(run, 2, objective="mine.py")
+    for replayed, (_, groups) in zip(ahead.steps(), areal_q.logged(run, 2), strict=True):
+        assert own.step(groups) == replayed.metrics
+    with pytest.raises(CheckpointError, match="none of step 3; the one before is of 2"):
+        areal_q.Learner.at(run, 3)
+    async with areal_q.Rollout(run) as rollout:
+        ((one, same), _) = await rollout.generate(["1+2=", "3+4="], n=2, temperature=0, seed=1)
+        assert one == same and one.versions == [0] * len(one.ids)
+        await rollout.load(learner)
+        ((other,),) = await rollout.generate(["1+2="], temperature=0)
+        assert other.versions == [4] * len(other.ids) and other.ids == one.ids
+        assert other.logprobs == pytest.approx(one.logprobs, abs=1e-5)
+
+
+EXAMPLE = ROOT / "docs" / "examples" / "own_loop.py"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_the_loop_of_the_page_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    Path("loop.py").write_text(EXAMPLE.read_text("utf-8").replace("200", "2").replace("(5)", "(2)"))
+    runpy.run_path("loop.py", run_name="__main__")
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["1", "2"]
+    assert f"```python\n{EXAMPLE.read_text('utf-8')}```" in (ROOT / "docs" / "api.md").read_text()
