@@ -10,7 +10,7 @@ TORCH_CPU ?= $(TORCH)+cpu
 JOBS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS)
 
-.PHONY: setup lock run real test test-slow test-formats test-peers test-agents test-trackers test-vllm test-sglang test-megatron test-engine check bench bench-buffer chaos fuzz mutants browser promtool redis7 crds real-model tokenizers reference clean
+.PHONY: setup lock run real test test-slow test-formats test-peers test-agents test-trackers test-vllm test-sglang test-megatron test-engine check bench bench-buffer chaos fuzz mutants browser promtool redis7 crds real-model tokenizers reference docs clean
 
 # Everything that `make check` and `make test` need.
 setup: $(VENV)/.installed-dev
@@ -74,10 +74,15 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-# docs/settings.md and docs/metrics.md, from the code; the alerts as the Prometheus operator takes them.
+# docs/settings.md, docs/metrics.md and docs/reference.md, from the code; the alerts as the Prometheus operator takes them.
 reference: $(VENV)/.installed
 	for page in settings metrics; do $(BIN)/python -m areal_q.cli.reference $$page > docs/$$page.md; done
+	$(BIN)/python -m areal_q.api.api_page > docs/reference.md
 	$(BIN)/python docker/kubernetes/rules.py > docker/kubernetes/monitoring/rules.yaml
+
+# docs/ as a site in build/site; a broken link, or a page that the navigation lacks, ends it.
+docs: $(VENV)-docs/.installed
+	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m bench.quickstart
@@ -189,6 +194,11 @@ $(VENV)-vllm/.installed: pyproject.toml
 	$(VENV)-vllm/bin/pip install -q --group dev
 	touch $@
 
+$(VENV)-docs/.installed: requirements/docs.txt
+	$(PYTHON) -m venv $(VENV)-docs
+	$(VENV)-docs/bin/pip install -q -r $<
+	touch $@
+
 # As a user makes it, in front of $(VENV)'s packages, with what SGLang lacks on a CPU: tests/sglang_cpu.
 $(VENV)-sglang/.installed: tests/sglang_cpu/requirements.txt $(VENV)/.installed-dev
 	$(BIN)/areal-q setup sglang --cpu --anew --at $(VENV)-sglang
@@ -246,4 +256,4 @@ models/tokenizers/%/tokenizer.json:
 	rm $(@D)/*.tgz
 
 clean:
-	rm -rf $(VENV) $(VENV)-formats $(VENV)-peers $(VENV)-agents $(VENV)-trackers $(VENV)-vllm $(VENV)-sglang $(VENV)-megatron build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-formats $(VENV)-peers $(VENV)-agents $(VENV)-trackers $(VENV)-vllm $(VENV)-sglang $(VENV)-megatron $(VENV)-docs build dist *.egg-info
