@@ -13,6 +13,7 @@ import psutil
 import pytest
 from helpers.chain_models import byte_tokenizer
 from helpers.openai_server.scripted import TEMPLATE
+from helpers.paths import ROOT
 
 from areal_q.config import Chat, Run, Sampling, load
 from areal_q.errors import RecordError, TaskError
@@ -431,3 +432,17 @@ class Environment:
     assert score is not None and (score.reward, score.parts, score.notes) == (
         1.0, {"depth": 3.0}, {"why": "so"},
     )  # fmt: skip
+
+
+async def test_the_tools_of_the_page_are_played(world: Callable[..., World]):
+    page = (ROOT / "docs" / "environments.md").read_text("utf-8")
+    code = page.partition("```python\n# notes.py\n")[2].partition("```")[0]
+    call = '<tool_call>\n{"name": "look_up", "arguments": {"name": "ouzo"}}\n</tool_call>'
+    says = lambda seen: call if seen.count("assistant\n") == 1 else "It is a drink."  # noqa: E731
+    room = "rollout.environment.max_given_tokens=1024"
+    here = world(code, says, "task.type=jsonl", room, prompt="Ouzo?", answer="a drink")
+    (response,) = await here.play()
+    text = here.tokenizer.decode(response.ids)
+    assert "tool\na drink<|im_end|>" in text and "no such" not in text
+    score = response.score
+    assert score is not None and (score.reward, score.parts) == (1.0, {"looked_up": 1.0})
