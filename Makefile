@@ -10,7 +10,7 @@ TORCH_CPU ?= $(TORCH)+cpu
 JOBS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS)
 
-.PHONY: setup lock run real test test-slow test-formats test-peers test-agents test-trackers test-vllm test-sglang test-megatron test-engine check bench bench-buffer chaos fuzz mutants browser promtool redis7 crds real-model tokenizers reference docs clean
+.PHONY: setup lock run real test test-slow test-formats test-peers test-agents test-notebook test-trackers test-vllm test-sglang test-megatron test-engine check bench bench-buffer chaos fuzz mutants browser promtool redis7 crds real-model tokenizers reference docs clean
 
 # Everything that `make check` and `make test` need.
 setup: $(VENV)/.installed-dev
@@ -48,6 +48,10 @@ test-sglang: $(VENV)-sglang/.installed
 # The objectives beside verl's, areal's and trl's: docs/agreement.md.
 test-peers: $(VENV)-peers/.installed
 	$(VENV)-peers/bin/python -m pytest -m peers tests/peers tests/models/test_lora.py
+
+# The Python API in the kernel of a notebook: docs/api.md.
+test-notebook: $(VENV)-notebook/.installed
+	$(VENV)-notebook/bin/python -m pytest -m notebook tests/api/test_notebook.py
 
 # Loops of other libraries' agents against the endpoint: docs/endpoint.md.
 test-agents: $(VENV)-agents/.installed
@@ -164,6 +168,14 @@ $(VENV)-megatron/.installed: pyproject.toml $(VENV)/.installed-dev
 	touch $@
 
 # In front of $(VENV)'s packages.
+$(VENV)-notebook/.installed: $(VENV)/.installed-dev
+	$(BIN)/python -m venv $(VENV)-notebook
+	$(VENV)-notebook/bin/pip install -q 'ipykernel>=7,<8' 'jupyter-client>=8,<9'
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"), "$(CURDIR)", sep="\n")' \
+	  > $$($(VENV)-notebook/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
+	touch $@
+
+# In front of $(VENV)'s packages.
 $(VENV)-agents/.installed: $(VENV)/.installed-dev
 	$(BIN)/python -m venv $(VENV)-agents
 	$(VENV)-agents/bin/pip install -q openai-agents==0.24.0 anthropic==2.14.0 \
@@ -256,4 +268,4 @@ models/tokenizers/%/tokenizer.json:
 	rm $(@D)/*.tgz
 
 clean:
-	rm -rf $(VENV) $(VENV)-formats $(VENV)-peers $(VENV)-agents $(VENV)-trackers $(VENV)-vllm $(VENV)-sglang $(VENV)-megatron $(VENV)-docs build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-formats $(VENV)-peers $(VENV)-agents $(VENV)-trackers $(VENV)-vllm $(VENV)-sglang $(VENV)-megatron $(VENV)-docs $(VENV)-notebook build dist *.egg-info

@@ -1,12 +1,14 @@
 """The live view of a run. It reads metrics.jsonl alone, so that it can follow any run.
 
-On a terminal it is a picture that is redrawn, without colours if NO_COLOR is set. Elsewhere (a pipe, CI, a dumb
-terminal) it is one plain line every few seconds.
+On a terminal it is a picture that is redrawn, without colours if NO_COLOR is set; in a notebook it is an
+output of the cell. Elsewhere (a pipe, CI, a dumb terminal) it is one plain line every few seconds.
 """
 
 import os
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -24,6 +26,7 @@ from areal_q.system.run_dir import METRICS_FILE, path_of
 
 PLAIN_EVERY_S = 5.0
 REDRAW_EVERY_S = 0.5
+NOTEBOOK_WIDTH = 100
 LOOK_EVERY_S = 2.0
 """Seconds between two checks by `watch` whether the run still goes on"""
 
@@ -152,7 +155,41 @@ class LiveView(_Following):
         return picture(self.run.name, self.history, elapsed_s, warnings, awaits, width)
 
 
-def build_view(run: Run, console: Console | None = None) -> PlainView | LiveView:
+class NotebookView(_Following):
+    """The picture as one output of the cell, which is replaced as the run goes on."""
+
+    _next_draw = 0.0
+
+    def start(self, run_dir: Path) -> None:
+        super().start(run_dir)
+        from IPython.display import display  # pyright: ignore[reportMissingImports]
+
+        self._output: Any = display(self._bundle(), raw=True, display_id=True)
+
+    def refresh(self) -> None:
+        if time.monotonic() >= self._next_draw:
+            self._next_draw = time.monotonic() + REDRAW_EVERY_S
+            self.stop()
+
+    def stop(self) -> None:
+        self.pull()
+        self._output.update(self._bundle(), raw=True)
+
+    def _bundle(self) -> dict[str, str]:
+        warnings, width = self.faults.warnings(), NOTEBOOK_WIDTH
+        shown = picture(
+            self.run.name, self.history, self.elapsed_s(), warnings, self.awaited(), width
+        )
+        page = Console(width=width, color_system=None, force_terminal=False, force_jupyter=False)
+        with page.capture() as text:
+            page.print(shown)
+        return {"text/plain": text.get()}
+
+
+def build_view(run: Run, console: Console | None = None) -> PlainView | LiveView | NotebookView:
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if console is None and hasattr(shell, "kernel"):
+        return NotebookView(run, Console(force_jupyter=False, width=NOTEBOOK_WIDTH))
     console = console or command.console()
     plain = not console.is_terminal or console.is_dumb_terminal or bool(os.environ.get("CI"))
     return PlainView(run, console) if plain else LiveView(run, console)
@@ -177,7 +214,7 @@ def watch(run: Run, run_dir: Path, console: Console | None = None) -> None:
         view.stop()
 
 
-def _ended(view: PlainView | LiveView) -> tuple[str, bool] | None:
+def _ended(view: PlainView | LiveView | NotebookView) -> tuple[str, bool] | None:
     """Returns how the run ended, which is checked every LOOK_EVERY_S seconds; None while it goes on."""
     if time.monotonic() < view.next_look:
         return None
