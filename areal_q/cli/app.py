@@ -26,7 +26,7 @@ EXITS = (
     "run died; 2 something to mend, which one line names; 130 killed by a second Ctrl-C."
 )
 GROUPS = {
-    "Train": ("run", "sft", "plan", "check", "settings", "check-config"),
+    "Train": ("init", "run", "sft", "plan", "check", "settings", "check-config"),
     "While a run goes on": ("watch", "status", "weights", "buffer"),
     "Afterwards, or meanwhile": ("report", "track", "doctor", "replay", "fetch", "eval"),
     "Models": ("formats", "export", "quantize"),
@@ -36,6 +36,7 @@ GROUPS = {
 
 
 ELSEWHERE = {
+    "init": "areal_q.cli.init",
     "setup": "areal_q.cli.setup",
     "plan": "areal_q.plan.cli",
     "launch": "areal_q.launch.cli",
