@@ -1,5 +1,7 @@
 """Loops of other libraries' agents, unmodified, against the endpoint: what they play is what is learnt."""
 
+# pyright: reportMissingImports=false
+
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
