@@ -25,6 +25,7 @@ import typer
 
 from areal_q.checks.automatic import settled, why_dtype, why_smoothing
 from areal_q.checks.disk_use import check_room, still_to_write
+from areal_q.checks.hub import fetched
 from areal_q.config import MegatronBackend, Run, load
 from areal_q.errors import BufferGone, ConfigError, Stopped, TaskError
 from areal_q.observability import service_log
@@ -125,6 +126,7 @@ def _follow(run: Run) -> None:
 def _as_service(config: Path, overrides: list[str]) -> Iterator[tuple[Run, Path, bool]]:
     """Yields (settings, the run's directory, True to resume), and locks the directory meanwhile."""
     run = msgspec.structs.replace(load(config, overrides), sft=None)  # of a command of its own
+    run = fetched(run)
     again = rundir.resumes(run)
     run, resume = again or settled(run), again is not None
     with rundir.claimed(run, resume) as (directory, moved):

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from areal_q.checks.hub import fetched
 from areal_q.config import Run, ScriptedEngine, parse
 from areal_q.config.tasks import chat_of
 from areal_q.errors import BufferUnavailable, ConfigError, RecordError, RunChanged, RunFinished
@@ -46,7 +47,7 @@ class WorkerParts(NamedTuple):
 def build_parts(run: Run, run_name: str, address: EndpointAddress) -> WorkerParts:
     """Returns the components and starts none of them. Raises ConfigError, which names the setting, for what
     cannot be done on this machine."""
-    tokenizer = build_tokenizer(run.model, run.task)
+    tokenizer = build_tokenizer(fetched(run).model, run.task)
     engine = build_engine(run.rollout.engine)
     if problem := engine.capabilities.lacks(run.rollout, run.learner.routing_replay):
         raise ConfigError(f"engine {engine.name}: {problem}")

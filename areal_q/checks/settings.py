@@ -25,11 +25,6 @@ def served_at(serve: str | int | None, index: int) -> tuple[str, int] | None:
     return host, int(port) + index if int(port) else 0
 
 
-_HINTS = {
-    "model.path": "; it takes a directory, and no id of the Hub: hf download ID --local-dir DIR",
-}
-
-
 def _directories(run: Run) -> dict[str, str | None]:
     """Returns the directories that must be there, by setting."""
     kl = run.learner.reference_kl
@@ -44,7 +39,7 @@ def check_directories(run: Run) -> None:
     """Raises ConfigError, naming the setting, for a directory that is not there."""
     for setting, directory in _directories(run).items():
         if directory is not None and not Path(directory).is_dir():
-            raise ConfigError(f"{setting}: {directory}: no such directory{_HINTS.get(setting, '')}")
+            raise ConfigError(f"{setting}: {directory}: no such directory")
 
 
 def without_effect(run: Run) -> list[str]:

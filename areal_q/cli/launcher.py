@@ -35,6 +35,7 @@ import msgspec
 
 from areal_q.checks.automatic import settled, why_dtype, why_smoothing
 from areal_q.checks.disk_use import disk_use
+from areal_q.checks.hub import fetched
 from areal_q.checks.packages import learner_python, worker_python
 from areal_q.checks.settings import preflight, served_at, without_effect
 from areal_q.cli.child_processes import DRAIN_S, ChildProcesses, Interrupts, Program
@@ -149,6 +150,7 @@ def launch(
         directory = path_of(run)
         raise ConfigError(f"{directory}: a supervised run; go on: areal-q sft {directory} --resume")
     run = msgspec.structs.replace(run, sft=None)  # of a command of its own
+    run = fetched(run)
     preflight(run)
     run = settled(run)
     _read_model(run, view)

@@ -91,7 +91,8 @@ class PretrainedModel(TaggedSettings, frozen=True, kw_only=True, tag="pretrained
     """A Hugging Face directory: config.json, *.safetensors, tokenizer. docs/models.md has the families."""
 
     path: str
-    """The directory; a Hugging Face id is not taken."""
+    """The directory, or the model's id on the Hub, such as Qwen/Qwen2.5-0.5B-Instruct or ORG/NAME@REVISION:
+    config.toml keeps the directory in the cache, whose name has the commit."""
 
 
 ModelConfig = SmallModel | PretrainedModel

@@ -11,6 +11,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from areal_q.checks.hub import fetched
 from areal_q.checks.memory import total
 from areal_q.checks.model import check_model
 from areal_q.checks.pass_memory import Lengths, Part
@@ -76,7 +77,7 @@ def main(
     """
     file = config / "config.toml" if config.is_dir() else config
     on = hardware(gpu, tflops, gb_s, gb)
-    run = on_gpus(load(file, overrides), not on.is_cpu, not on.is_cpu)
+    run = on_gpus(fetched(load(file, overrides)), not on.is_cpu, not on.is_cpu)
     if learner_gpus > on.count:
         raise ConfigError(f"--learner-gpus {learner_gpus}: there are {on.count} in all")
     found = check_model(run)

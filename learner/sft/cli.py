@@ -17,6 +17,7 @@ import typer
 from msgspec.structs import replace
 
 from areal_q.checks.automatic import settled, why_dtype
+from areal_q.checks.hub import fetched
 from areal_q.cli.app import asked_for
 from areal_q.cli.live_view import build_view
 from areal_q.config import Run, Sft, load
@@ -90,7 +91,7 @@ def _train(run: Run, resume: bool, stop: StopRequest) -> int:
     from learner.sft.build import build_supervised, has_ranks, rows_of
     from learner.supervised.supervised_step import supervised
 
-    run = settled(supervised(run))
+    run = settled(fetched(supervised(run)))
     set_arithmetic(run.learner.threads, run.learner.device)
     counted, rows = rows_of(run)
     run = run if resume else counted

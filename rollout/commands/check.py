@@ -13,6 +13,7 @@ import msgspec
 import typer
 
 from areal_q.checks.automatic import why_dtype
+from areal_q.checks.hub import fetched
 from areal_q.checks.machine import CheckResult, check_device, environment
 from areal_q.checks.packages import worker_python
 from areal_q.checks.settings import preflight
@@ -60,6 +61,7 @@ def findings(run: Run, redis: str | None) -> Iterator[CheckResult]:
     refused = list(settings_of(run))
     yield from refused
     if not any(one.level == "error" for one in refused):
+        run = fetched(run)
         yield from model_of(run)
         yield from sampler_of(run)
     yield from learner_of(run)
@@ -69,7 +71,7 @@ def findings(run: Run, redis: str | None) -> Iterator[CheckResult]:
 def settings_of(run: Run) -> Iterator[CheckResult]:
     """Yields the faults in the settings for which `areal-q run` would refuse to start."""
     try:
-        preflight(run)
+        preflight(fetched(run))
         yield CheckResult("settings", "ok", "directories and ports that they name")
     except UserError as error:
         yield CheckResult("settings", "error", str(error), "another value of that setting")

@@ -19,6 +19,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from areal_q.checks.automatic import settled
+from areal_q.checks.hub import directory_of
 from areal_q.config import EvalConfig, EvalSet, Mix, Run, Sampling, load
 from areal_q.config.run import FormatName
 from areal_q.errors import ConfigError, RecordError
@@ -273,7 +274,7 @@ def settings_of(
     config = next(
         (d / "config.toml" for d in (model, model.parent) if (d / "config.toml").is_file()), None
     )
-    path = model / "hf" if (model / "hf").is_dir() else model
+    path = model / "hf" if (model / "hf").is_dir() else Path(directory_of(str(model), "MODEL"))
     if config is None and task is None:
         raise ConfigError(f"{model}: not a run's directory, so --task is needed")
     if data and task is None and not hasattr(load(config).task, "path"):
