@@ -2,6 +2,7 @@
 
 import ast
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -152,3 +153,14 @@ def test_troubleshooting_names_what_may_change_on_resume():
     section = text.partition("## What may change on `--resume`")[2].partition("All others")[0]
     named = re.findall(r"`([a-z_.*]+)`", section)
     assert [name.removesuffix("*") for name in named] == list(MAY_CHANGE_ON_RESUME)
+
+
+def test_the_image_s_wheel_has_what_it_is_made_of() -> None:
+    """What pyproject.toml puts into the wheel is copied into the image, and not ignored there."""
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"][
+        "targets"
+    ]["wheel"]
+    copied = (ROOT / "docker" / "Dockerfile").read_text()
+    ignored = (ROOT / "docker" / "Dockerfile.dockerignore").read_text().splitlines()
+    for source in (*wheel["packages"], *wheel["force-include"]):
+        assert f"COPY {source} {source}\n" in copied and f"!{source}" in ignored, source
