@@ -32,12 +32,12 @@ def main(
     """
     if template not in MEANINGS:
         raise ConfigError(f"--template {template}: none of {', '.join(MEANINGS)}")
+    load(None, [("name", name.name)])
     # Not with_suffix, which would cut "v1.2" short.
     files = {end: name.with_name(f"{name.name}.{end}") for end in ("toml", "py")}
     for path in files.values():
         if path.exists():
             raise ConfigError(f"{path}: is there already; choose another NAME")
-    load(None, [("name", name.name)])
     try:
         name.parent.mkdir(parents=True, exist_ok=True)
         for end, path in files.items():

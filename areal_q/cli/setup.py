@@ -58,6 +58,8 @@ def main(
         return
     if (directory / READY).exists() and not anew:
         raise ConfigError(f"{directory}: is there already; --anew makes it again")
+    if not _may_be_cleared(directory):
+        raise ConfigError(f"{directory}: holds other files, which would be lost; another --at")
     _run(begin)
     _link(directory, front)
     for step in steps:
@@ -69,6 +71,14 @@ def main(
             "to play its environments against a worker's endpoint (docs/endpoint.md), run your script by"
         )
         typer.echo(f"{directory}/bin/python")
+
+
+def _may_be_cleared(directory: Path) -> bool:
+    """Returns True for a directory that is empty or missing, or an environment, though not the one that runs
+    this."""
+    if not directory.is_dir() or not any(directory.iterdir()):
+        return True
+    return (directory / "pyvenv.cfg").exists() and directory.resolve() != Path(sys.prefix).resolve()
 
 
 def _vllm(python: Path, gpu: bool) -> tuple[bool, list[Step]]:

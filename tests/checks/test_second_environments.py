@@ -122,6 +122,22 @@ def test_an_environment_in_front_sees_this_one_behind_its_own(
     assert (Path(where).resolve(), here) == (ROOT / "areal_q" / "__init__.py", "True"), done.stderr
 
 
+def test_files_of_one_s_own_are_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Nor is the environment that runs the command; another one is."""
+    monkeypatch.setitem(setup.RECIPES, "vllm", lambda python, gpu: (False, []))
+    monkeypatch.setattr(setup, "_run", lambda step: None)
+    monkeypatch.setattr(setup, "_link", lambda directory, front: None)
+    for name, file in (("mine", "thesis.tex"), ("old", "pyvenv.cfg"), ("this", "pyvenv.cfg")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).touch()
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "this"))
+    for name in ("mine", "this"):
+        done = run_here("setup", setup.main, "vllm", "--anew", "--at", str(tmp_path / name))
+        refused(done, str(tmp_path / name), "holds other files")
+    assert (tmp_path / "mine" / "thesis.tex").exists()
+    assert run_here("setup", setup.main, "vllm", "--at", str(tmp_path / "old")).returncode == 0
+
+
 def test_a_step_that_fails_leaves_no_environment_to_be_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -50,6 +50,8 @@ def test_nothing_is_overwritten(tmp_path: Path):
     [
         (["a", "--template", "image"], "--template image: none of text, math, agent"),
         (["a b", "--template", "text"], "name = 'a b'"),
+        (["."], "name = ''"),
+        (["/"], "name = ''"),
         (["file/a"], "file"),
     ],
 )
