@@ -89,8 +89,7 @@ def main(path: str, settings: str, memory_mib: str) -> None:
         data, sockets, _, _ = socket.recv_fds(worker, NUMBER_BYTES, 1, socket.MSG_WAITALL)
         if len(data) < NUMBER_BYTES:
             return  # the worker has gone
-        for number in [n for n, pid in episodes.items() if os.waitpid(pid, os.WNOHANG)[0]]:
-            del episodes[number]
+        _bury(episodes)
         number = int.from_bytes(data, "little")
         if not sockets:
             if number in episodes:  # it has not been waited for, so that its id is no other's
@@ -105,6 +104,17 @@ def main(path: str, settings: str, memory_mib: str) -> None:
             os.setpgid(pid, pid)
         os.close(sockets[0])
         episodes[number] = pid
+
+
+def _bury(episodes: dict[int, int]) -> None:
+    """Forgets the processes of `episodes` that have ended, and ends what they started and left behind: as long
+    as one has not been waited for, its group's id is no other's."""
+    for number, pid in [*episodes.items()]:
+        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            del episodes[number]
 
 
 def _play(

@@ -12,6 +12,7 @@ import numpy as np
 import psutil
 import pytest
 from helpers.chain_models import byte_tokenizer
+from helpers.commands import is_alive, stretched
 from helpers.openai_server.scripted import TEMPLATE
 from helpers.paths import ROOT
 
@@ -263,7 +264,12 @@ CAUSES = {
     "4": ("unavailable", "no sandbox"), "5": ("killed", "MemoryError"), "6": ("killed", "ended"),
     "7": ("timeout", "too long"),
 }  # fmt: skip
-LIMITS = ("rollout.environment.timeout_s=1.5", "rollout.environment.memory_mib=512")
+
+
+def limits() -> tuple[str, str]:
+    """Returns settings under which each failure shows soon, and only that one on a busy machine."""
+    timeout_s = f"rollout.environment.timeout_s={stretched(1.5)}"
+    return timeout_s, "rollout.environment.memory_mib=512"
 
 
 @pytest.mark.parametrize("begins", [True, False])
@@ -273,7 +279,7 @@ async def test_a_failure_is_a_cause_and_no_reward(
 ):
     """As the episode begins, and in its second turn."""
     here = world(
-        FAILS, by_turn("9", "8" if begins else digit), *LIMITS,
+        FAILS, by_turn("9", "8" if begins else digit), *limits(),
         prompt=f"{digit if begins else 0}+1=",
     )  # fmt: skip
     async with here.open() as environment:
@@ -350,6 +356,30 @@ class Environment:
             event.set()
         assert all(r.score is not None and r.score.valid for r in await playing)
     assert not any(process.is_running() for process in processes)
+
+
+async def test_what_an_episode_leaves_behind_ends_with_it(
+    world: Callable[..., World], tmp_path: Path
+):
+    """At the latest as the next one begins."""
+    code = f"""
+import subprocess
+class Environment:
+    def step(self, text):
+        with open({str(tmp_path / "pids")!r}, "a") as file:
+            print(subprocess.Popen(["sleep", "600"]).pid, file=file)
+        return "", 1.0, True
+"""
+    here = world(code, by_turn("9"))
+    async with here.open() as environment:
+        await here.played(environment)
+        first = int((tmp_path / "pids").read_text().split()[0])
+        while is_alive(os.getpgid(first)):
+            await asyncio.sleep(0.02)
+        assert is_alive(first)
+        await here.played(environment)
+        while is_alive(first):
+            await asyncio.sleep(0.02)
 
 
 async def test_a_cancelled_ticket_ends_its_episodes(world: Callable[..., World]):
