@@ -178,9 +178,9 @@ $(VENV)-notebook/.installed: $(VENV)/.installed-dev
 # In front of $(VENV)'s packages.
 $(VENV)-agents/.installed: $(VENV)/.installed-dev
 	$(BIN)/python -m venv $(VENV)-agents
-	$(VENV)-agents/bin/pip install -q openai-agents==0.24.0 anthropic==2.14.0 \
-	  "pydantic-ai-slim[openai]==2.68.0" langchain==1.5.2 langchain-openai==1.7.4 \
-	  || echo "The package index lacks some of them: their tests are skipped."
+	for agents in openai-agents==0.24.0 anthropic==2.14.0 'pydantic-ai-slim[openai]==2.68.0' \
+	  'langchain==1.5.2 langchain-openai==1.7.4'; do \
+	  $(VENV)-agents/bin/pip install -q $$agents || echo "The package index lacks $$agents: its tests are skipped."; done
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"), "$(CURDIR)", sep="\n")' \
 	  > $$($(VENV)-agents/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
 	touch $@

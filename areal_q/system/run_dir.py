@@ -6,7 +6,7 @@ runs/NAME/
     run-id            distinguishes this run from others of the same name, on any machine
     stops.json        the ids that end a response, and what says so (areal_q/tasks/stops.py)
     problems-digest   a hash of the problems, by which a resumed run notices others
-    commit            of the directory in which the run was launched (areal_q/observability/trackers/commit.py)
+    commit            of the directory in which the run was launched (observability/trackers/described.py)
     metrics.jsonl     one record per event (areal_q/observability/metrics_log.py); tensorboard/ holds the same
     trackers/         what each tracker was given, and what it keeps on this disk
     logs/             one log per process

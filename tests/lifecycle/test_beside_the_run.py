@@ -115,9 +115,11 @@ def test_ctrl_c_leaves_a_wait_for_trackers(
     hang = [
         sys.executable,
         "-c",
-        "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)",
+        "import pathlib, signal, time; signal.signal(15, signal.SIG_IGN); "
+        f"pathlib.Path({str(tmp_path / 'deaf')!r}).touch(); time.sleep(600)",
     ]
-    learner = Program("learner", [sys.executable, "-c", "import time; time.sleep(1)"])
+    until_deaf = f"while not pathlib.Path({str(tmp_path / 'deaf')!r}).exists(): time.sleep(0.02)"
+    learner = Program("learner", [sys.executable, "-c", f"import pathlib, time\n{until_deaf}"])
     with RedisServer.start(tmp_path / "redis", short_dir / "redis") as server:
         planned = launcher.Plan(
             None, server.url, learner, [], [Program("tracker-x", hang, beside=True)]

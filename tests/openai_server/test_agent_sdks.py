@@ -13,7 +13,6 @@ from helpers.openai_server.scripted import World
 
 from areal_q.messages import Ticket
 
-agents: Any = pytest.importorskip("agents", reason="needs openai-agents: make test-agents")
 pytestmark = [pytest.mark.agents, pytest.mark.timeout(60)]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": %d, "b": %d}}\n</tool_call>'
 
@@ -41,6 +40,7 @@ async def test_openai_s_agents_play_an_episode(
     tmp_path: Path, make_ticket: Callable[..., Ticket], streamed: bool, api: str
 ) -> None:
     """Instructions, two calls at once whose results come back, then an answer. The program knows only a URL."""
+    agents: Any = pytest.importorskip("agents", reason="needs openai-agents: make test-agents")
     added: list[int] = []
 
     @agents.function_tool
