@@ -36,9 +36,13 @@ class BestVersion:
         self._set = named if named in cfg.sets else HELD_OUT
         """The set whose evaluations have it; a mixture's task is a part of the held-out problems"""
         self.step, self.value, self.since = -1, float("-inf"), 0
+        self.given_up = False
         for record in records:
             if record["kind"] == "eval":
                 self.add(record["step"], record)
+        self.given_up = self._waited_long
+        """True once the newest `eval.patience` evaluations were no better than one before. A run that has ended
+        so has ended, though what was still being evaluated then may be better."""
 
     def is_of(self, name: str) -> bool:
         """Returns True if the evaluations of this set have the metric."""
@@ -52,10 +56,10 @@ class BestVersion:
         self.since += 1
         if value > self.value:
             self.step, self.value, self.since = version, value, 0
+        self.given_up = self.given_up or self._waited_long
 
     @property
-    def given_up(self) -> bool:
-        """True if the last `eval.patience` evaluations were no better than one before."""
+    def _waited_long(self) -> bool:
         return 0 < self._patience <= self.since
 
     def __str__(self) -> str:
@@ -95,7 +99,7 @@ class HeldOutEvaluation:
     @property
     def spared(self) -> frozenset[int]:
         """The versions whose checkpoints stay: the best one, and those that may be better."""
-        return frozenset(filter(self.may_be_best, {*self._expected, self.best.step}))
+        return frozenset({self.best.step, *filter(self.may_be_best, self._expected)})
 
     def may_be_best(self, version: int) -> bool:
         """Returns True if the evaluation of `version` has the metric by which the best is told."""

@@ -23,6 +23,8 @@ FAMILIES = {
     "seed_oss": "SeedOssForCausalLM",
 }
 """The class of transformers by `model_type`."""
+_TIED = {"smollm3": True}
+"""Whether the head is the embedding where config.json does not say; elsewhere it is not."""
 MOST_LAYERS, MOST_EXPERTS = 1000, 100_000
 """Bounds on a whole model: even an empty one of more takes long to build."""
 Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -62,7 +64,7 @@ class _Sizes(Struct):
     num_key_value_heads: Size | None = None
     head_dim: Size | None = None
     rms_norm_eps: Annotated[float, Meta(ge=0, le=1)] = 1e-6
-    tie_word_embeddings: bool = False
+    tie_word_embeddings: bool | None = None
     bos_token_id: int | None = None
     eos_token_id: _Id | list[_Id] | None = None
     pad_token_id: int | None = None
@@ -204,7 +206,9 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
             norm_eps=sizes.rms_norm_eps,
-            tied=sizes.tie_word_embeddings,
+            tied=_TIED.get(family, False)
+            if sizes.tie_word_embeddings is None
+            else sizes.tie_word_embeddings,
             bos_id=sizes.bos_token_id,
             eos_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
             pad_id=sizes.pad_token_id,
@@ -253,9 +257,10 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
         if self.family == "mistral" or self.window:
             of_family["sliding_window"] = self.window
         if self.family != "mistral" and self.window:
+            of_family["use_sliding_window"] = True
+        if self.family not in ("mistral", "qwen3_moe") and self.window:
             kinds = {True: "sliding_attention", False: "full_attention"}
             of_family |= {
-                "use_sliding_window": True,
                 "layer_types": [kinds[i in self.sliding] for i in range(self.layers)],
                 "max_window_layers": min(self.sliding),
             }

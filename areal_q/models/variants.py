@@ -58,7 +58,8 @@ def windows_of(
     switched = family == "mistral" or (
         hf.get("use_sliding_window") and family not in ("llama", "seed_oss")
     )
-    window = hf.get("sliding_window", 4096) if switched else None
+    usual = None if family == "smollm3" else 4096
+    window = hf.get("sliding_window", usual) if switched else None
     if window is None:
         return None, ()
     if not isinstance(window, int) or window < 1:

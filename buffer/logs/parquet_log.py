@@ -108,7 +108,7 @@ class ParquetLog:
 
     def _write(self, table: pa.Table) -> None:
         if self._writer is None:
-            self._writer = _writer(self._temporary, self._format)
+            self._writer = _writer(self._temporary, self._format.schema)
         self._writer.write_table(table)
         self._steps_in_part += 1
         full = self._steps_in_part >= PART_STEPS or self._temporary.stat().st_size >= PART_BYTES
@@ -198,16 +198,16 @@ def steps_of(part: Path) -> tuple[int, int]:
         raise RecordError(f"{part}: {error}") from error
 
 
-def _writer(path: Path, format: LogFormat) -> pq.ParquetWriter:
+def _writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
     """Returns a writer without dictionaries, and with statistics of the column `step` alone. A row group is one
     step, so small that with them a run's log would be half as large again."""
     return pq.ParquetWriter(
         path,
-        format.schema,
+        schema,
         compression="zstd",
         compression_level=9,
         use_dictionary=False,
-        write_statistics=[format.schema.names[0]],  # pyright: ignore[reportArgumentType]
+        write_statistics=[schema.names[0]],  # pyright: ignore[reportArgumentType]
     )
 
 
@@ -252,7 +252,7 @@ def _drop_from(directory: Path, format: LogFormat, step: int) -> int:
             kept = file.read_row_groups(keep).num_rows if keep else 0
             dropped += file.metadata.num_rows - kept
             if keep:
-                with _writer(temporary, format) as writer:
+                with _writer(temporary, file.schema_arrow) as writer:
                     for i in keep:
                         writer.write_table(file.read_row_group(i))
         if keep:

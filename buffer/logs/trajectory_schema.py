@@ -96,6 +96,8 @@ _TICKET_FIELDS = (
     *("run", "run_id", "number", "purpose", "prompt", "answer", "group_size", "seed"),
     *("source", "problem", "why"),
 )
+_BEFORE: dict[str, Any] = {"source": "", "problem": -1, "why": ""}
+"""What these are in files of version 1, which lack the columns."""
 _GROUP_FIELDS = ("worker", "engine", "weight_format", "started_s", "finished_s")
 _TRAJECTORY_FIELDS = ("index", "finish_reason", "reward", "valid")
 _TOKEN_FIELDS = ("response_ids", "behavior_logprobs", "loss_mask")
@@ -160,7 +162,7 @@ def _group(rows: list[dict[str, Any]]) -> Group:
         prompt_ids=first["prompt_ids"],
         messages=_messages(first),
         columns=first["columns"],
-        **{name: first[name] for name in _TICKET_FIELDS},
+        **{name: first.get(name, _BEFORE.get(name)) for name in _TICKET_FIELDS},
     )
     return Group(
         schema=first["group_schema"],

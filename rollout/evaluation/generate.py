@@ -94,7 +94,10 @@ class _Answering:
     ) -> None:
         self._run, self._tokenizer, self._reward = run, tokenizer, reward
         self._environment = environment
-        self._given = answer_of(run.task, run.rollout.sampling)
+        self._given = {
+            name: answer_of(run.of(name).task, run.rollout.sampling) for name in run.sources
+        }
+        """What takes the answer out of a response, by the problem's source"""
 
     async def one(
         self, index: int, problem: Problem, greedy: bool, samples: int, sampling: Sampling
@@ -142,7 +145,7 @@ class _Answering:
         return [
             Reply(
                 response=response.text,
-                given=self._given(response.text),
+                given=self._given.get(problem.source, str.strip)(response.text),
                 correct=score.correct,
                 reward=score.reward,
                 tokens=response.tokens,

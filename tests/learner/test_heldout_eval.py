@@ -216,6 +216,7 @@ def test_a_mixture_is_evaluated_by_its_tasks(make_run, make_group, store, metric
     [
         ([0.1, 0.3, 0.2], (2, 0.3), [False, False, False]),
         ([0.3, 0.3, 0.3], (0, 0.3), [False, False, True]),
+        ([0.3, 0.2, 0.2, 0.9], (6, 0.9), [False, False, True, True]),
         ([0.3, 0.2, None, 0.4, 0.1, 0.1], (6, 0.4), [False, False, False, False, False, True]),
     ],
 )
@@ -249,3 +250,5 @@ def test_checkpoints_that_may_be_the_best_are_spared(make_run, make_group, store
 
     assert [evaluation.may_be_best(step) for step in (0, 2, 3)] == [True, False, True]
     assert evaluation.spared == {3, 6}
+    evaluation.best.step = 5  # the last step of a run that now goes on
+    assert evaluation.spared == {5, 6}

@@ -241,3 +241,21 @@ def test_a_full_disk_leaves_no_torn_part(tmp_path, room):
     assert [r.step for r in iter_steps(tmp_path)] == [0]
     StepLog(tmp_path, resume_at=1).close()
     assert [p.name for p in tmp_path.iterdir()] == ["part-000000.parquet"]
+
+
+def test_a_log_of_the_first_schema_is_read_and_gone_on_with(tmp_path, make_ticket, make_group):
+    """Its files lack what came later; those that a resumption leaves whole, and the one that it cuts."""
+    added = ["source", "problem", "why", "teacher_logprobs"]
+    batches = [[make_group(make_ticket(step))] for step in range(3)]
+    older = TRAJECTORY_SCHEMA.with_metadata({b"areal-q-log-schema": b"1"})
+    older = pa.schema([f for f in older if f.name not in added], older.metadata)
+    with pq.ParquetWriter(tmp_path / "part-000000.parquet", older) as writer:
+        for step, batch in enumerate(batches):
+            table = groups_to_table(step, step, batch).drop_columns(added)
+            writer.write_table(table.replace_schema_metadata(older.metadata))
+    assert read_log(tmp_path) == list(enumerate(batches))
+    log = TrajectoryLog(tmp_path, 1)
+    assert log.dropped_rows == 4
+    log.append(1, 1, batches[2])
+    log.close()
+    assert read_log(tmp_path) == [(0, batches[0]), (1, batches[2])]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers.kinds import LLAMA3, VARIANTS, config_of
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 import areal_q.models.hf.checkpoint as hf_module
 from areal_q.errors import CheckpointError
@@ -89,6 +89,24 @@ def test_names_and_shapes_are_those_of_the_model(family: str, tied: bool) -> Non
     state = Decoder(config).state_dict()
     assert [*config.tensors().items()] == [(name, tuple(t.shape)) for name, t in state.items()]
     assert config.weights == sum(t.numel() for t in state.values())
+
+
+def test_a_mixture_with_windows_is_read_as_it_is_written() -> None:
+    table = SHAPE | {"model_type": "qwen3_moe", "use_sliding_window": True, "sliding_window": 4}
+    table |= {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    config = DecoderConfig.from_hf(table)
+    assert (config.window, config.sliding) == (4, (0, 1))
+    assert DecoderConfig.from_hf(config.to_hf()) == config
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_config_leaves_out_is_transformers_default(family: str, tmp_path: Path) -> None:
+    """A head that is the embedding, and the base of RoPE."""
+    theirs = CONFIG_MAPPING[family]()
+    table = SHAPE | {"model_type": family, "num_experts": 3, "num_experts_per_tok": 2}
+    config = DecoderConfig.from_hf(table | {"moe_intermediate_size": 24})
+    assert config.tied == theirs.tie_word_embeddings
+    assert config.rope_theta == theirs.rope_parameters["rope_theta"]
 
 
 every_kind = pytest.mark.parametrize("family", VARIANTS)
