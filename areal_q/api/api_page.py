@@ -121,5 +121,10 @@ def _documented(body: Sequence[ast.stmt]) -> Iterator[tuple[str, str, str]]:
             yield ast.unparse(node.targets[0]), ast.unparse(node.value), text
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Prints the page."""
     print(page(), end="")
+
+
+if __name__ == "__main__":
+    main()

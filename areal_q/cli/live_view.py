@@ -180,7 +180,7 @@ class NotebookView(_Following):
         shown = picture(
             self.run.name, self.history, self.elapsed_s(), warnings, self.awaited(), width
         )
-        page = Console(width=width, color_system=None, force_terminal=False, force_jupyter=False)
+        page = command.page(width)
         with page.capture() as text:
             page.print(shown)
         return {"text/plain": text.get()}
@@ -189,7 +189,7 @@ class NotebookView(_Following):
 def build_view(run: Run, console: Console | None = None) -> PlainView | LiveView | NotebookView:
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if console is None and hasattr(shell, "kernel"):
-        return NotebookView(run, Console(force_jupyter=False, width=NOTEBOOK_WIDTH))
+        return NotebookView(run, command.page(NOTEBOOK_WIDTH))
     console = console or command.console()
     plain = not console.is_terminal or console.is_dumb_terminal or bool(os.environ.get("CI"))
     return PlainView(run, console) if plain else LiveView(run, console)

@@ -92,6 +92,11 @@ def escaped(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def page(width: int) -> Console:
+    """Returns a console for text without colours, which is captured or goes to a notebook."""
+    return _Console(width=width, color_system=None, force_terminal=False, force_jupyter=False)
+
+
 def console(stderr: bool = False) -> Console:
     """Returns a console for stdout, or for stderr, as wide as the terminal, or as COLUMNS says, or
     PIPED_WIDTH."""

@@ -110,7 +110,7 @@ FAULTS = [
     ("learner.max_lagg=2", "learner.max_lagg: no such setting; did you mean learner.max_lag?"),
     ("group_sizes=8", "group_sizes: no such setting; did you mean learner.group_size?"),
     ("lerner.groups=3", "lerner: no such setting; did you mean learner?"),
-    ("eval.wibble=1", "eval.wibble: no such setting; eval has every, problems"),
+    ("eval.qzxv=1", "eval.qzxv: no such setting; eval has every, problems, sets, best, patience"),
     ("learner.objective.type=arc", "learner.objective.type = 'arc': no such choice; did you mean 'acr'? It is"),
     ("rollout.format=int7", "rollout.format = 'int7': no such choice; did you mean 'int8'? It is one of bf16"),
     ("task.type=3", "task.type = 3: no such choice; it is one of arithmetic, "),

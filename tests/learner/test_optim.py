@@ -267,7 +267,7 @@ def test_workers_draw_while_the_optimizers_are_built(
     for name in ("begin_version", "evaluate", "save"):
         getattr(learner, name).side_effect = lambda step, name=name: events.append(name)
     learner.group_reader = Mock(take=Mock(return_value=None))
-    learner.metrics = learner.buffer_metrics = Mock()
+    learner.metrics = learner.buffer_metrics = learner.heldout = Mock()
     Learner.take_steps(learner, threading.Event())
     assert events[:3] == ["begin_version", "evaluate", "save"]  # of which the second admits tickets
     assert events[3:] == ["optimizer of Decoder", "optimizer of Critic"]

@@ -86,7 +86,9 @@ def rounding(scales: list[Tensor] | None, found: list[Tensor]) -> Callable[..., 
     what it meets, which go to `found`, where there are none."""
     plain, calls = decoder.packed_attention, itertools.count()
 
-    def attention(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> Tensor:
+    def attention(
+        q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, window: int | None = None
+    ) -> Tensor:
         if scales is None:
             found.append(torch.stack((k.abs().amax(), v.abs().amax())) * 1.5 / 448)
         row = found[-1] if scales is None else scales[next(calls) % len(scales)]
@@ -94,7 +96,7 @@ def rounding(scales: list[Tensor] | None, found: list[Tensor]) -> Callable[..., 
             (x / s).clamp(-448, 448).to(torch.float8_e4m3fn).float() * s
             for x, s in zip((k, v), row, strict=True)
         )
-        return plain(q, k, v, layout)
+        return plain(q, k, v, layout, window)
 
     return attention
 
