@@ -6,7 +6,7 @@ from typing import Any
 
 from areal_q.checks.pass_memory import Lengths
 from areal_q.config import Run, load
-from areal_q.errors import LogError
+from areal_q.errors import ConfigError, LogError
 from areal_q.models import DecoderConfig
 from areal_q.observability.metrics_log import read_metrics
 from areal_q.plan.hardware import Hardware
@@ -16,18 +16,31 @@ from areal_q.system.run_dir import METRICS_FILE
 
 _SETTLED = 2
 """Steps at the start that are left out: kernels are compiled, and nothing is drawn ahead yet."""
+_READ = {
+    "response/tokens_mean",
+    "buffer/groups",
+    "learner/step_s",
+    "learner/wait_s",
+    "weights/delta_bytes",
+    "workers",
+}
+"""What is read of a step"""
 
 
 def measured(
     directory: Path, shape: DecoderConfig, prompt: float, on: Hardware
 ) -> tuple[Load, Correction]:
     """Returns what the steps of the run in `directory`, of a model of this shape, say of the load of a step and
-    of the formulas. Raises LogError if it has too few steps."""
+    of the formulas. Raises LogError if it has too few steps, ConfigError if they are not those of rollouts."""
     run = load(directory / "config.toml")
     steps = [r for r in read_metrics(directory / METRICS_FILE) if r["kind"] == "step"]
     if len(steps) <= _SETTLED + 1:
         raise LogError(
             f"{directory}: {len(steps)} steps are too few to measure by: at least {_SETTLED + 2}"
+        )
+    if missing := sorted({key for key in _READ for r in steps if r.get(key) is None}):
+        raise ConfigError(
+            f"--from {directory}: its steps have no {', '.join(missing)}: a run with workers is needed"
         )
     before, *rest = steps[_SETTLED:]
     load_ = Load(Lengths(prompt, _middle(rest, "response/tokens_mean")), _useful(run, before, rest))

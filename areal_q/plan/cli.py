@@ -16,7 +16,6 @@ from areal_q.checks.memory import total
 from areal_q.checks.model import check_model
 from areal_q.checks.pass_memory import Lengths, Part
 from areal_q.config import load
-from areal_q.errors import ConfigError
 from areal_q.observability.run_summary import plural
 from areal_q.plan.calibration import measured
 from areal_q.plan.estimate import Estimate, estimate, rows
@@ -59,7 +58,7 @@ def main(
         ),
     ] = None,
     network: Annotated[
-        float, typer.Option(metavar="GBIT/S", help="the learner's network card")
+        float, typer.Option(min=0.001, metavar="GBIT/S", help="the learner's network card")
     ] = 100,
     tflops: Annotated[
         float, typer.Option(min=0, help="your own: TFLOP/s in bfloat16; of a thread, with cpu")
@@ -78,8 +77,6 @@ def main(
     file = config / "config.toml" if config.is_dir() else config
     on = hardware(gpu, tflops, gb_s, gb)
     run = on_gpus(fetched(load(file, overrides)), not on.is_cpu, not on.is_cpu)
-    if learner_gpus > on.count:
-        raise ConfigError(f"--learner-gpus {learner_gpus}: there are {on.count} in all")
     found = check_model(run)
     shape, prompt = found.shape, float(len(found.prompt))
     correction = Correction()

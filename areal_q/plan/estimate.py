@@ -10,6 +10,7 @@ from areal_q.checks.automatic import settled
 from areal_q.checks.memory import learner_memory, total, worker_memory
 from areal_q.checks.pass_memory import Lengths, Part
 from areal_q.config import Run, TorchEngine
+from areal_q.errors import ConfigError
 from areal_q.models import DecoderConfig
 from areal_q.observability.run_summary import plural
 from areal_q.plan.hardware import Hardware
@@ -57,7 +58,7 @@ def estimate(
     correction: Correction = NONE,
 ) -> Estimate:
     """Returns the estimate for the learner on `learner_gpus`, 0: on as many as are best, and workers on the
-    others; on a processor with the workers of the settings."""
+    others; on a processor with the workers of the settings. Raises ConfigError if no worker's GPUs are left."""
     run = settled(run)
     found = [
         speed(run, shape, load, on, split, correction) for split in _splits(run, on, learner_gpus)
@@ -101,15 +102,19 @@ def _ranks(on: Hardware, split: Split) -> int:
 
 def _splits(run: Run, on: Hardware, learner_gpus: int) -> Iterator[Split]:
     """Yields who may work on what: on GPUs every number of learner's GPUs that leaves some for a worker."""
+    each = getattr(run.rollout.engine, "tensor_parallel", 1)
+    if learner_gpus > (on.count - each if on.count > each else on.count):
+        raise ConfigError(
+            f"--learner-gpus {learner_gpus}: there are {on.count} in all, and a worker takes {each}"
+        )
     if on.is_cpu:
         yield Split(1, max(1, run.rollout.workers))
         return
-    each = getattr(run.rollout.engine, "tensor_parallel", 1)
     if on.count <= each:  # one GPU is shared
         yield Split(on.count, 1)
         return
     for gpus in [learner_gpus] if learner_gpus else range(1, on.count - each + 1):
-        yield Split(gpus, max(1, (on.count - gpus) // each))
+        yield Split(gpus, (on.count - gpus) // each)
 
 
 def _fits(run: Run, shape: DecoderConfig, lengths: Lengths, on: Hardware, split: Split) -> bool:

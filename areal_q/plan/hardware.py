@@ -151,7 +151,7 @@ def processor(tflops: float = 0) -> Device:
     source = torch.ones(32 << 20, dtype=torch.uint8)
     target = torch.empty_like(source)
     copied = 2 * len(source) / _best_seconds(lambda: target.copy_(source))
-    cores = len(os.sched_getaffinity(0))
+    cores = os.cpu_count() or 1
     free = float(available_bytes() or 0)
     return Device("cpu", rate, bf16, 2 * bf16 if int8 else bf16, copied, free, CPU_SHARES, cores)
 

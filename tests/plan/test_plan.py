@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from areal_q.models import DecoderConfig
 from areal_q.plan import cli
 from areal_q.plan.calibration import measured
 from areal_q.plan.estimate import estimate
-from areal_q.plan.hardware import CPU_SHARES, GPUS, Device, Hardware, hardware, on_gpus
+from areal_q.plan.hardware import CPU_SHARES, GPUS, Device, Hardware, hardware, on_gpus, processor
 from areal_q.plan.speed import (
     Load,
     Split,
@@ -306,6 +307,27 @@ def test_a_run_of_too_few_steps_measures_nothing(tmp_path: Path):
         measured(tmp_path / "logged", SMOLLM2, 46, cpu(33.4))
 
 
+def test_a_run_without_workers_measures_nothing_of_them(tmp_path: Path):
+    """A supervised run logs steps that have neither groups, responses nor versions."""
+    logged_run(tmp_path / "logged", 0)
+    records = [{"kind": "step", "step": n, "learner/step_s": 1.0} for n in range(1, 9)]
+    log = tmp_path / "logged" / METRICS_FILE
+    log.write_text("".join(json.dumps(record) + "\n" for record in records))
+    with pytest.raises(
+        ConfigError, match="logged: its steps have no buffer/groups, learner/wait_s"
+    ):
+        measured(tmp_path / "logged", SMOLLM2, 46, cpu(33.4))
+
+
+def test_a_processor_is_measured_where_cores_are_not_told(monkeypatch: pytest.MonkeyPatch):
+    """As on macOS."""
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    assert processor(tflops=1).cores >= 1
+
+
+SERVED_BY_TWO = ["rollout.engine.type=vllm", "rollout.engine.tensor_parallel=2"]
+
+
 @pytest.fixture
 def this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("areal_q.plan.hardware.processor", lambda tflops: cpu(33.4).device)
@@ -347,6 +369,11 @@ def test_programs_get_the_same_as_json():
         (["nothing.toml"], "nothing.toml"),
         (["quickstart", "--gpu=h999"], "--gpu h999"),
         (["quickstart", "--gpu=h100:2", "--learner-gpus=3"], "--learner-gpus 3: there are 2"),
+        (["quickstart", "--gpu=h100:8", "--learner-gpus=8"], "8 in all, and a worker takes 1"),
+        (
+            ["quickstart", "--gpu=h100:8", "--learner-gpus=7", *SERVED_BY_TWO],
+            "8 in all, and a worker takes 2",
+        ),
         (["quickstart", "--from=nowhere"], "nowhere"),
         (["quickstart", "model.width=0"], "model.width"),
     ],
@@ -354,6 +381,12 @@ def test_programs_get_the_same_as_json():
 def test_a_wrong_question_is_one_line(arguments: list[str], complaint: str):
     done = plan(*arguments)
     assert done.returncode == 2 and complaint in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.usefixtures("this_machine")
+def test_a_network_of_no_speed_is_refused():
+    done = plan("quickstart", "--network=0")
+    assert done.returncode == 2 and "'--network'" in done.stderr
 
 
 def test_the_host_and_the_gpu_are_counted_apart():
