@@ -1,9 +1,9 @@
 """The directory of a launch, which every host of the cluster sees under the same path.
 
-PLACE = root/NAME.launch/
+PLACE = root/NAME.launch/   mode 0700
     settings.toml     what the roles are started with
-    secrets/          the password of Redis; mode 0700
-    keys/             CURVE keys, with which weights are encrypted and workers admitted; mode 0700
+    secrets/          the password of Redis
+    keys/             CURVE keys, with which weights are encrypted and workers admitted
     redis/            Redis's append-only file, so that another host goes on with it
     endpoint.json     where Redis and the learner's first rank are, written by the learner's host
     ended.json        the learner's exit code, once it is of no use to start it again
@@ -64,9 +64,9 @@ def prepared(run: Run) -> Path:
     run = with_absolute_files(msgspec.structs.replace(run, root=str(Path(run.root).absolute())))
     place = place_of(run)
     try:
-        for name in ("", "logs", "secrets"):
-            (place / name).mkdir(parents=True, exist_ok=True)
-        (place / "secrets").chmod(0o700)
+        for directory in (place, place / "logs", place / "secrets"):
+            directory.mkdir(parents=True, exist_ok=True)
+            directory.chmod(0o700)
         with replacing(place / SETTINGS) as scratch:
             scratch.write_text(dump_toml(run), "utf-8")
         if not (place / PASSWORD).exists():
@@ -90,6 +90,12 @@ def _write_secret(path: Path, text: str) -> None:
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with open(handle, "w", encoding="utf-8") as file:
         file.write(text)
+
+
+def close_secrets(place: Path) -> None:
+    """Keeps the secrets from other users of a host that got copies of them without their modes."""
+    for path in (*(place / PASSWORD).parent.iterdir(), *(place / KEYS).glob("*_secret")):
+        path.chmod(0o600)
 
 
 def write_endpoint(place: Path, endpoint: Endpoint) -> None:

@@ -75,6 +75,8 @@ def main(
     """A role of a run on one host of a cluster, as the scripts of `areal-q launch` start it."""
     service_log.set_up("role")
     end_with_parent(signal.SIGTERM)  # a scheduler may kill what started this
+    if head:  # on hosts that share no directory, to which a bucket brings files without their modes
+        places.close_secrets(place)
     run = load(place / SETTINGS)
     if not redis:
         os.environ["REDIS_PASSWORD_FILE"] = str(place / PASSWORD)

@@ -22,6 +22,7 @@ from areal_q.launch.cluster import Cluster
 from areal_q.launch.place import PASSWORD, Endpoint, prepared, write_endpoint
 from areal_q.observability.metrics_log import read_metrics
 from areal_q.system.run_dir import METRICS_FILE
+from buffer.weight_sync.curve import client_keys, server_keys
 
 SETTINGS = """
 name = "far"
@@ -217,6 +218,7 @@ def test_secrets_are_files_of_their_owner_and_in_no_script(config: Path, tmp_pat
     cluster = cluster_of(config, tmp_path)
     secrets = [cluster.place / PASSWORD, *(cluster.place / "keys").glob("*_secret")]
     assert len(secrets) == 3 and {path.stat().st_mode & 0o777 for path in secrets} == {0o600}
+    assert cluster.place.stat().st_mode & 0o777 == 0o700
     password = secrets[0].read_text()
     scripts = [*scripts_of(cluster), ray_job.script(cluster), sky.yaml(sky.task(cluster, "", ""))]
     scripts.append((cluster.place / "settings.toml").read_text())
@@ -315,28 +317,51 @@ def test_nothing_is_submitted_where_there_is_no_scheduler(
         assert done.returncode == 2 and f"there is no {command} here" in done.stderr
 
 
-@pytest.mark.parametrize("name", ["worker", "learner"])
-def test_roles_take_the_environment_that_setup_made(
-    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-):
-    """As `areal-q run` does. What replaces the role is noted here in place of being run."""
-    place = prepared(load(config, [f"root={tmp_path}"]))
-    at = {"host": "h", "redis": "redis://h:1", "announce": 2, "fetch": 3, "ranks": 4, "start": ""}
-    write_endpoint(place, Endpoint(**at))
-    monkeypatch.setattr(f"areal_q.launch.role.{name}_python", lambda run: f"/{name}/python")
-    begun: list[tuple[str, list[str]]] = []
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
+    """What replaced a role, interpreter and command, which is noted here in place of being run."""
+    noted: list[tuple[str, list[str]]] = []
 
     def note(python: str, command: list[str]) -> None:
-        begun.append((python, command))
+        noted.append((python, command))
         raise SystemExit(0)
 
     monkeypatch.setattr(os, "execv", note)
     monkeypatch.setattr("areal_q.launch.role.end_with_parent", lambda number: None)
     for variable in ("REDIS_PASSWORD_FILE", "AREAL_Q_WATCHDOG", "PYTHONSAFEPATH"):
         monkeypatch.setenv(variable, "")
+    return noted
+
+
+@pytest.mark.parametrize("name", ["worker", "learner"])
+def test_roles_take_the_environment_that_setup_made(
+    config: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    begun: list[tuple[str, list[str]]],
+    name: str,
+):
+    """As `areal-q run` does."""
+    place = prepared(load(config, [f"root={tmp_path}"]))
+    at = {"host": "h", "redis": "redis://h:1", "announce": 2, "fetch": 3, "ranks": 4, "start": ""}
+    write_endpoint(place, Endpoint(**at))
+    monkeypatch.setattr(f"areal_q.launch.role.{name}_python", lambda run: f"/{name}/python")
     assert run_here("role", role.main, f"{name}-once", str(place)).returncode == 0
     ((python, command),) = begun
     assert python == command[0] == f"/{name}/python" and "redis://h:1" in command
+
+
+def test_secrets_that_came_without_modes_are_closed(
+    config: Path, tmp_path: Path, begun: list[tuple[str, list[str]]]
+):
+    """As from SkyPilot's bucket: keys that others can read are refused."""
+    place = prepared(load(config, [f"root={tmp_path}"]))
+    secrets = [place / PASSWORD, *(place / "keys").glob("*_secret")]
+    for path in secrets:
+        path.chmod(0o644)
+    assert run_here("role", role.main, "learner-once", str(place), "--head=h").returncode == 0
+    assert begun and client_keys(place / "keys") and server_keys(place / "keys")
+    assert {path.stat().st_mode & 0o777 for path in secrets} == {0o600}
 
 
 def test_a_model_that_is_not_there_is_refused_before_all(config: Path, tmp_path: Path):
