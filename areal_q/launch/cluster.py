@@ -12,6 +12,9 @@ from areal_q.tasks import build_task, build_tokenizer
 
 _ROOM = 1.25
 """Memory that is asked for, over what is expected: a job that is killed for want of it costs more."""
+_CUDA_MB = 4000
+"""MB of the host that CUDA, its libraries and what NCCL pins take in the process of a GPU, beside the parts of
+areal_q/checks/memory.py, which are those of one process"""
 
 
 @dataclass(frozen=True)
@@ -79,4 +82,7 @@ class Cluster:
         ranks = self.nodes * self.ranks
         learner = total(learner_memory(self.run, shape, lengths, ranks))
         worker = total(worker_memory(self.run, shape, lengths))
-        return math.ceil(_ROOM * learner / 1e6), math.ceil(_ROOM * worker / 1e6)
+        return (
+            math.ceil(_ROOM * learner / 1e6) + self.gpus * _CUDA_MB,
+            math.ceil(_ROOM * worker / 1e6) + self.worker_gpus * _CUDA_MB,
+        )

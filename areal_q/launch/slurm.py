@@ -29,7 +29,7 @@ def learner_script(cluster: Cluster, megabytes: int, time: str) -> str:
     run = cluster.run
     asks = [
         f"--job-name={run.name}-learner",
-        f"--output={cluster.place}/logs/learner-%j.log",
+        f'--output="{cluster.place}/logs/learner-%j.log"',
         f"--nodes={cluster.nodes}",
         "--ntasks-per-node=1",
         f"--cpus-per-task={cluster.learner_cores}",
@@ -52,7 +52,7 @@ def workers_script(cluster: Cluster, megabytes: int, time: str) -> str:
     run = cluster.run
     asks = [
         f"--job-name={run.name}-workers",
-        f"--output={cluster.place}/logs/worker-%A_%a.log",
+        f'--output="{cluster.place}/logs/worker-%A_%a.log"',
         f"--array=0-{cluster.workers - 1}",
         "--nodes=1",
         "--ntasks=1",
@@ -77,10 +77,8 @@ def _script(asks: Sequence[str], setup: str, before: str, command: str, job: str
     lines = [
         "#!/bin/bash",
         *(f"#SBATCH {ask}" for ask in asks),
-        "set -u",
-        *filter(None, (setup, before)),
-    ]
-    lines += [
+        # What it sources may well use variables that are not set: `set -u` is for our own lines.
+        *filter(None, (setup, "set -u", before)),
         "# Since Slurm 22.05 srun does not take it from the job by itself.",
         'export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"',
         "again='' role='' code=0",

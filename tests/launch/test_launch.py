@@ -15,6 +15,7 @@ import pytest
 import yaml
 from helpers.commands import run_here, wait_until
 from helpers.paths import ROOT
+from helpers.slurm.cluster import directives
 
 from areal_q.config import load
 from areal_q.launch import cli, ray_job, role, sky, slurm
@@ -203,6 +204,34 @@ def test_scripts_are_sound_shell(config: Path, tmp_path: Path, setup: str):
     cluster = cluster_of(config, tmp_path / "with a space", nodes=2, gpus=4, setup=setup)
     for script in scripts_of(cluster):
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
+def test_slurm_reads_paths_with_spaces_whole(config: Path, tmp_path: Path):
+    place = tmp_path / "a space, #1" / "far.launch"
+    assert launch("slurm", config, f"root={place.parent}", "--print").returncode == 0
+    for name, log in (("learner", "learner-%j.log"), ("workers", "worker-%A_%a.log")):
+        asked = directives(str(place / f"{name}.sh"))
+        assert asked["output"] == f"{place}/logs/{log}" and "open-mode" in asked
+
+
+def test_setup_may_use_what_is_not_set(config: Path, tmp_path: Path):
+    """As `activate` of conda does, and `module`."""
+    srun = tmp_path / "srun"
+    srun.write_text("#!/bin/sh\nexit 7\n")
+    srun.chmod(0o755)
+    cluster = cluster_of(config, tmp_path, setup='export A="$OF_NOBODY"')
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "1"}
+    env |= {"SLURM_ARRAY_JOB_ID": "1", "SLURM_ARRAY_TASK_ID": "0"}
+    for script in scripts_of(cluster)[:2]:
+        done = subprocess.run(["bash"], input=script, text=True, env=env, capture_output=True)
+        assert (done.returncode, done.stderr) == (7, "")
+
+
+def test_memory_is_asked_for_each_process_on_a_gpu(config: Path, tmp_path: Path):
+    """A host has a process for each of its GPUs: what further ones take beyond a share is CUDA's."""
+    asked = [cluster_of(config, tmp_path, gpus=n, worker_gpus=n).megabytes() for n in (1, 8)]
+    for few, many in zip(*asked, strict=True):
+        assert many - few > 7 * 2000
 
 
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="there is no shellcheck")

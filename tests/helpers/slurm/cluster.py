@@ -8,6 +8,7 @@ the command once for each host of its job, passes signals on, and ends with the 
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,13 +16,15 @@ import time
 from itertools import dropwhile
 from pathlib import Path
 
-STATE = Path(os.environ["SLURM_STUB"])
+STATE = Path(os.environ.get("SLURM_STUB", ""))
 RESTARTS = 3
 
 
 def directives(script: str) -> dict[str, str]:
-    found = re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", Path(script).read_text(), re.MULTILINE)
-    return dict(found)
+    """Returns what a script asks for, as sbatch reads it: up to # or white space without quotes."""
+    lines = re.findall(r"^#SBATCH (.*)$", Path(script).read_text(), re.MULTILINE)
+    words = [shlex.split(line, comments=True)[0].removeprefix("--") for line in lines]
+    return {name: value for name, _, value in (word.partition("=") for word in words)}
 
 
 def sbatch(arguments: list[str]) -> None:
