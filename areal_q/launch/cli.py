@@ -3,7 +3,7 @@
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -19,9 +19,15 @@ from areal_q.plan.hardware import on_gpus
 from areal_q.system.credentials import no_password
 
 EXITS = "Exit codes: 0 submitted, or written; 2 something to mend, which one line names."
-_OPTION = (
-    "a further line for the scheduler, such as --partition=gpu; of sky NAME=VALUE of its resources"
-)
+_OPTION = "a further line for slurm, such as --partition=gpu; of sky NAME=VALUE of its resources"
+_ENGINES = {
+    "--time": ["slurm"],
+    "--option": ["slurm", "sky"],
+    "--worker-option": ["slurm"],
+    "--gpu": ["sky"],
+    "--bucket": ["sky"],
+}
+"""Who has a use for an option that not all have"""
 
 
 def main(
@@ -52,7 +58,7 @@ def main(
     ] = "",
     option: Annotated[list[str] | None, typer.Option(help=_OPTION)] = None,
     worker_option: Annotated[
-        list[str] | None, typer.Option(help="one more, for workers alone")
+        list[str] | None, typer.Option(help="slurm: one more, for workers alone")
     ] = None,
     setup: Annotated[str, typer.Option(help="shell commands before each role")] = "",
     python: Annotated[str, typer.Option(help="the interpreter there; default: this one")] = "",
@@ -71,6 +77,8 @@ def main(
     Settings, secrets and scripts go to root/NAME.launch, the run to root/NAME; launched again, it goes on from
     its newest checkpoint.
     """
+    asked = {"--time": time, "--option": option, "--worker-option": worker_option}
+    _check_options(engine, asked | {"--gpu": gpu, "--bucket": bucket}, learner_gpus + worker_gpus)
     file = config / SETTINGS if (config / SETTINGS).is_file() else config
     run = on_gpus(load(file, overrides), learner_gpus > 0, worker_gpus > 0 or bool(gpu))
     check_directories(run)
@@ -106,6 +114,17 @@ def main(
         jobs = slurm.submit(paths)
         typer.echo(f"submitted: {slurm.named(jobs)}; logs in {place}/logs")
         typer.echo(f"scancel {' '.join(reversed(jobs))} ends it; launched again it goes on")
+
+
+def _check_options(engine: str, asked: Mapping[str, object], gpus: int) -> None:
+    """Raises ConfigError for an option that the engine does not use, or for GPUs of no kind."""
+    for name, value in asked.items():
+        if value and engine not in _ENGINES[name]:
+            raise ConfigError(
+                f"launch {engine}: {name} is for {' and '.join(_ENGINES[name])} alone"
+            )
+    if engine == "sky" and gpus and not asked["--gpu"]:
+        raise ConfigError("launch sky: GPUs need their kind as well, such as --gpu H100")
 
 
 def _submit(engine: str, command: Sequence[str]) -> None:

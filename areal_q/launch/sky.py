@@ -56,8 +56,8 @@ def task(cluster: Cluster, gpu: str, bucket: str) -> dict[str, Any]:
         "num_nodes": cluster.nodes + cluster.workers,
         "resources": resources | options,
         "file_mounts": mounts,
-        **({"setup": cluster.setup + "\n"} if cluster.setup else {}),
-        "run": script,
+        # SkyPilot's own `setup` is another shell, whose `source venv/bin/activate` a role would not see.
+        "run": f"{cluster.setup}\n{script}" if cluster.setup else script,
     }
 
 

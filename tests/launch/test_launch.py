@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from helpers.commands import run_here, wait_until
+from helpers.commands import refused, run_here, wait_until
 from helpers.paths import ROOT
 from helpers.slurm.cluster import directives
 
@@ -311,6 +311,27 @@ def test_sky_copies_what_the_settings_name(config: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ("sky --learner-gpus=8", "--gpu"),
+        ("sky --worker-gpus=1", "--gpu"),
+        ("sky --gpu=H100 --time=1:00:00", "--time is for slurm alone"),
+        ("ray --time=1:00:00", "--time is for slurm alone"),
+        ("slurm --gpu=H100", "--gpu is for sky alone"),
+        ("ray --bucket=runs", "--bucket is for sky alone"),
+        ("sky --worker-option=--partition=a", "--worker-option is for slurm alone"),
+        ("ray --option=--partition=a", "--option is for slurm and sky alone"),
+    ],
+)
+def test_options_of_another_scheduler_are_refused(
+    config: Path, tmp_path: Path, arguments: str, named: str
+):
+    engine, *options = arguments.split()
+    refused(launch(engine, config, f"root={tmp_path}", "--print", *options), engine, named)
+    assert not (tmp_path / "far.launch").exists()
+
+
+@pytest.mark.parametrize(
     ("rank", "gpus", "roles"),
     [
         (0, 2, ["learner --head=10.0.0.1 --rank=0"]),
@@ -321,13 +342,14 @@ def test_sky_copies_what_the_settings_name(config: Path, tmp_path: Path):
 def test_each_host_of_sky_starts_its_roles(
     config: Path, tmp_path: Path, rank: int, gpus: int, roles: list[str]
 ):
-    """A stand-in of the interpreter writes what it is started with."""
+    """A stand-in of the interpreter, found by what --setup does, writes what it is started with."""
     stub, said = tmp_path / "python", tmp_path / "said"
     told = f'echo "$6 $* gpu=${{CUDA_VISIBLE_DEVICES:-}}" >> {said}'
     stub.write_text(f"#!/bin/sh\n{told}\n")
     stub.chmod(0o755)
     run = load(config, [f"root={tmp_path}"])
-    cluster = Cluster(run=run, place=prepared(run), python=str(stub), nodes=1, gpus=gpus)
+    setup = f"export PATH={tmp_path}:$PATH"
+    cluster = Cluster(run=run, place=prepared(run), python="python", gpus=gpus, setup=setup)
     env = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2\n10.0.0.3", "SKYPILOT_NODE_RANK": str(rank)}
     env |= {"SKYPILOT_NUM_GPUS_PER_NODE": str(gpus), "PATH": os.environ["PATH"]}
     subprocess.run(["bash", "-c", sky.task(cluster, "", "")["run"]], env=env, check=True)
