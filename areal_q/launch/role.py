@@ -164,7 +164,8 @@ def _learner(place: Path, at: Endpoint, nodes: int, rank: int, ranks: int) -> li
     if nodes * ranks == 1:
         return ["learner", *arguments]
     hosts = [f"--nnodes={nodes}", f"--nproc-per-node={ranks}", f"--node-rank={rank}"]
-    meeting = [f"--master-addr={at.host}", f"--master-port={at.ranks}"]
+    first = at.host if nodes > 1 else "127.0.0.1"
+    meeting = [f"--master-addr={first}", f"--master-port={at.ranks}"]
     rest = [f"--shutdown-timeout={_SHUTDOWN_S}", "-m", "learner"]
     return ["areal_q.system.torchrun", *hosts, *meeting, *rest, *arguments]
 

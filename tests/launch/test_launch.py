@@ -402,6 +402,16 @@ def test_roles_take_the_environment_that_setup_made(
     assert python == command[0] == f"/{name}/python" and "redis://h:1" in command
 
 
+@pytest.mark.parametrize(("nodes", "first"), [(1, "127.0.0.1"), (2, "h")])
+def test_ranks_of_one_host_meet_on_loopback(
+    config: Path, tmp_path: Path, begun: list[tuple[str, list[str]]], nodes: int, first: str
+):
+    place = prepared(load(config, [f"root={tmp_path}"]))
+    asked = ["learner-once", str(place), "--head=h", "--ranks=2", f"--nodes={nodes}"]
+    assert run_here("role", role.main, *asked).returncode == 0
+    assert f"--master-addr={first}" in begun[0][1]
+
+
 def test_secrets_that_came_without_modes_are_closed(
     config: Path, tmp_path: Path, begun: list[tuple[str, list[str]]]
 ):
