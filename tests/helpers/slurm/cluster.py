@@ -75,6 +75,8 @@ def queue(name: str) -> None:
         if not again.exists():
             return
         again.unlink()
+        while (STATE / "held").exists():  # jobs in the queue find no host meanwhile
+            time.sleep(0.05)
 
 
 def srun(arguments: list[str]) -> None:
