@@ -71,7 +71,8 @@ class Cluster:
         redis = [f"--redis={self.redis}"] if self.redis else []
         if role == "worker":
             return [*shared, *redis]
-        return [*shared, f"--nodes={self.nodes}", f"--ranks={self.ranks}", *redis]
+        hosts = [f"--nodes={self.nodes}", f"--ranks={self.ranks}"]
+        return [*shared, *hosts, f"--workers={self.workers}", *redis]
 
     def megabytes(self) -> tuple[int, int]:
         """Returns how much of a host's memory the learner's and a worker's job ask for, in MB."""

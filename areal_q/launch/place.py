@@ -7,6 +7,7 @@ PLACE = root/NAME.launch/   mode 0700
     redis/            Redis's append-only file, so that another host goes on with it
     endpoint.json     where Redis and the learner's first rank are, written by the learner's host
     ended.json        the learner's exit code, once it is of no use to start it again
+    refused/          a file for each worker that ended with 2
     logs/, scripts
 
 The run itself is beside it, in root/NAME.
@@ -14,6 +15,7 @@ The run itself is beside it, in root/NAME.
 
 import os
 import secrets
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -27,7 +29,7 @@ from areal_q.system.processes import module_command
 from areal_q.system.run_dir import path_of, with_absolute_files
 
 SETTINGS, PASSWORD, KEYS = "settings.toml", "secrets/redis_password", "keys"
-_ENDPOINT, _ENDED = "endpoint.json", "ended.json"
+_ENDPOINT, _ENDED, _REFUSED = "endpoint.json", "ended.json", "refused"
 
 
 class Endpoint(Struct, frozen=True, kw_only=True):
@@ -72,6 +74,7 @@ def prepared(run: Run) -> Path:
         if not (place / PASSWORD).exists():
             _write_secret(place / PASSWORD, secrets.token_hex(32))
         (place / _ENDED).unlink(missing_ok=True)
+        shutil.rmtree(place / _REFUSED, ignore_errors=True)
     except OSError as error:
         raise ConfigError(f"{place}: {error.strerror}") from error
     if not (place / KEYS).exists():
@@ -125,3 +128,14 @@ def read_ended(place: Path) -> Ended | None:
         return msgspec.json.decode((place / _ENDED).read_bytes(), type=Ended)
     except FileNotFoundError:
         return None
+
+
+def write_refused(place: Path, worker: str) -> None:
+    """Notes that a worker ended with something to mend, and will not be started again by itself."""
+    (place / _REFUSED).mkdir(exist_ok=True)
+    (place / _REFUSED / worker).touch()
+
+
+def all_refused(place: Path, workers: int) -> bool:
+    """Returns whether so many have been noted, since the launch, as it has workers; never of none."""
+    return 0 < workers <= len(list((place / _REFUSED).glob("*")))

@@ -22,6 +22,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -68,6 +69,7 @@ def main(
     nodes: Annotated[int, typer.Option(help="hosts of the learner")] = 1,
     rank: Annotated[int, typer.Option(help="this one among them")] = 0,
     ranks: Annotated[int, typer.Option(help="the learner's processes on each host")] = 1,
+    workers: Annotated[int, typer.Option(help="workers of the launch, for its learner")] = 0,
     start: Annotated[str, typer.Option(help="a name of this start, one for all its hosts")] = "",
     id: Annotated[str, typer.Option(help="a worker's name")] = "",
     redis: Annotated[str, typer.Option(help="URL of a Redis that runs already")] = "",
@@ -100,16 +102,33 @@ def main(
         module_command("areal_q.launch.role", f"{role}-once", *sys.argv[2:]), mend=MEND
     )
     if role == "worker" or rank:
-        raise typer.Exit(service.run())
+        code = service.run()
+        if role == "worker" and code == 2 and id:
+            places.write_refused(place, id)
+        raise typer.Exit(code)
     endpoint = _endpoint(head, host, redis, start)
     places.write_ended(place, None)
     with _redis(place, endpoint, started_here=not redis):
         places.write_endpoint(place, endpoint)
+        threading.Thread(target=_end_if_all_refuse, args=(place, workers), daemon=True).start()
         code = service.run()
+        if code and places.all_refused(place, workers):
+            code = 2
         if code in (0, 2):
             places.write_ended(place, code)
             time.sleep(_FAREWELL_S if code == 0 else 0)
     raise typer.Exit(code)
+
+
+def _end_if_all_refuse(place: Path, workers: int) -> None:
+    """Tells this process to end once all of the launch's workers ended with 2: its learner, and the GPUs it
+    holds, would wait for them in vain."""
+    while workers:
+        time.sleep(_LOOK_S)
+        if places.all_refused(place, workers):
+            logger.error("all workers ended with 2: their logs say what to mend; then launch again")
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
 
 
 def _endpoint(head: str, host: str, redis: str, start: str) -> Endpoint:

@@ -148,19 +148,20 @@ def test_two_hosts_share_the_learner(config: Path, tmp_path: Path, cluster_stub:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize(("nodes", "key"), [(1, "server"), (2, "server"), (1, "worker")])
 def test_what_has_to_be_mended_ends_all_jobs(
-    config: Path, tmp_path: Path, cluster_stub: Slurm, nodes: int
+    config: Path, tmp_path: Path, cluster_stub: Slurm, nodes: int, key: str
 ):
+    """Whether the learner refuses it or each worker does, for which the learner would wait in vain."""
     hosts = f"--learner-nodes={nodes}"
     assert launch("slurm", config, f"root={tmp_path}", hosts, "--print").returncode == 0
     place = tmp_path / "far.launch"
-    (place / "keys" / "server.key_secret").chmod(0o644)
+    (place / "keys" / f"{key}.key_secret").chmod(0o644)
     slurm.submit([place / "learner.sh", place / "workers.sh"])
     said = lambda: cluster_stub.said(place)  # noqa: E731
     wait_until(lambda: cluster_stub.code("1000") and cluster_stub.code("1001_0"), said)
     assert (cluster_stub.code("1000"), cluster_stub.code("1001_0")) == ("2", "2"), said()
-    assert "server.key_secret" in said()
+    assert f"{key}.key_secret" in said()
 
 
 @pytest.mark.slow
