@@ -15,7 +15,7 @@ from areal_q.observability.metrics_log import MetricsLog
 from areal_q.system import run_dir
 from areal_q.tasks import Task, Tokenizer, build_task
 from areal_q.tasks.stops import write_stops
-from learner.backends.data_parallel import ALONE
+from learner.backends.data_parallel import ALONE, Ranks
 from learner.build import updater_of
 from learner.build_policy import build_policy
 from learner.checkpoint.async_writer import CheckpointWriter
@@ -59,6 +59,7 @@ def build_supervised(
     resume: bool,
     metrics: MetricsLog,
     stop: threading.Event,
+    ranks: Ranks = ALONE,
 ) -> SupervisedRun:
     """Returns a supervised run in `directory` that is ready to train, after checks in order of their cost.
     Raises ConfigError, CheckpointError or TaskError for what cannot be trained, or gone on with."""
@@ -69,11 +70,6 @@ def build_supervised(
     start = state.step if state else 0
     if resume:
         metrics.rewind(start)
-    ranks = ALONE
-    if has_ranks(run):
-        from learner.multi_process import join
-
-        ranks = join(run)
     write_stops(directory, tokenizer.stops)
     keep = run.checkpoint.keep, run.checkpoint.keep_every
     checkpoints = CheckpointWriter(directory / "checkpoints", *keep)

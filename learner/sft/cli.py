@@ -88,11 +88,17 @@ def _follow(run: Run) -> None:
 def _train(run: Run, resume: bool, stop: StopRequest) -> int:
     """Trains, and shows the run meanwhile. Returns the exit code."""
     from learner.arithmetic import set_arithmetic
+    from learner.backends.data_parallel import ALONE
     from learner.sft.build import build_supervised, has_ranks, rows_of
     from learner.supervised.supervised_step import supervised
 
     run = settled(fetched(supervised(run)))
     set_arithmetic(run.learner.threads, run.learner.device)
+    ranks = ALONE
+    if has_ranks(run):  # before all that takes long: the others do not wait for ever
+        from learner.multi_process import join
+
+        ranks = join(run)
     counted, rows = rows_of(run)
     run = run if resume else counted
     view = build_view(run)
@@ -105,7 +111,7 @@ def _train(run: Run, resume: bool, stop: StopRequest) -> int:
         metrics = MetricsLog(directory, began=command_began())
         metrics.also("view", lambda _: view.refresh())
         try:
-            training = build_supervised(run, directory, rows, resume, metrics, stop)
+            training = build_supervised(run, directory, rows, resume, metrics, stop, ranks)
             try:
                 done = training.train(stop)
             finally:

@@ -106,6 +106,13 @@ def test_what_cannot_be_trained_is_refused_in_one_line(tmp_path: Path):
     refused(run_here("sft", sft, str(path), "--resume"), "areal-q run --resume")
 
 
+def test_ranks_meet_before_any_row_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Those that wait for the first one end after two minutes, and rows may take longer."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    file = config(tmp_path, "sft.path=none.jsonl", "learner.backend.offload=true")
+    refused(run_here("sft", sft, file), "learner.backend.offload", "2 processes")
+
+
 def started(*arguments: str, log: Path, **variables: str) -> subprocess.Popen[bytes]:
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
@@ -121,9 +128,9 @@ def test_kill_9_and_a_resumption_give_the_same_bits(tmp_path: Path):
     file, directory = config(other, "steps=60", "checkpoint.every=5"), other / "adds-sft"
     with started("areal_q", "sft", file, log=log) as run:
         wait_until(lambda: len(records(directory, "step")) > 12, log.read_text, run)
-        told = run_here("status", status, str(directory), "--json")
-        assert json.loads(told.stdout)["steps"] == 60
         run.send_signal(signal.SIGKILL)
+    told = run_here("status", status, str(directory), "--json")
+    assert json.loads(told.stdout)["steps"] == 60
     assert len(records(directory, "step")) < 60
     assert run_here("sft", sft, str(directory), "--resume").returncode == 0
     assert same(weights(directory), weights(straight / "adds-sft"))
