@@ -22,6 +22,8 @@ from areal_q.tasks.base import Message, Task, columns_of
 from areal_q.tasks.datasets.benchmark_fields import text_of
 from areal_q.tasks.datasets.conversations import problem_of
 from areal_q.tasks.datasets.jsonl_rows import read_objects
+from areal_q.tasks.lazy import Lazy
+from areal_q.tasks.ordering.mixture import Joined, parts_of
 from areal_q.tasks.shuffle import shuffled
 from learner.data.packing import Sample
 
@@ -166,33 +168,41 @@ def sample_of(number: int, ids: Sequence[int], learnt: Sequence[bool]) -> Sample
 
 
 class Demonstrations:
-    """Samples to learn from and held-out ones, in the order that numbers and the seed alone decide."""
+    """Samples to learn from and held-out ones, in the order that numbers and the seed alone decide, and the
+    weights of a mixture."""
 
     def __init__(self, rows: Task | Rows, tokenizer: Tokenizer, longest: int, seed: int) -> None:
         self._rows, self._tokenizer = rows, tokenizer
         self._longest, self._seed = longest, seed
-        self._train: Sequence[Sample] | None = None
+        self._parts: dict[str, Sequence[Problem] | Sequence[Sample]] = {**parts_of(rows.train)}
         self.heldout: Sequence[Sample] = ()
 
     @property
     def size(self) -> int:
         """Number of rows to learn from."""
-        return len(self._rows.train if self._train is None else self._train)
+        return sum(map(len, self._parts.values()))
 
     def encode(self, problems: int, tell: Tell) -> None:
-        """Encodes all rows of files, so that a fault in one is found before training, and at most `problems` of
-        the held-out ones. Leaves out rows of more than `longest` tokens. Raises TaskError as `encoded` does, or
-        if no row is left."""
+        """Encodes all rows, so that a fault in one is found before training, but generated ones when they are
+        learnt from, and at most `problems` of the held-out ones. Leaves out rows of more than `longest` tokens.
+        Raises TaskError as `encoded` does, or if no row of a mixture's task, or none at all, is left."""
         self.heldout = self._short(self._rows.heldout[:problems])
-        if not isinstance(self._rows, Rows):
-            return
-        self._train = self._short(self._rows.train, tell)
-        if left_out := len(self._rows.train) - len(self._train):
-            logger.warning(
-                "%d rows are left out: they have more than %d tokens", left_out, self._longest
-            )
-        if not self._train:
-            raise TaskError(f"every row has more than {self._longest} tokens")
+        for name, rows in parts_of(self._rows.train).items():
+            if isinstance(rows, Lazy):
+                encoded(rows[0], self._tokenizer)  # the others are like it
+                continue
+            found = self._short(rows, tell)
+            of = f" of task.sources.{name}" if name else ""
+            if left_out := len(rows) - len(found):
+                logger.warning(
+                    "%d rows%s are left out: they have more than %d tokens",
+                    left_out,
+                    of,
+                    self._longest,
+                )
+            if not found:
+                raise TaskError(f"every row{of} has more than {self._longest} tokens")
+            self._parts[name] = found
 
     def _short(
         self, rows: Sequence[Problem], tell: Tell = lambda done, of: None
@@ -210,9 +220,12 @@ class Demonstrations:
         return samples
 
     def at(self, number: int) -> Sample:
-        """Returns sample `number` of an endless sequence, in which each pass has all rows in another order."""
-        place = shuffled(number, self.size, self._seed)
-        if self._train is None:
-            ids, learnt = encoded(self._rows.train[place], self._tokenizer)
-            return sample_of(number, ids, learnt)
-        return replace(self._train[place], ticket=number)
+        """Returns sample `number` of an endless sequence, in which each pass has all rows in another order; of
+        a mixture that of the task whose turn it is (areal_q/tasks/shuffle.py, `problem_at`)."""
+        train = self._rows.train
+        name, turn = train.turn(number) if isinstance(train, Joined) else ("", number)
+        rows = self._parts[name]
+        row = rows[shuffled(turn, len(rows), self._seed)]
+        if isinstance(row, Problem):
+            return sample_of(number, *encoded(row, self._tokenizer))
+        return replace(row, ticket=number)

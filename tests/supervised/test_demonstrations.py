@@ -1,6 +1,8 @@
 """Rows to learn from: conversations, prompts and answers; what is held out; what is refused."""
 
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ from helpers.chain_models import byte_tokenizer
 
 from areal_q.config import Chat, Sft
 from areal_q.errors import TaskError
-from areal_q.tasks import CharTokenizer, Tokenizer, load_tokenizer
+from areal_q.tasks import CharTokenizer, Problem, Tokenizer, load_tokenizer, problem_at
+from areal_q.tasks.lazy import Lazy
+from areal_q.tasks.ordering.mixture import Mixture
 from learner.data.packing import Sample
 from learner.supervised.demonstrations import (
     Demonstrations,
@@ -159,8 +163,40 @@ def test_a_template_s_refusal_names_the_row(tmp_path: Path):
 
 
 def test_rows_that_are_all_too_long_are_refused():
-    from areal_q.tasks import Problem
-
     data = Demonstrations(Rows([Problem("1=", "1" * 9)], []), CharTokenizer(), 4, seed=0)
     with pytest.raises(TaskError, match="every row has more than 4 tokens"):
         data.encode(1, lambda done, of: None)
+
+
+def test_a_mixture_is_learnt_by_its_weights():
+    numbers = [Problem(f"{n}=", str(n)) for n in range(6)]
+    few, many = (Rows(part, []) for part in (numbers[:2], numbers[2:]))
+    mixed = Mixture({"few": few, "many": many}, {"few": 3, "many": 1})
+    asked = [problem_at(mixed, number, 7).answer for number in range(16)]
+    assert sum(answer in "01" for answer in asked) == 12
+    data = Demonstrations(mixed, CharTokenizer(), 16, seed=7)
+    for _ in ("as for a warm start", "encoded"):
+        drawn = [data.at(number).trajectory.response_ids.numpy()[:1] for number in range(16)]
+        assert [CharTokenizer().decode(ids.tolist()) for ids in drawn] == asked
+        data.encode(8, lambda done, of: None)
+    assert data.size == 6
+
+
+@dataclass
+class Own:
+    """A task, as others than a file's rows are."""
+
+    train: Sequence[Problem]
+    heldout: Sequence[Problem] = ()
+
+
+def test_a_task_s_own_rows_are_checked_and_short(caplog: pytest.LogCaptureFixture):
+    long, short = Problem("1=", "1" * 20), Problem("2=", "2")
+    data = Demonstrations(Own([long, short]), CharTokenizer(), 8, 0)
+    data.encode(8, lambda done, of: None)
+    assert data.size == 1 and "1 rows are left out" in caplog.text
+    odd = Problem("2=", "\N{SNOWMAN}")
+    made = Lazy(lambda place: odd, range(10**9))
+    for train, where in (([short, odd], "row 2: "), (made, "")):
+        with pytest.raises(TaskError, match=f"{where}.*\N{SNOWMAN}"):
+            Demonstrations(Own(train), CharTokenizer(), 8, 0).encode(8, lambda done, of: None)
