@@ -74,9 +74,9 @@ def export(
 
     from areal_q.models import Decoder, DecoderConfig, save_decoder
     from areal_q.quant.rescaling import fold_back
-    from areal_q.tasks import build_tokenizer
     from learner import checkpoint
     from learner.replay.replay_steps import recorded_settings
+    from learner.supervised.demonstrations import tokenizer_of
 
     run = recorded_settings(directory)
     if run.learner.lora:
@@ -100,8 +100,7 @@ def export(
         with torch.no_grad():
             fold_back(model, run.learner.uaq)
     dtype = dtype or declared(run.model)
-    tokenizer = build_tokenizer(run.model, run.task)
-    save_decoder(model, target, tokenizer, getattr(torch, dtype), source_of(run.model))
+    save_decoder(model, target, tokenizer_of(run), getattr(torch, dtype), source_of(run.model))
     return found[chosen], dtype
 
 

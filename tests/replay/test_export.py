@@ -156,6 +156,22 @@ def test_an_export_keeps_the_source_s_ends_and_dtype(tmp_path: Path, make_run):
         assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def test_an_export_of_a_supervised_run_keeps_its_template(tmp_path: Path, make_run):
+    source = write_chain(tmp_path / "m", "42<|im_end|>", eos=[258, 256])
+    (file := tmp_path / "own.jinja").write_text("{{ messages[0].content }} of sft")
+    model = f'model={{type="pretrained",path="{source}"}}'
+    run = make_run(model, "sft.path=rows.jsonl", f"sft.chat.template_file={file}")
+    policy = TorchPolicy(load_decoder(source), run.learner, 1.0)
+    state = checkpoint.State(
+        step=1, position="0-1", cursor=1, outstanding=[], digests={}, updates=0, skipped=0,
+        model=policy.model.config.to_hf(),
+    )  # fmt: skip
+    checkpoint.save(tmp_path / "run" / "checkpoints", state, policy, keep=1)
+    (tmp_path / "run" / "config.toml").write_text(dump_toml(run))
+    export(tmp_path / "run", tmp_path / "out")
+    assert load_tokenizer(tmp_path / "out", Chat()).template == file.read_text()
+
+
 def test_weight_beyond_the_dtype_is_named_and_nothing_written(tmp_path: Path, make_run):
     run = make_run()
     model = initial_model(run)
