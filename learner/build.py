@@ -238,7 +238,7 @@ def _build(
     metrics = MetricsLog(directory, began=command_began())
     if not resume:
         metrics.write("start", 0, {}, doing="loading the model")
-    teacher = build_teacher(run, tokenizer, progress.beat)
+    teacher = build_teacher(run, tokenizer, progress.beat, stop)
     policy, state = build_policy(run, directory, resume, task, tokenizer, metrics, stop)
     start = state.step if state else 0
     updater = updater_of(policy, run, ranks)

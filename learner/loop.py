@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from areal_q.config import Run
-from areal_q.errors import BufferGone
+from areal_q.errors import BufferGone, Stopped
 from areal_q.messages import Group, WorkerStatus
 from areal_q.observability.metrics_log import MetricsLog
 from areal_q.system.watchdog import Progress
@@ -124,7 +124,10 @@ class Learner(WhileWaiting):
                 return
             waited = time.monotonic() - began
             if self.teacher:
-                batch = batch._replace(groups=self.teacher.scored(batch.groups))
+                try:
+                    batch = batch._replace(groups=self.teacher.scored(batch.groups))
+                except Stopped:  # the groups stay in the pool
+                    return
             scored_s = time.monotonic() - began - waited
             values = train_step(self.updater, batch, self.history, step, self.logs.recorder)
             self.wait_until_out()

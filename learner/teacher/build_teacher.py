@@ -1,5 +1,6 @@
 """Builds the teacher that the settings name."""
 
+import threading
 from collections.abc import Callable
 
 from areal_q.checks.model import check_teacher
@@ -11,9 +12,12 @@ from learner.teacher.scoring import Teacher
 from learner.teacher.server import Server
 
 
-def build_teacher(run: Run, tokenizer: Tokenizer, alive: Callable[[], None]) -> Teacher | None:
-    """Returns the teacher, or None if there is none; `alive` is called while it scores. Raises ConfigError,
-    CheckpointError or TeacherUnavailable for one that cannot teach this student."""
+def build_teacher(
+    run: Run, tokenizer: Tokenizer, alive: Callable[[], None], stop: threading.Event
+) -> Teacher | None:
+    """Returns the teacher, or None if there is none; `alive` is called while it scores, which `stop` ends.
+    Raises ConfigError, CheckpointError or TeacherUnavailable for one that cannot teach this student, and
+    Stopped if `stop` was set meanwhile."""
     match run.learner.teacher:
         case None:
             return None
@@ -21,4 +25,4 @@ def build_teacher(run: Run, tokenizer: Tokenizer, alive: Callable[[], None]) -> 
             check_teacher(path, tokenizer)
             return ModelBeside(load_decoder(path), run.learner, run.rollout.sampling.temperature)
         case ServerTeacher() as cfg:
-            return Server(cfg, alive)
+            return Server(cfg, alive, stop)

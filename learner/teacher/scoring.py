@@ -15,7 +15,7 @@ class Teacher(Protocol):
 
     def scored(self, groups: Sequence[Group]) -> list[Group]:
         """Returns `groups` with `teacher_logprobs` in every trajectory, those of tokens that do not count among
-        them. Raises ConfigError for what the teacher cannot score."""
+        them. Raises ConfigError for what the teacher cannot score, and Stopped if the learner is to stop."""
         ...
 
 

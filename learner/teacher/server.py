@@ -4,12 +4,12 @@
     → choices[0].logprobs.token_logprobs: one for each id, null for the first, and that of a token drawn after
 
 Token ids are sent, so that nothing is tokenized anew. A request without an answer is made again after 1 s, 2 s,
-4 s …; one that the server refuses is not.
+4 s …; one that the server refuses is not. A stop is heard between two requests.
 """
 
 import http.client
 import json
-import time
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,7 +19,7 @@ from urllib.request import Request, urlopen
 import numpy as np
 
 from areal_q.config import ServerTeacher
-from areal_q.errors import ConfigError, TeacherUnavailable
+from areal_q.errors import ConfigError, Stopped, TeacherUnavailable
 from areal_q.messages import Group
 from areal_q.system.credentials import secret, shown
 from learner.teacher.scoring import with_logprobs
@@ -33,10 +33,14 @@ LEAST = -9999.0
 class Server:
     """Scores by a server, with several requests at a time."""
 
-    def __init__(self, cfg: ServerTeacher, alive: Callable[[], None]) -> None:
+    def __init__(
+        self, cfg: ServerTeacher, alive: Callable[[], None], stop: threading.Event
+    ) -> None:
         """Asks the server for the log-probs of two ids. `alive` is called after every answer. Raises
-        ConfigError for a server that is no such one, and TeacherUnavailable if it does not answer."""
-        self._cfg, self._alive, self._key = cfg, alive, secret("AREAL_Q_TEACHER_TOKEN_FILE")
+        ConfigError for a server that is no such one, TeacherUnavailable if it does not answer, and Stopped, as
+        `scored` does, once `stop` is set."""
+        self._cfg, self._alive, self._stop = cfg, alive, stop
+        self._key = secret("AREAL_Q_TEACHER_TOKEN_FILE")
         self._threads = ThreadPoolExecutor(cfg.connections, "teacher")
         self._name = cfg.model or self._first_model()
         self._logprobs([1, 2])
@@ -83,7 +87,9 @@ class Server:
                     f"{where}: gave {len(given)} log-probs where {len(ids)} ids and one more were asked for"
                 )
             found = np.array([0.0, *(float(x) for x in given[1 : len(ids)])], np.float32)
-        except (KeyError, IndexError, TypeError) as error:
+        except ConfigError:
+            raise
+        except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
             raise ConfigError(f"{where}: gives no log-probs of a prompt (`echo`)") from error
         if not np.isfinite(found).all():
             raise ConfigError(f"{where}: gave a log-prob that is not finite")
@@ -93,8 +99,10 @@ class Server:
         pause_s, why = 1.0, ""
         for again in range(self._cfg.retries + 1):
             if again:
-                time.sleep(pause_s)
+                self._stop.wait(pause_s)
                 pause_s *= 2
+            if self._stop.is_set():
+                raise Stopped(f"while {self._where(what)} was asked")
             try:
                 return self._once(what, body)
             except HTTPError as error:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from areal_q.algorithms.kl import taught
 from areal_q.checks.memory import learner_memory
 from areal_q.checks.pass_memory import Lengths
 from areal_q.config import ModelTeacher, Run, ServerTeacher
-from areal_q.errors import ConfigError, RecordError, SettingsError, TeacherUnavailable
+from areal_q.errors import ConfigError, RecordError, SettingsError, Stopped, TeacherUnavailable
 from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan
 from areal_q.models import Decoder, PackedLayout, load_config, save_decoder
 from areal_q.models.shape import shape_of
@@ -29,6 +30,7 @@ from areal_q.tasks import CharTokenizer
 from buffer.logs.trajectory_schema import groups_from_table, groups_to_table
 from buffer.sampling.replay_pool import SampledGroups
 from learner.data.staleness import VersionHistory
+from learner.loop import Learner
 from learner.policy_update import SingleProcessUpdater
 from learner.teacher.build_teacher import build_teacher
 from learner.teacher.model_beside import ModelBeside
@@ -215,11 +217,19 @@ def served(make_run: MakeRun) -> Iterator[FakeServer]:
     server.http.server_close()
 
 
-@pytest.fixture(autouse=True)
-def no_pause(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    paused: list[float] = []
-    monkeypatch.setattr("learner.teacher.server.time.sleep", paused.append)
-    return paused
+class Unhurried(threading.Event):
+    """A learner's stop for which nobody waits; `stops` says at which wait it comes."""
+
+    def __init__(self, stops: int = 99) -> None:
+        super().__init__()
+        self.waits: list[float] = []
+        self.stops = stops
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.waits.append(timeout or 0.0)
+        if len(self.waits) == self.stops:
+            self.set()
+        return self.is_set()
 
 
 def test_a_server_says_what_the_model_itself_says(
@@ -229,7 +239,7 @@ def test_a_server_says_what_the_model_itself_says(
     key.write_text("secret\n")
     monkeypatch.setenv("AREAL_Q_TEACHER_TOKEN_FILE", str(key))
     run, answers = make_run(), []
-    teacher = Server(ServerTeacher(url=served.url), lambda: answers.append(1))
+    teacher = Server(ServerTeacher(url=served.url), lambda: answers.append(1), Unhurried())
     groups = drawn(run, initial_model(run), 3)
     beside = ModelBeside(initial_model(make_run("seed=3")), run.learner, 1.0)
     for one, other in zip(teacher.scored(groups), beside.scored(groups), strict=True):
@@ -244,19 +254,43 @@ def test_a_server_says_what_the_model_itself_says(
     assert (first["echo"], first["max_tokens"], len(first["prompt"])) == (True, 1, 9)
 
 
-def test_a_server_that_is_busy_is_asked_again(
-    make_run: MakeRun, served: FakeServer, no_pause: list[float]
-):
+def test_a_server_that_is_busy_is_asked_again(served: FakeServer):
     served.answers = [503, 429]
-    Server(ServerTeacher(url=served.url, retries=2), lambda: None)
-    assert no_pause == [1.0, 2.0]
+    Server(ServerTeacher(url=served.url, retries=2), lambda: None, stop := Unhurried())
+    assert stop.waits == [1.0, 2.0]
     served.answers = [500] * 3
     with pytest.raises(TeacherUnavailable, match=r"/v1/completions: no answer to 3 requests: 500"):
-        Server(ServerTeacher(url=served.url, retries=2), lambda: None)
+        Server(ServerTeacher(url=served.url, retries=2), lambda: None, Unhurried())
     served.http.shutdown()
     served.http.server_close()
     with pytest.raises(TeacherUnavailable, match=r"no answer to 1 requests: .*refused"):
-        Server(ServerTeacher(url=served.url, retries=0), lambda: None)
+        Server(ServerTeacher(url=served.url, retries=0), lambda: None, Unhurried())
+
+
+def test_a_stop_is_heard_between_two_requests(make_run: MakeRun, served: FakeServer):
+    served.answers = [500] * 9
+    with pytest.raises(Stopped, match="/v1/completions"):
+        Server(ServerTeacher(url=served.url), lambda: None, Unhurried(stops=2))
+    assert len(served.asked) == 2
+    served.answers = []
+    run, stop = make_run(), Unhurried()
+    teacher = Server(ServerTeacher(url=served.url, connections=1), stop.set, stop)
+    with pytest.raises(Stopped):
+        teacher.scored(drawn(run, initial_model(run), 3))
+
+
+def test_a_stop_while_a_teacher_scores_ends_the_learner(make_run: MakeRun):
+    """Its groups were not learnt from: a checkpoint finds them where they were."""
+    learner = Mock(step=3, over=False, teacher=Mock(), run=make_run())
+    learner.teacher.scored.side_effect = Stopped("while it was asked")
+    Learner.take_steps(learner, threading.Event())
+    assert learner.step == 3
+    learner.group_reader.consumed.assert_not_called()
+    learner.logs.append.assert_not_called()
+
+
+def said(logprob: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda given: {"choices": [{"logprobs": {"token_logprobs": [None, logprob]}}]}
 
 
 def one_more(given: dict[str, Any]) -> dict[str, Any]:
@@ -271,13 +305,15 @@ def one_more(given: dict[str, Any]) -> dict[str, Any]:
         (401, "refuses: 401"),
         (lambda given: {"choices": [{"logprobs": None}]}, "gives no log-probs of a prompt"),
         (lambda given: {}, "gives no log-probs of a prompt"),
+        (said("x"), "gives no log-probs of a prompt"),
+        (said(-(10**400)), "gives no log-probs of a prompt"),
         (one_more, "where 2 ids and one more were asked for"),
     ],
 )
 def test_a_server_that_cannot_teach_is_refused(served: FakeServer, answer: Any, reason: str):
     served.answers = [answer]
     with pytest.raises(ConfigError, match=rf"learner\.teacher\.url: http://127.*{reason}"):
-        Server(ServerTeacher(url=served.url, model="x"), lambda: None)
+        Server(ServerTeacher(url=served.url, model="x"), lambda: None, Unhurried())
     assert len(served.asked) == 1, "it is not asked again"
 
 
@@ -288,7 +324,7 @@ def test_a_model_with_another_tokenizer_is_refused(make_run: MakeRun, tmp_path: 
 
     def teacher(name: str) -> Any:
         path = f"learner.teacher={{type='model', path='{tmp_path / name}'}}"
-        return build_teacher(make_run(path), tokenizer, lambda: None)
+        return build_teacher(make_run(path), tokenizer, lambda: None, Unhurried())
 
     assert isinstance(teacher("large"), ModelBeside)
     path = f"learner.teacher={{type='model', path='{tmp_path / 'large'}'}}"
