@@ -87,6 +87,12 @@ MAY_CHANGE_ON_RESUME = (
     "learner.microbatch_tokens",  # changes the order of sums only
     "learner.backend.",  # gives the same loss and weights within tolerances
     "trackers",
+    # Where the teacher is reached; the log has what it said.
+    "learner.teacher.url",
+    "learner.teacher.model",
+    "learner.teacher.connections",
+    "learner.teacher.timeout_s",
+    "learner.teacher.retries",
     # From here on: how the run goes on learning. settings/ has each step's, for replays.
     "learner.max_lag",
     "learner.max_grad_norm",

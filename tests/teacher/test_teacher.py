@@ -26,6 +26,7 @@ from areal_q.errors import ConfigError, RecordError, SettingsError, Stopped, Tea
 from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan
 from areal_q.models import Decoder, PackedLayout, load_config, save_decoder
 from areal_q.models.shape import shape_of
+from areal_q.system.run_dir import claimed, resumed
 from areal_q.tasks import CharTokenizer
 from buffer.logs.trajectory_schema import groups_from_table, groups_to_table
 from buffer.sampling.replay_pool import SampledGroups
@@ -349,3 +350,14 @@ def test_settings_that_a_teacher_cannot_serve_are_refused(
 ):
     with pytest.raises(SettingsError, match=named):
         make_run(setting, "learner.teacher={type='server', url='http://127.0.0.1:1/v1'}")
+
+
+def test_where_a_teacher_is_may_change_in_a_resumption(make_run: MakeRun, tmp_path: Path):
+    at = "learner.teacher={type='server', url='http://127.0.0.1:1/v1'}"
+    with claimed(make_run(at, f"root={tmp_path}"), resume=False) as (directory, _):
+        (directory / "checkpoints" / "step-000001").mkdir(parents=True)
+    moved = ["url=http://127.0.0.1:2/v1", "model=x", "connections=2", "timeout_s=9", "retries=1"]
+    again = resumed(directory, [f"learner.teacher.{one}" for one in moved]).learner.teacher
+    assert isinstance(again, ServerTeacher) and (again.url[-4:], again.retries) == ("2/v1", 1)
+    with pytest.raises(ConfigError, match=r"learner\.teacher\.coef: cannot change"):
+        resumed(directory, ["learner.teacher.coef=2.0"])
