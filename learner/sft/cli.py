@@ -21,7 +21,7 @@ from areal_q.checks.hub import fetched
 from areal_q.cli.app import asked_for
 from areal_q.cli.live_view import build_view
 from areal_q.config import Run, Sft, load
-from areal_q.errors import ConfigError
+from areal_q.errors import CheckpointError, ConfigError
 from areal_q.observability.metrics_log import MetricsLog
 from areal_q.system import run_dir
 from areal_q.system.processes import command_began
@@ -62,13 +62,19 @@ def main(
     stop.listen()
     if name is None and not Path(config).is_dir():
         name = f"{load(config, overrides or []).name}-sft"
-    run = asked_for(config, overrides or [], resume, name)
-    if resume and run.sft is None:
+    follows = os.environ.get("RANK", "0") != "0"
+    try:
+        run = asked_for(config, overrides or [], resume, name)
+    except CheckpointError:
+        if not follows:
+            raise
+        run = asked_for(config, overrides or [], False, name)  # the run is on rank 0's host alone
+    if resume and not follows and run.sft is None:
         raise ConfigError(
             f"{run_dir.path_of(run)}: no supervised run; go on with areal-q run --resume"
         )
     run = run if run.sft else replace(run, sft=Sft())
-    if os.environ.get("RANK", "0") != "0":
+    if follows:
         _follow(run)
     raise typer.Exit(_train(run, resume, stop))
 

@@ -113,6 +113,15 @@ def test_ranks_meet_before_any_row_is_read(tmp_path: Path, monkeypatch: pytest.M
     refused(run_here("sft", sft, file), "learner.backend.offload", "2 processes")
 
 
+def test_a_follower_needs_no_run_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As of several hosts without a common disk, where the run is on that of rank 0."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    file = config(tmp_path, "learner.backend.offload=true")
+    refused(run_here("sft", sft, file, "--resume"), "no such run to resume")
+    monkeypatch.setenv("RANK", "1")
+    refused(run_here("sft", sft, file, "--resume"), "learner.backend.offload", "2 processes")
+
+
 def started(*arguments: str, log: Path, **variables: str) -> subprocess.Popen[bytes]:
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
