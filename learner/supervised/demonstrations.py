@@ -22,6 +22,7 @@ from areal_q.tasks.base import Message, Task, columns_of
 from areal_q.tasks.datasets.benchmark_fields import text_of
 from areal_q.tasks.datasets.conversations import problem_of
 from areal_q.tasks.datasets.jsonl_rows import read_objects
+from areal_q.tasks.datasets.row_files import is_columnar
 from areal_q.tasks.lazy import Lazy
 from areal_q.tasks.ordering.mixture import Joined, parts_of
 from areal_q.tasks.shuffle import shuffled
@@ -32,6 +33,11 @@ Tell = Callable[[int, int], None]
 """A function that is called with (rows encoded, rows in all)"""
 TELL_EVERY = 1000
 """Rows from one such call to the next"""
+
+
+class Row(Problem, frozen=True):
+    where: str = ""
+    """File and line, for messages"""
 
 
 @dataclass
@@ -74,7 +80,9 @@ def _content(row: Problem) -> bytes:
 
 
 def _read(cfg: Sft, path: str) -> list[Problem]:
-    return [_row(row, cfg, where) for where, row in read_objects(path)]
+    rows = read_objects(path)
+    filled = is_columnar(path)
+    return [_row(_without_null(row) if filled else row, cfg, where) for where, row in rows]
 
 
 def _row(row: dict[str, Any], cfg: Sft, where: str) -> Problem:
@@ -84,19 +92,20 @@ def _row(row: dict[str, Any], cfg: Sft, where: str) -> Problem:
         if not any(m["role"] == "assistant" and (m["content"] or len(m) > 2) for m in messages):
             raise TaskError(f"{where}: `messages` has none of the assistant: nothing to learn")
         talk = {"messages": messages, "tools": _tools(row, where)}
-        return Problem("", "", columns=columns_of(talk, where))
-    asked = row.get(cfg.prompt)
+        return Row("", "", columns=columns_of(talk, where), where=where)
+    given = row.get(cfg.prompt)
     answer = text_of(row, cfg.answer, where)
     if not answer:
         raise TaskError(f"{where}: field `{cfg.answer}` is empty: nothing to learn")
-    prompt = asked if isinstance(asked, list) else text_of(row, cfg.prompt, where)
-    return problem_of(prompt, answer, cfg.template, where)
+    prompt = given if isinstance(given, list) else text_of(row, cfg.prompt, where)
+    asked = problem_of(prompt, answer, cfg.template, where, table="sft")
+    return Row(asked.prompt, asked.answer, asked.messages, where=where)
 
 
 def _message(entry: Any, where: str) -> Message:
-    """Returns a message without the fields that Parquet fills with null, and arguments of calls as objects,
-    where OpenAI's API has their JSON."""
-    entry = _without_null(entry)
+    """Returns a message without the fields that are null, and arguments of calls as objects, where OpenAI's API
+    has their JSON."""
+    entry = _without_null(entry, but="arguments")
     match entry:
         case {"role": str(), **rest} if isinstance(rest.get("content", ""), str):
             message = {"content": "", **entry}
@@ -130,10 +139,12 @@ def _tools(row: dict[str, Any], where: str) -> list[Any]:
     return tools
 
 
-def _without_null(value: Any) -> Any:
+def _without_null(value: Any, but: str = "") -> Any:
+    """Returns `value` without fields that are null at any depth, but within those of the name `but`."""
     if isinstance(value, dict):
-        return {name: _without_null(v) for name, v in value.items() if v is not None}
-    return [_without_null(v) for v in value] if isinstance(value, list) else value
+        present = ((name, v) for name, v in value.items() if v is not None)
+        return {name: v if name == but else _without_null(v, but) for name, v in present}
+    return [_without_null(v, but) for v in value] if isinstance(value, list) else value
 
 
 def encoded(row: Problem, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
@@ -214,7 +225,8 @@ class Demonstrations:
             try:
                 sample = sample_of(number, *encoded(row, self._tokenizer))
             except TaskError as error:
-                raise TaskError(f"row {number + 1}: {error}") from error
+                where = getattr(row, "where", f"row {number + 1}")
+                raise TaskError(f"{where}: {error}") from error
             if sample.num_tokens <= self._longest:
                 samples.append(sample)
         return samples

@@ -73,14 +73,18 @@ def test_a_conversation_has_every_reply_learnt(tmp_path: Path, tokenizer: Tokeni
 
 
 def test_parquet_may_fill_messages_with_nulls(tmp_path: Path, tokenizer: Tokenizer):
-    filled = [{"name": None, "tool_calls": None, **message} for message in TALK]
+    calls = [{"function": {"name": "f", "arguments": {"a": 1, "b": None}}}]
+    talk = [*TALK, {"role": "assistant", "content": "", "tool_calls": calls}]
+    filled = [{"name": None, "tool_calls": None, **message} for message in talk]
     pq.write_table(pa.Table.from_pylist([{"messages": filled}]), tmp_path / "a.parquet")
-    plain = written(tmp_path / "b.jsonl", {"messages": TALK})
-    both = [
-        read_demonstrations(Sft(path=str(path), heldout=0)).train
-        for path in (tmp_path / "a.parquet", plain)
-    ]
-    assert both[0] == both[1]
+    json_rows = written(tmp_path / "b.jsonl", {"messages": filled})
+    parquet, own = (
+        [json.loads(row.columns)["messages"] for row in rows.train]
+        for path in (tmp_path / "a.parquet", json_rows)
+        for rows in [read_demonstrations(Sft(path=str(path), heldout=0))]
+    )
+    assert own == [talk], "what a call says is null is its own"
+    assert parquet == [json.loads(json.dumps(talk).replace(', "b": null', ""))]
 
 
 def test_calls_and_tools_may_be_written_as_json(tmp_path: Path):
@@ -140,12 +144,13 @@ def test_a_first_token_that_is_learnt_is_context(tokenizer: Tokenizer):
         ({"prompt": "2+2?", "answer": ""}, "`answer` is empty"),
         ({"prompt": "2+2?"}, "no field `answer`"),
         ({"answer": "4"}, "no field `prompt`"),
+        ({"prompt": TALK[:1], "answer": "4"}, r"needs sft\.template = 'chat'"),
     ],
 )
 def test_rows_without_a_lesson_are_refused_with_their_line(tmp_path: Path, row: Any, reason: str):
     path = written(tmp_path / "a.jsonl", {"messages": TALK}, row)
     with pytest.raises(TaskError, match=rf"a\.jsonl:2: .*{reason}"):
-        read_demonstrations(Sft(path=path))
+        read_demonstrations(Sft(path=path, template="plain"))
 
 
 def test_a_template_s_refusal_names_the_row(tmp_path: Path):
@@ -158,7 +163,7 @@ def test_a_template_s_refusal_names_the_row(tmp_path: Path):
         64,
         seed=0,
     )
-    with pytest.raises(TaskError, match="row 1: the chat template"):
+    with pytest.raises(TaskError, match=r"a\.jsonl:1: the chat template"):
         data.encode(1, lambda done, of: None)
 
 

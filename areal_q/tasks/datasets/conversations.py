@@ -9,25 +9,28 @@ from areal_q.errors import TaskError
 from areal_q.tasks.base import Message, Problem
 
 
-def problem_of(prompt: Any, answer: str, template: str, where: str, columns: str = "") -> Problem:
+def problem_of(
+    prompt: Any, answer: str, template: str, where: str, columns: str = "", table: str = "task"
+) -> Problem:
     """Returns the problem with a prompt that is a text or a list of messages, the last of them not the
-    assistant's. Raises TaskError, which names the place, for anything else."""
+    assistant's; `template` is a setting of `table`. Raises TaskError, which names the place, for anything
+    else."""
     problem = (
         Problem(prompt, answer)
         if isinstance(prompt, str)
-        else _asked(prompt, answer, template, where)
+        else _asked(prompt, answer, template, where, table)
     )
     if not problem.prompt.strip():
         raise TaskError(f"{where}: the prompt is empty: there is nothing to answer")
     return replace(problem, columns=columns)
 
 
-def _asked(prompt: Sequence[Any], answer: str, template: str, where: str) -> Problem:
+def _asked(prompt: Sequence[Any], answer: str, template: str, where: str, table: str) -> Problem:
     messages = [_message(entry, where) for entry in prompt]
     if not messages or messages[-1]["role"] == "assistant":
         raise TaskError(f"{where}: a conversation must end with a message that is to be answered")
     if template != "chat":
-        raise TaskError(f"{where}: a list of messages needs task.template = 'chat'")
+        raise TaskError(f"{where}: a list of messages needs {table}.template = 'chat'")
     return Problem.of(messages, answer)
 
 

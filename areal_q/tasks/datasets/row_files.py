@@ -23,6 +23,7 @@ from areal_q.errors import TaskError
 
 T = TypeVar("T")
 _FORMATS = "; it takes JSON lines, JSON, CSV, Parquet and directories of save_to_disk"
+_PARQUET = b"PAR1"
 _ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 _ONE_A_LINE = "; it takes JSON lines, one object a line"
 
@@ -34,7 +35,7 @@ def read_rows_as(path: str, kind: type[T]) -> list[tuple[str, T]]:
         if Path(path).is_dir():
             return converted(_saved_rows(path), kind)
         data = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8)
-        if data.startswith(b"PAR1"):
+        if data.startswith(_PARQUET):
             return converted(_parquet_rows(path), kind)
         if path.endswith((".csv", ".tsv")):
             return converted(_text_rows(path, data), kind)
@@ -44,6 +45,14 @@ def read_rows_as(path: str, kind: type[T]) -> list[tuple[str, T]]:
     if data.lstrip().startswith(b"[") and isinstance(rows := untyped(data), list):
         return converted(((f"{path}[{i}]", row) for i, row in enumerate(rows)), kind)
     return _lines(path, data, kind)
+
+
+def is_columnar(path: str) -> bool:
+    """Returns True for a format of columns, which fills what a row lacks with null. Raises OSError."""
+    if Path(path).is_dir():
+        return True
+    with Path(path).open("rb") as file:
+        return file.read(len(_PARQUET)) == _PARQUET
 
 
 def is_hub_id(path: str) -> bool:
