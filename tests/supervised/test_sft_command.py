@@ -137,8 +137,9 @@ def test_kill_9_and_a_resumption_give_the_same_bits(tmp_path: Path):
     file, directory = config(other, "steps=60", "checkpoint.every=5"), other / "adds-sft"
     with started("areal_q", "sft", file, log=log) as run:
         wait_until(lambda: len(records(directory, "step")) > 12, log.read_text, run)
+        run.send_signal(signal.SIGSTOP)  # it must not end while it is asked about
+        told = run_here("status", status, str(directory), "--json")
         run.send_signal(signal.SIGKILL)
-    told = run_here("status", status, str(directory), "--json")
     assert json.loads(told.stdout)["steps"] == 60
     assert len(records(directory, "step")) < 60
     assert run_here("sft", sft, str(directory), "--resume").returncode == 0
