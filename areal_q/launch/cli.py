@@ -27,7 +27,7 @@ _ENGINES = {
     "--gpu": ["sky"],
     "--bucket": ["sky"],
 }
-"""Who has a use for an option that not all have"""
+"""The schedulers that have a use for an option, where not all have one."""
 
 
 def main(
