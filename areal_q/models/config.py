@@ -24,7 +24,7 @@ FAMILIES = {
 }
 """The class of transformers by `model_type`."""
 _TIED = {"smollm3": True}
-"""Whether the head is the embedding where config.json does not say; elsewhere it is not."""
+"""The families whose head is the embedding where config.json does not say."""
 MOST_LAYERS, MOST_EXPERTS = 1000, 100_000
 """Bounds on a whole model: even an empty one of more takes long to build."""
 Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
