@@ -155,6 +155,7 @@ def groups_from_table(table: pa.Table, validate: bool = True) -> list[Group]:
 
 def _group(rows: list[dict[str, Any]]) -> Group:
     first = rows[0]
+    named: dict[str, Any] = {name: first.get(name, _BEFORE.get(name)) for name in _TICKET_FIELDS}
     ticket = Ticket(
         schema=first["ticket_schema"],
         step=first["admitted"],
@@ -162,7 +163,7 @@ def _group(rows: list[dict[str, Any]]) -> Group:
         prompt_ids=first["prompt_ids"],
         messages=_messages(first),
         columns=first["columns"],
-        **{name: first.get(name, _BEFORE.get(name)) for name in _TICKET_FIELDS},
+        **named,
     )
     return Group(
         schema=first["group_schema"],
