@@ -68,14 +68,13 @@ def test_templates_are_not_offered_as_configurations():
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("template", MEANINGS)
-def test_a_template_runs_and_the_first_learns(tmp_path: Path, template: str):
-    """The others, which learn as well, take too long to do so in every suite."""
+def test_a_template_runs(tmp_path: Path, template: str):
+    """Its first steps: all of them, in which it learns, take too long for every suite."""
     run_here("init", main, "mine", "--template", template)
     environment = {k: v for k, v in os.environ.items() if k != "REDIS_URL"}
     command = [sys.executable, "-P", "-m", "areal_q", "run", "mine.toml"]
-    short = ["steps=3", "warmstart.steps=20", "eval.problems=32"] if template != "text" else []
+    short = ["steps=3", "warmstart.steps=20", "eval.problems=32"]
     done = subprocess.run([*command, *short], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     records = read_metrics(tmp_path / "runs" / "mine" / "metrics.jsonl")
-    accuracies = [r["eval/accuracy"] for r in records if r["kind"] == "eval"]
-    assert short or accuracies[-1] > accuracies[0] + 0.15
+    assert [r["step"] for r in records if r["kind"] == "step"] == [1, 2, 3]

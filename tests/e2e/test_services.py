@@ -165,9 +165,11 @@ def test_a_learner_is_told_either_settings_or_a_directory(args):
 
 def assert_every_line_is_exported(table, exporter: Exporter, records: list[Record]) -> None:
     """A real run's records fill every line of the table: none asks for a key that nobody writes. Routes are
-    for models with experts alone; the others are told between records (learner/measure/vitals.py) or judged
-    from them (areal_q/observability/learning_faults.py)."""
+    for models with experts alone, and sets, sources, teachers and held-out losses for runs that have them; the
+    others are told between records (learner/measure/vitals.py) or judged from them
+    (areal_q/observability/learning_faults.py)."""
     elsewhere = ("routing/", "run/", "disk/", "redis/up", "fault/")
+    elsewhere += ("eval/*", "eval/loss", "source/", "teacher/")
     for record in records:
         exporter.update(record)
     page = generate_latest(exporter).decode()  # a Collector is all that it asks for
