@@ -6,18 +6,18 @@ that lacks the directory fetches that very commit.
 """
 
 import re
-from operator import attrgetter
 from pathlib import Path
-from typing import Any
-
-import msgspec
+from textwrap import shorten
 
 from areal_q.config import ModelTeacher, PretrainedModel, Run
 from areal_q.errors import ConfigError
+from areal_q.system.run_dir import table_at, with_changes
 
 _ID = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*?)(?:@([\w./-]+))?")
 """An id, with a commit, branch or tag behind it or none"""
 _CACHED = re.compile(r".*/models--([\w.-]+?)--([\w.-]+)/snapshots/([0-9a-f]{40})/?")
+_LONGEST = 160
+"""Characters of what the Hub's client says that an error repeats"""
 _READ = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 """What is fetched of a repository; not the weights in other layouts."""
 
@@ -30,18 +30,10 @@ def fetched(run: Run) -> Run:
         "learner.reference_kl": run.learner.reference_kl is not None,
         "learner.teacher": isinstance(run.learner.teacher, ModelTeacher),
     }
-    for place, there in places.items():
-        path = attrgetter(place)(run).path if there else None
-        if path and (found := directory_of(path, f"{place}.path")) != path:
-            run = _with_path(run, place.split("."), found)
+    for place in (name for name, there in places.items() if there):
+        if path := table_at(run, place).path:
+            run = with_changes(run, place, path=directory_of(path, f"{place}.path"))
     return run
-
-
-def _with_path(settings: Any, place: list[str], path: str) -> Any:
-    if not place:
-        return msgspec.structs.replace(settings, path=path)
-    inner = _with_path(getattr(settings, place[0]), place[1:], path)
-    return msgspec.structs.replace(settings, **{place[0]: inner})
 
 
 def directory_of(path: str, setting: str) -> str:
@@ -65,8 +57,8 @@ def _snapshot(id: str, revision: str | None, setting: str) -> str:
     try:
         return str(huggingface_hub.snapshot_download(id, revision=revision, allow_patterns=_READ))
     except (HfHubHTTPError, OSError, ValueError) as error:  # OSError: no network, or a full disk
-        why = " ".join(str(error).split())
+        why = shorten(str(error), _LONGEST, placeholder=" …")
         raise ConfigError(
-            f"{setting}: {id} is no directory here, and cannot be fetched as a model of the Hub: {why}; where "
+            f"{setting}: {id}: no such directory, and no model of the Hub that can be fetched: {why}; where "
             "there is a network: hf download ID --local-dir DIR"
         ) from error

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from areal_q.checks.hub import fetched
 from areal_q.checks.settings import check_directories
 from areal_q.config import load
 from areal_q.errors import ConfigError
@@ -80,7 +81,7 @@ def main(
     asked = {"--time": time, "--option": option, "--worker-option": worker_option}
     _check_options(engine, asked | {"--gpu": gpu, "--bucket": bucket}, learner_gpus + worker_gpus)
     file = config / SETTINGS if (config / SETTINGS).is_file() else config
-    run = on_gpus(load(file, overrides), learner_gpus > 0, worker_gpus > 0 or bool(gpu))
+    run = on_gpus(fetched(load(file, overrides)), learner_gpus > 0, worker_gpus > 0 or bool(gpu))
     check_directories(run)
     place = prepared(run)
     cluster = Cluster(
@@ -98,22 +99,15 @@ def main(
     )
     match engine:
         case "slurm":
-            paths, command = slurm.write(cluster, time), []
+            paths, submit = slurm.write(cluster, time), _submit_to_slurm
         case "sky":
-            paths = sky.write(cluster, gpu, bucket)
-            command = ["sky", "jobs", "launch", "--yes", "--detach-run", str(paths[0])]
+            paths, submit = sky.write(cluster, gpu, bucket), _submit_to_sky
         case "ray":
-            paths = ray_job.write(cluster)
-            command = ray_job.command(paths[0])
-    if show:
-        for path in paths:
-            typer.echo(f"# {path}\n{path.read_text('utf-8')}")
-    elif command:
-        _submit(engine, command)
-    else:
-        jobs = slurm.submit(paths)
-        typer.echo(f"submitted: {slurm.named(jobs)}; logs in {place}/logs")
-        typer.echo(f"scancel {' '.join(reversed(jobs))} ends it; launched again it goes on")
+            paths, submit = ray_job.write(cluster), _submit_to_ray
+    if not show:
+        return submit(paths)
+    for path in paths:
+        typer.echo(f"# {path}\n{path.read_text('utf-8')}")
 
 
 def _check_options(engine: str, asked: Mapping[str, object], gpus: int) -> None:
@@ -125,6 +119,20 @@ def _check_options(engine: str, asked: Mapping[str, object], gpus: int) -> None:
             )
     if engine == "sky" and gpus and not asked["--gpu"]:
         raise ConfigError("launch sky: GPUs need their kind as well, such as --gpu H100")
+
+
+def _submit_to_slurm(paths: list[Path]) -> None:
+    jobs = slurm.submit(paths)
+    typer.echo(f"submitted: {slurm.named(jobs)}; logs in {paths[0].parent}/logs")
+    typer.echo(f"scancel {' '.join(reversed(jobs))} ends it; launched again it goes on")
+
+
+def _submit_to_sky(paths: list[Path]) -> None:
+    _submit("sky", ["sky", "jobs", "launch", "--yes", "--detach-run", str(paths[0])])
+
+
+def _submit_to_ray(paths: list[Path]) -> None:
+    _submit("ray", ray_job.command(paths[0]))
 
 
 def _submit(engine: str, command: Sequence[str]) -> None:

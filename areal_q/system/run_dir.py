@@ -132,14 +132,14 @@ def with_absolute_files(run: Run) -> Run:
     as it is."""
     sets = [f"eval.sets.{name}" for name in run.eval.sets]
     for name in ("model", *own_code(run), "sft", "learner.teacher", *sets):
-        if path := getattr(_at(run, name), "path", None):
-            run = _with(run, name, path=absolute(path))
+        if path := getattr(table_at(run, name), "path", None):
+            run = with_changes(run, name, path=absolute(path))
     for name in (*run.tasks, "sft"):
-        table = _at(run, name)
+        table = table_at(run, name)
         if isinstance(heldout := getattr(table, "heldout", None), str):
-            run = _with(run, name, heldout=absolute(heldout))
+            run = with_changes(run, name, heldout=absolute(heldout))
         if (chat := chat_of(table)) and chat.template_file:
-            run = _with(run, f"{name}.chat", template_file=absolute(chat.template_file))
+            run = with_changes(run, f"{name}.chat", template_file=absolute(chat.template_file))
     return _own_trackers(run, "path", absolute)
 
 
@@ -156,7 +156,7 @@ def with_digests(run: Run, names: Sequence[str] | None = None) -> Run:
     for a file that is missing or, of FIXED_CODE, not the one that the run began with."""
     names = own_code(run) if names is None else names
     for name in names:
-        part = _at(run, name)
+        part = table_at(run, name)
         if not getattr(part, "path", None) or not hasattr(part, "digest"):
             continue
         digest = digest_of(part.path)
@@ -165,31 +165,31 @@ def with_digests(run: Run, names: Sequence[str] | None = None) -> Run:
                 f"{part.path}: it, or what it imports from beside it, is not what the run began with; put "
                 f"that of then back, or replay with --set {name}.path=FILE"
             )
-        run = _with(run, name, digest=digest)
+        run = with_changes(run, name, digest=digest)
     return _own_trackers(run, "digest", digest_of) if "trackers" in names else run
 
 
 def _own_trackers(run: Run, key: str, of: Callable[[str], str]) -> Run:
     """Returns `run` with what `of` makes of their paths as `key` of the trackers of the user's own."""
     trackers = (
-        _with(one, "", **{key: of(one.path)}) if isinstance(one, PythonTracker) else one
+        with_changes(one, "", **{key: of(one.path)}) if isinstance(one, PythonTracker) else one
         for one in run.trackers
     )
-    return _with(run, "", trackers=tuple(trackers))
+    return with_changes(run, "", trackers=tuple(trackers))
 
 
-def _at(settings: Any, name: str) -> Any:
+def table_at(settings: Any, name: str) -> Any:
     """Returns the table of that dotted name."""
     for part in name.split("."):
         settings = settings[part] if isinstance(settings, dict) else getattr(settings, part)
     return settings
 
 
-def _with(settings: Any, name: str, **changes: Any) -> Any:
+def with_changes(settings: Any, name: str, **changes: Any) -> Any:
     """Returns `settings` with changes to the table of that dotted name."""
     first, _, rest = name.partition(".")
     if first:
-        changes = {first: _with(_at(settings, first), rest, **changes)}
+        changes = {first: with_changes(table_at(settings, first), rest, **changes)}
     if isinstance(settings, dict):
         return settings | changes
     return msgspec.structs.replace(settings, **changes)
@@ -199,10 +199,10 @@ def _dated(run: Run, before: Run | None) -> Run:
     """Returns `run` with the date of its chat templates, where its settings name none: that of `before`, the
     run that it goes on with, else today's."""
     for name in (*run.tasks, "sft"):
-        if (chat := chat_of(_at(run, name))) and not chat.date:
+        if (chat := chat_of(table_at(run, name))) and not chat.date:
             known = chat_of(before.sft if name == "sft" else before.task) if before else None
             today = (known and known.date) or str(date.today())
-            run = _with(run, f"{name}.chat", date=today)
+            run = with_changes(run, f"{name}.chat", date=today)
     return run
 
 
