@@ -8,24 +8,21 @@ import torch
 
 from areal_q.config import Run
 from areal_q.errors import BufferGone
-from areal_q.models import Decoder, save_decoder
+from areal_q.models import Decoder
 from areal_q.models.hf.adapters import save_adapted
-from areal_q.quant.rescaling import fold_back
 from areal_q.tasks import Tokenizer, build_tokenizer
 from learner.loop import Learner
-from learner.replay.export import declared, source_of
+from learner.replay.export import declared, source_of, write_plain
 
 
 def export_model(run: Run, model: Decoder, directory: Path, tokenizer: Tokenizer) -> None:
     """Writes `hf/`, and for adapters `base/` and `adapter/`, into the run's directory, in the dtype of the
     model that the run began with. UAQ's scaling is taken out of the weights of `model` itself."""
-    dtype, source = getattr(torch, declared(run.model)), source_of(run.model)
     if run.learner.lora:
+        dtype, source = getattr(torch, declared(run.model)), source_of(run.model)
         save_adapted(model, directory, run.learner.lora, run.learner.uaq, tokenizer, dtype, source)
-        return
-    if run.learner.uaq > 1:
-        fold_back(model, run.learner.uaq)
-    save_decoder(model, directory / "hf", tokenizer, dtype, source)
+    else:
+        write_plain(run, model, directory / "hf", tokenizer)
 
 
 def finish(learner: Learner, directory: Path, step: int) -> bool:

@@ -9,15 +9,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from msgspec.structs import replace
 
 from areal_q.checks.automatic import settled
+from areal_q.checks.hub import fetched
 from areal_q.config import Run
 from areal_q.errors import CheckpointError, ConfigError, RecordError
 from areal_q.messages import Group, VersionSpan
-from areal_q.models import Decoder, save_decoder
-from areal_q.quant.rescaling import fold_back
+from areal_q.models import Decoder
 from areal_q.system.run_dir import with_digests
 from areal_q.tasks import build_task, build_tokenizer, columns_for
 from buffer.sampling.replay_pool import SampledGroups
@@ -27,7 +26,7 @@ from learner.build_policy import build_policy
 from learner.data.staleness import VersionHistory
 from learner.data.validation import fits
 from learner.policy_update import SingleProcessUpdater
-from learner.replay.export import declared, source_of
+from learner.replay.export import write_plain
 from learner.replay.replay_steps import Replay, with_settings
 from learner.train_step import train_step
 
@@ -61,7 +60,7 @@ class Steps:
     def begun(cls, run: Run) -> "Steps":
         """Returns the policy as a run with these settings begins, after its warm start. Raises UserError for
         settings that do not fit the model."""
-        run = settled(with_digests(run, ("learner.objective", "learner.advantage")))
+        run = settled(with_digests(fetched(run), ("learner.objective", "learner.advantage")))
         set_arithmetic(run.learner.threads, run.learner.device)
         tokenizer = build_tokenizer(run.model, run.task)
         task = build_task(run.task, columns_for(run))
@@ -130,9 +129,4 @@ class Steps:
         if run.learner.lora:
             raise ConfigError("learner.lora: adapters are exported at the end of a run only")
         tokenizer = build_tokenizer(run.model, run.task)
-        dtype: torch.dtype = getattr(torch, declared(run.model))
-        model = copy.deepcopy(self.model)
-        if run.learner.uaq > 1:
-            with torch.no_grad():
-                fold_back(model, run.learner.uaq)
-        save_decoder(model, directory, tokenizer, dtype, source_of(run.model))
+        write_plain(run, copy.deepcopy(self.model), directory, tokenizer)

@@ -4,14 +4,18 @@ Exit codes: 0 written; 2 no such run or checkpoint, a damaged one, or DIR exists
 """
 
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import typer
 
-from areal_q.config import ModelConfig, PretrainedModel
+from areal_q.config import ModelConfig, PretrainedModel, Run
 from areal_q.errors import CheckpointError, ConfigError
 from areal_q.observability.metrics_log import read_metrics
 from areal_q.system.run_dir import METRICS_FILE
+from areal_q.tasks import Tokenizer
+
+if TYPE_CHECKING:
+    from areal_q.models import Decoder
 
 ExportDtype = Literal["float32", "bfloat16", "float16"]
 
@@ -72,8 +76,7 @@ def export(
     """
     import torch
 
-    from areal_q.models import Decoder, DecoderConfig, save_decoder
-    from areal_q.quant.rescaling import fold_back
+    from areal_q.models import Decoder, DecoderConfig
     from learner import checkpoint
     from learner.replay.replay_steps import recorded_settings
     from learner.supervised.demonstrations import tokenizer_of
@@ -96,12 +99,26 @@ def export(
         model = Decoder(DecoderConfig.from_hf(state.model))
     weights = {k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")}
     model.load_state_dict(weights, assign=True)
-    if run.learner.uaq > 1:
-        with torch.no_grad():
-            fold_back(model, run.learner.uaq)
     dtype = dtype or declared(run.model)
-    save_decoder(model, target, tokenizer_of(run), getattr(torch, dtype), source_of(run.model))
+    write_plain(run, model, target, tokenizer_of(run), dtype)
     return found[chosen], dtype
+
+
+def write_plain(
+    run: Run, model: "Decoder", target: Path, tokenizer: Tokenizer, dtype: ExportDtype | None = None
+) -> None:
+    """Writes `model`, which has no adapters, to `target`, by default in the dtype of the one that the run began
+    with. UAQ's scaling is taken out of the weights of `model` itself. Raises CheckpointError for a value that
+    does not fit into the dtype."""
+    import torch
+
+    from areal_q.models import save_decoder
+    from areal_q.quant.rescaling import fold_back
+
+    if run.learner.uaq > 1:
+        fold_back(model, run.learner.uaq)
+    kind = getattr(torch, dtype or declared(run.model))
+    save_decoder(model, target, tokenizer, kind, source_of(run.model))
 
 
 def source_of(model: ModelConfig) -> str | None:
