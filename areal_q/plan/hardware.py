@@ -150,7 +150,7 @@ def processor(tflops: float = 0) -> Device:
     bf16 = _product_rate(x.bfloat16(), w.bfloat16()) if low and not tflops else rate
     source = torch.ones(32 << 20, dtype=torch.uint8)
     target = torch.empty_like(source)
-    copied = 2 * len(source) / _best_seconds(lambda: target.copy_(source))
+    copied = 2 * len(source) / best_seconds(lambda: target.copy_(source))
     cores = os.cpu_count() or 1
     free = float(available_bytes() or 0)
     return Device("cpu", rate, bf16, 2 * bf16 if int8 else bf16, copied, free, CPU_SHARES, cores)
@@ -159,10 +159,10 @@ def processor(tflops: float = 0) -> Device:
 def _product_rate(x: Any, w: Any) -> float:
     from areal_q.models.layers.linear import product
 
-    return 2 * x.numel() * len(w) / _best_seconds(lambda: product(x, w))
+    return 2 * x.numel() * len(w) / best_seconds(lambda: product(x, w))
 
 
-def _best_seconds(run: Callable[[], object]) -> float:
+def best_seconds(run: Callable[[], object]) -> float:
     """Returns the CPU seconds of `run`, so that other programs count less than by the clock."""
     run()
     best = float("inf")

@@ -4,7 +4,6 @@ The rate of a product is that of the fastest kernel there is here: torch's, oneD
 ours. A step can be no faster than its products at these rates, nor than its weights come from memory.
 """
 
-import time
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -15,6 +14,7 @@ import torch.nn.functional as F
 
 from areal_q.kernels import cpu_gemm
 from areal_q.kernels.cpu_tile import PANEL, has_int8
+from areal_q.plan.hardware import best_seconds
 from bench.common import number, table
 from bench.shapes.shapes import Shape
 
@@ -22,18 +22,6 @@ _COPIED = 64 << 20
 _BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 _STORED = {**_BYTES, "four bits": 0.5}
 """Bytes of a weight; those of four bits can be multiplied as int8"""
-
-
-def best_seconds(run: Callable[[], Any]) -> float:
-    run()
-    best = float("inf")
-    for _ in range(5):
-        began, count = time.process_time(), 0
-        while time.process_time() - began < 0.04:
-            run()
-            count += 1
-        best = min(best, (time.process_time() - began) / count)
-    return best
 
 
 @cache
