@@ -90,10 +90,7 @@ def main(
     if preset is not None and preset not in PRESETS:
         raise ConfigError(f"--preset {preset}: none of {', '.join(PRESETS)}")
     chosen = PRESETS[preset] if preset else Preset(source="")
-    if format not in get_args(FormatName):
-        raise ConfigError(f"--format {format}: none of {', '.join(get_args(FormatName))}")
-    if any(setting.startswith("rollout.format=") for setting in settings or []):
-        raise ConfigError("rollout.format: the format of an evaluation is --format")
+    _check_format(format, settings or [])
     wanted = wanted_rows(keep, out) if keep else None
     run, path = settings_of(model, task, data, settings or [])
     whole = data is not None
@@ -104,11 +101,10 @@ def main(
         run = run.of(of_set)
     if wanted:
         samples, greedy = samples or chosen.samples or SAMPLES, False
-    run = msgspec.structs.replace(
-        run, eval=EvalConfig()
-    )  # the rewards of other sets are not needed
-    # Rules of a training run, such as that smoothing needs a format to smooth, are none of an evaluation.
-    run = msgspec.structs.replace(run, rollout=msgspec.structs.replace(run.rollout, format=format))
+    # The rewards of other sets are not needed. Rules of a training run, such as that smoothing needs a format
+    # to smooth, are none of an evaluation.
+    rollout = msgspec.structs.replace(run.rollout, format=format)
+    run = msgspec.structs.replace(run, eval=EvalConfig(), rollout=rollout)
     samples = chosen.samples if samples is None else samples
     sampling = Sampling(
         temperature=chosen.temperature if temperature is None else temperature,
@@ -116,10 +112,7 @@ def main(
         max_tokens=max_tokens or chosen.max_tokens or run.rollout.sampling.max_tokens,
         stop=run.rollout.sampling.stop,
     )
-    if samples and sampling.temperature == 0:
-        raise ConfigError("--samples needs --temperature above 0: greedy answers are all the same")
-    if not samples and not greedy:
-        raise ConfigError("--no-greedy needs --samples")
+    _check_samples(samples, sampling.temperature, greedy)
     check_reward(run)
     asked = _asked(run, whole, wanted is not None)
     asked = asked[: problems or (len(asked) if data or wanted else 512)]
@@ -139,6 +132,22 @@ def main(
     if wanted or out is None:
         out = _default_out(model, of_set or ("train" if wanted else task), format, preset)
     return evaluate(run, path, asked, about, greedy, show, out, wanted)
+
+
+def _check_format(format: str, settings: list[str]) -> None:
+    """Raises ConfigError for a format that there is not, or one that the settings name."""
+    if format not in get_args(FormatName):
+        raise ConfigError(f"--format {format}: none of {', '.join(get_args(FormatName))}")
+    if any(setting.startswith("rollout.format=") for setting in settings):
+        raise ConfigError("rollout.format: the format of an evaluation is --format")
+
+
+def _check_samples(samples: int, temperature: float, greedy: bool) -> None:
+    """Raises ConfigError unless something is asked, and samples can differ."""
+    if samples and temperature == 0:
+        raise ConfigError("--samples needs --temperature above 0: greedy answers are all the same")
+    if not samples and not greedy:
+        raise ConfigError("--no-greedy needs --samples")
 
 
 def _set_of(run: Run, name: str) -> EvalSet:
