@@ -2,7 +2,7 @@ import re
 
 
 class Environment:
-    """To 12+34= the model may write (12+34), which gets "46 ", before it answers 46."""
+    """Sums. To 12+34= the model may write (12+34), which gets "46 ", before it answers 46."""
 
     def reset(self, row):
         self.answer = row["answer"].rpartition(" ")[2]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.kinds import HALF_A_BILLION, M20, QUICKSTART, SMOLLM2
 
 from areal_q.checks import memory
 from areal_q.checks.memory import PROCESS_BYTES, learner_memory, total, worker_memory
@@ -19,22 +20,6 @@ from areal_q.models.low_bit.quantized_forward import QuantLinear, use
 SMALL = DecoderConfig(
     family="qwen3", vocab_size=260, width=32, layers=1, heads=2, kv_heads=1, head_dim=16, mlp=48,
     max_positions=64,
-)  # fmt: skip
-QUICKSTART = DecoderConfig(
-    family="qwen3", vocab_size=19, width=128, layers=3, heads=4, kv_heads=2, head_dim=32, mlp=384,
-    max_positions=256,
-)  # fmt: skip
-SMOLLM2 = DecoderConfig(
-    family="llama", vocab_size=49_152, width=576, layers=30, heads=9, kv_heads=3, head_dim=64, mlp=1536,
-    max_positions=8192,
-)  # fmt: skip
-M20 = DecoderConfig(
-    family="qwen3", vocab_size=16_384, width=384, layers=8, heads=6, kv_heads=2, head_dim=64, mlp=1152,
-    max_positions=4096,
-)  # fmt: skip
-HALF_A_BILLION = DecoderConfig(
-    family="qwen2", vocab_size=151_936, width=896, layers=24, heads=14, kv_heads=2, head_dim=64, mlp=4864,
-    max_positions=4096, qkv_bias=True,
 )  # fmt: skip
 AVX2 = {"avx2", "fma"}
 SUMS = [

@@ -399,6 +399,7 @@ async def test_a_cancelled_ticket_ends_its_episodes(world: Callable[..., World])
         await asyncio.wait([task])
         while episodes():
             await asyncio.sleep(0.02)
+        assert task.cancelled() and all(loader.is_running() for loader in mine.children())
 
 
 async def test_each_episode_draws_its_own_random_numbers(world: Callable[..., World]):

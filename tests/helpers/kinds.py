@@ -19,6 +19,7 @@ from transformers import (
     SmolLM3Config,
 )
 
+from areal_q.models import DecoderConfig
 from areal_q.quant import FORMATS
 
 E4M3 = torch.float8_e4m3fn
@@ -86,3 +87,22 @@ VARIANTS: dict[str, Callable[..., PreTrainedConfig]] = {
 def config_of(variant: str, shape: dict[str, Any], **more: Any) -> PreTrainedConfig:
     """Returns transformers' configuration of a model of `shape`."""
     return VARIANTS[variant](**shape | more)
+
+
+QUICKSTART = DecoderConfig(
+    family="qwen3", vocab_size=19, width=128, layers=3, heads=4, kv_heads=2, head_dim=32, mlp=384,
+    max_positions=256,
+)  # fmt: skip
+SMOLLM2 = DecoderConfig(
+    family="llama", vocab_size=49_152, width=576, layers=30, heads=9, kv_heads=3, head_dim=64, mlp=1536,
+    max_positions=8192,
+)  # fmt: skip
+M20 = DecoderConfig(
+    family="qwen3", vocab_size=16_384, width=384, layers=8, heads=6, kv_heads=2, head_dim=64, mlp=1152,
+    max_positions=4096,
+)  # fmt: skip
+HALF_A_BILLION = DecoderConfig(
+    family="qwen2", vocab_size=151_936, width=896, layers=24, heads=14, kv_heads=2, head_dim=64, mlp=4864,
+    max_positions=4096, qkv_bias=True,
+)  # fmt: skip
+"""Shapes of the models whose runs and benches were measured."""
