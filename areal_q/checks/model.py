@@ -17,6 +17,7 @@ from areal_q.config import (
     LearnerConfig,
     ModelTeacher,
     PretrainedModel,
+    PythonEnvironment,
     RolloutConfig,
     Run,
     VllmEngine,
@@ -38,6 +39,8 @@ from areal_q.tasks import (
     columns_for,
     load_tokenizer,
 )
+from areal_q.tasks.environments.own_class import load_environment
+from areal_q.tasks.environments.tools import check_tools, signature_of
 from areal_q.tasks.ordering.order import try_out as try_out_order
 from areal_q.tasks.prompt_lengths import without_long
 from areal_q.tasks.stops import stops_text
@@ -61,12 +64,15 @@ class FoundModel(Struct, frozen=True):
     """Number of problems, held-out ones included"""
     left_out: int
     """Number of those whose prompts are longer"""
+    tools: str
+    """Those of the user's own environment, with their parameters; "" without any"""
 
 
 def check_model(run: Run) -> FoundModel:
     """Returns what was found. Raises UserError, in the words of the learner, for a model that it would refuse,
     except for one whose weights are not finite: no tensor is read. So it does for an objective, advantage or
-    order of the user's own that cannot be called."""
+    order of the user's own that cannot be called, and in a worker's words for tools that the model cannot be
+    shown."""
     if run.learner.has_own_code:
         from areal_q.algorithms.python_code import try_out  # imports torch
 
@@ -83,6 +89,10 @@ def check_model(run: Run) -> FoundModel:
     kept = check_fit(run, shape, tokenizer, task)
     if isinstance(run.learner.teacher, ModelTeacher):
         check_teacher(run.learner.teacher.path, tokenizer)
+    environment, tools = run.rollout.environment, []
+    if isinstance(environment, PythonEnvironment) and run.rollout.workers:
+        tools = [tool.described for tool in load_environment(environment.path).tools.values()]
+        check_tools(tools, tokenizer, environment)
     return FoundModel(
         shape=shape,
         tokenizer=tokenizer,
@@ -90,6 +100,7 @@ def check_model(run: Run) -> FoundModel:
         longest=longest_prompt(run, shape),
         problems=len(task.train) + len(task.heldout),
         left_out=len(task.train) - len(kept.train) + len(task.heldout) - len(kept.heldout),
+        tools=", ".join(map(signature_of, tools)),
     )
 
 
@@ -107,6 +118,8 @@ def findings(run: Run, found: FoundModel) -> Iterator[CheckResult]:
     text = tokenizer.decode(list(found.prompt))
     shown = text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
     yield CheckResult("prompt", "ok", f"{len(found.prompt)} tokens: {shown!r}")
+    if found.tools:
+        yield CheckResult("tools", "ok", found.tools)
     room = f"up to {found.longest} tokens fit before {run.rollout.tokens_after_prompt} more"
     if found.left_out:
         says = f"{room}; {found.left_out} of {found.problems} are longer and left out"

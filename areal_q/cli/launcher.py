@@ -39,7 +39,7 @@ from areal_q.checks.hub import fetched
 from areal_q.checks.packages import learner_python, worker_python
 from areal_q.checks.settings import preflight, served_at, without_effect
 from areal_q.cli.child_processes import DRAIN_S, ChildProcesses, Interrupts, Program
-from areal_q.config import PretrainedModel, Run, dump_toml
+from areal_q.config import PretrainedModel, PythonEnvironment, Run, dump_toml
 from areal_q.config.trackers import labelled
 from areal_q.errors import BufferUnavailable, ChildDied, ConfigError, UserError
 from areal_q.observability.trackers.described import keep_commit
@@ -194,8 +194,9 @@ def launch(
 
 def _read_model(run: Run, view: View) -> None:
     """Says what a pretrained model is, as the learner will read it. Raises UserError for one, or for an
-    objective or advantage of the user's own, that it would refuse."""
-    if not (isinstance(run.model, PretrainedModel) or run.learner.has_own_code):
+    objective, advantage or environment of the user's own, that it or a worker would refuse."""
+    environment = isinstance(run.rollout.environment, PythonEnvironment)
+    if not (isinstance(run.model, PretrainedModel) or run.learner.has_own_code or environment):
         return
     command = module_command("areal_q.checks")
     done = subprocess.run(command, input=dump_toml(run), capture_output=True, encoding="utf-8")

@@ -18,6 +18,7 @@ from areal_q.errors import RecordError, TaskError
 from areal_q.messages import Ticket
 from areal_q.tasks import Problem, Score, unscored
 from areal_q.tasks.base import Message
+from areal_q.tasks.environments.tools import check_tools
 from rollout.engines.base import Completion
 from rollout.environments.base import Response
 from rollout.environments.engine_client import EngineClient
@@ -26,7 +27,6 @@ from rollout.environments.own_process import EpisodeFailed, OwnProcess, OwnProce
 from rollout.reply_formats.reader import ReplyReader
 
 logger = logging.getLogger(__name__)
-_CALL: Any = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
 
 
 class OwnTurns:
@@ -46,23 +46,11 @@ class OwnTurns:
         """Raises TaskError for a class that cannot be used, or whose tools the model's chat template leaves
         out."""
         self._own = await self._processes.start()
-        if not self._own.tools:
-            return
-        asked: Message = {"role": "user", "content": ""}
-        result: Message = {"role": "tool", "tool_call_id": _CALL["id"], "content": "."}
         try:
-            with_tools = self._encoded([asked])
-            self._tokenizer.encode_turn([result], True, calls=[_CALL])
-        except TaskError as error:
+            check_tools(self._own.tools, self._tokenizer, self._cfg)
+        except TaskError:
             await self.close()
-            raise TaskError(f"rollout.environment: {self._cfg.path} has tools: {error}") from error
-        taken = len(with_tools) - len(self._tokenizer.encode_messages([asked]))
-        if taken > self._cfg.max_given_tokens:
-            await self.close()
-            raise TaskError(
-                f"rollout.environment.max_given_tokens = {self._cfg.max_given_tokens}: the description of its "
-                f"tools alone takes {taken}"
-            )
+            raise
 
     async def close(self) -> None:
         """Ends the processes."""

@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.openai_server.scripted import TEMPLATE
 from helpers.paths import ROOT
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from areal_q.checks.model import _noisy_activations, check_model, findings, longest_prompt
 from areal_q.config import Run, dump_toml, load, override
+from areal_q.config.tasks import chat_of
 from areal_q.errors import UserError
 from areal_q.models import Decoder, DecoderConfig, init_weights, save_decoder
 from areal_q.models.shape import shape_of
@@ -25,6 +27,8 @@ from areal_q.system.processes import module_command
 from areal_q.tasks import CharTokenizer, load_tokenizer
 from learner.build import build_learner
 from rollout.commands.check import model_of
+from rollout.environments.engine_client import EngineClient
+from rollout.environments.own_environment import OwnTurns
 
 SHAPE: dict[str, Any] = {
     "family": "qwen3", "vocab_size": 260, "width": 32, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 16,
@@ -296,3 +300,52 @@ def test_a_prompt_leaves_room_for_what_may_follow_it():
     assert longest() == 250
     assert longest("learner.microbatch_tokens=100") == 94
     assert longest("rollout.engine.type=vllm", "rollout.engine.max_positions=80") == 74
+
+
+TOOLS = '''
+class Environment:
+    def find(self, name: str, letters: int | None = None, all: bool = False) -> str:
+        """Finds a note."""
+
+    async def count(self) -> int:
+        """Counts the notes."""
+'''
+
+
+@pytest.mark.parametrize(
+    ("template", "room", "refused"),
+    [
+        (TEMPLATE, 1024, ""),
+        (TEMPLATE, 9, "max_given_tokens = 9: the description of its tools alone takes"),
+        ("{% for m in messages %}<{{ m.content }}>{% endfor %}", 1024, "leaves out `tools`"),
+        (TEMPLATE.replace("m.tool_calls", "0"), 1024, "`tool_calls`"),
+    ],
+)
+async def test_tools_that_no_model_is_shown_are_refused_early(
+    tmp_path: Path, byte_tokenizer: Path, template: str, room: int, refused: str
+):
+    """The oracle is the worker, which refuses them when it has started an engine."""
+    model = tmp_path / "model"
+    write_model(model, byte_tokenizer, max_positions=4096)
+    hf = AutoTokenizer.from_pretrained(model)
+    hf.chat_template = template
+    hf.save_pretrained(model)
+    (model.parent / "notes.py").write_text(TOOLS)
+    path = f"rollout.environment.path={model.parent}/notes.py"
+    given = f"rollout.environment.max_given_tokens={room}"
+    run = run_of(model, "rollout.environment.type=python", path, given)
+    environment: Any = run.rollout.environment
+    engine: Any = None  # nothing is drawn
+    client = EngineClient(engine, load_tokenizer(model, chat_of(run.task)))
+    turns = OwnTurns(run, client, environment)
+    if not refused:
+        await turns.start()
+        await turns.close()
+        (found,) = (one.says for one in findings(run, check_model(run)) if one.name == "tools")
+        assert found == "count(), find(name: string, letters = null, all: boolean = false)"
+        return
+    with pytest.raises(UserError, match=refused) as late:
+        await turns.start()
+    with pytest.raises(UserError) as early:
+        check_model(run)
+    assert early.value.lines() == late.value.lines()

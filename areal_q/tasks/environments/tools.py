@@ -11,18 +11,21 @@ The same types check the arguments of a call. Imports no torch.
 """
 
 import inspect
+import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import msgspec
 
+from areal_q.config import PythonEnvironment
 from areal_q.errors import TaskError
 from areal_q.plugins import place_of
-from areal_q.tasks.base import Tool
+from areal_q.tasks.base import Message, Tokenizer, Tool
 
 _SECTION = re.compile(r"^(Args|Arguments|Returns|Yields|Raises|Examples?):[ \t]*$", re.MULTILINE)
 _ARGUMENT = re.compile(r" {1,4}(\w+)(?: ?\([^)]*\))?: *(.*)")
+_CALL: Any = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -63,6 +66,37 @@ def tool_of(owner: type, name: str) -> OwnTool:
         shown["$defs"] = schemas
     function_of = {"name": name, "description": said, "parameters": shown}
     return OwnTool({"type": "function", "function": function_of}, arguments)
+
+
+def check_tools(tools: Sequence[Tool], tokenizer: Tokenizer, cfg: PythonEnvironment) -> None:
+    """Raises TaskError if the model's chat template leaves out tools, their calls or their results, or if the
+    description of `tools` alone takes more than `cfg.max_given_tokens`."""
+    if not tools:
+        return
+    asked: Message = {"role": "user", "content": ""}
+    result: Message = {"role": "tool", "tool_call_id": _CALL["id"], "content": "."}
+    try:
+        with_tools = tokenizer.encode_messages(tokenizer.opened([asked]), tools=tools)
+        tokenizer.encode_turn([result], True, calls=[_CALL])
+    except TaskError as error:
+        raise TaskError(f"rollout.environment: {cfg.path} has tools: {error}") from error
+    taken = len(with_tools) - len(tokenizer.encode_messages([asked]))
+    if taken > cfg.max_given_tokens:
+        raise TaskError(
+            f"rollout.environment.max_given_tokens = {cfg.max_given_tokens}: the description of its "
+            f"tools alone takes {taken}"
+        )
+
+
+def signature_of(tool: Tool) -> str:
+    """Returns a tool in one line for a reader, such as "add(a: integer, b: integer = 0)"."""
+    function = tool["function"]
+    shown: list[str] = []
+    for name, schema in function["parameters"].get("properties", {}).items():
+        kind = f": {schema['type']}" if "type" in schema else ""
+        default = f" = {json.dumps(schema['default'])}" if "default" in schema else ""
+        shown.append(f"{name}{kind}{default}")
+    return f"{function['name']}({', '.join(shown)})"
 
 
 def _field(
