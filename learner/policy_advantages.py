@@ -60,7 +60,8 @@ def with_advantages(
     rewards = rewards - segment_sum(penalty, ids, len(samples))
     groups = torch.tensor([s.ticket for s in samples], device=mask.device)
     ids_of = groups.unique(return_inverse=True)[1]
-    per_response = group_advantages(rewards, ids_of, cfg.advantage, combine)
+    sources = [s.source for s in samples]
+    per_response = group_advantages(rewards, ids_of, cfg.advantage, combine, sources)
     parts = (per_response * weights)[ids].split(sizes)
     return [replace(x, advantages=part) for x, part in zip(inputs, parts, strict=True)]
 

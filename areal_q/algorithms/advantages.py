@@ -7,7 +7,7 @@ Each data-parallel rank holds whole groups and computes their advantages itself.
 over the batch needs sums over all ranks, which `combine` computes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from areal_q.algorithms import python_code
 from areal_q.algorithms.ratios import segment_sum
 from areal_q.config.objectives import (
     AdvantageConfig,
+    BySource,
     DrGrpo,
     Gae,
     Grpo,
@@ -76,20 +77,43 @@ GROUP_ADVANTAGES: dict[type, Callable[[Tensor, Tensor, Any], Tensor]] = {
 
 
 def group_advantages(
-    rewards: Tensor, group_ids: Tensor, cfg: AdvantageConfig, combine: Combine = alone
+    rewards: Tensor,
+    group_ids: Tensor,
+    cfg: AdvantageConfig,
+    combine: Combine = alone,
+    sources: Sequence[str] = (),
 ) -> Tensor:
     """Returns the advantages [N], at least float32, from rewards, float [N].
 
     `group_ids`, int64 [N] in 0 … K-1 in any order, says which group each response belongs to. Pass all
-    responses of the step, or whole groups on each rank: a group must not be cut. Raises ConfigError for GAE,
-    which needs a critic.
+    responses of the step, or whole groups on each rank: a group must not be cut. `sources` [N] names the task
+    of each, for advantages by source. Raises ConfigError for GAE, which needs a critic.
     """
     if isinstance(cfg, Gae):
         raise ConfigError("learner.advantage.type = 'gae' needs a critic: call gae() on tokens")
     rewards = rewards if rewards.dtype == torch.float64 else rewards.float()
+    if isinstance(cfg, BySource):
+        return by_source(rewards, group_ids, cfg, combine, sources)
     if isinstance(cfg, ReinforcePlusPlus):
         return reinforce_plus_plus(rewards, group_ids, cfg, combine)
     return GROUP_ADVANTAGES[type(cfg)](rewards, group_ids, cfg)
+
+
+def by_source(
+    rewards: Tensor, group_ids: Tensor, cfg: BySource, combine: Combine, sources: Sequence[str]
+) -> Tensor:
+    """Returns [N] the advantages of each task of a mixture, as if a batch held its responses alone."""
+    names = sorted(cfg.sources)
+    index = {name: i for i, name in enumerate(names)}
+    kinds = torch.tensor([index.get(s, len(names)) for s in sources], device=rewards.device)
+    advantages = torch.zeros_like(rewards)
+    for kind, one in enumerate([*(cfg.sources[name] for name in names), cfg.otherwise]):
+        its = (kinds == kind).nonzero().squeeze(-1)
+        # Ranks sum over their batches together, also one that has no response to this task.
+        if len(its) or isinstance(one, ReinforcePlusPlus):
+            ids = group_ids[its].unique(return_inverse=True)[1]
+            advantages[its] = group_advantages(rewards[its], ids, one, combine)
+    return advantages
 
 
 def gae(

@@ -16,6 +16,7 @@ from areal_q.config.objectives import (
     ObjectiveConfig,
     PythonAdvantage,
     PythonObjective,
+    parts_of,
 )
 from areal_q.errors import TaskError
 from areal_q.plugins import load_function, place_of, user_code
@@ -53,8 +54,9 @@ def try_out(for_objective: ObjectiveConfig, for_advantage: AdvantageConfig) -> N
     """Calls those of the two that are a user's own, with a few numbers. Raises TaskError if one cannot be
     loaded, raises, gives something else than it should, or has no gradient."""
     learns_without_advantage(for_objective)
-    if isinstance(for_advantage, PythonAdvantage):
-        advantage(torch.tensor([0.0, 1, 1, 0]), torch.tensor([0, 0, 1, 1]), for_advantage)
+    for one in parts_of(for_advantage).values():
+        if isinstance(one, PythonAdvantage):
+            advantage(torch.tensor([0.0, 1, 1, 0]), torch.tensor([0, 0, 1, 1]), one)
 
 
 def learns_without_advantage(cfg: ObjectiveConfig) -> bool:

@@ -56,6 +56,7 @@ from areal_q.config.objectives import (
     Acr as Acr,
     AdvantageConfig as AdvantageConfig,
     AggregationConfig as AggregationConfig,
+    BySource as BySource,
     Cispo as Cispo,
     Decoupled as Decoupled,
     DrGrpo as DrGrpo,

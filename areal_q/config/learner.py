@@ -15,6 +15,7 @@ from areal_q.config.objectives import (
     ReinforcePlusPlus,
     TokenMean,
     ValueLoss,
+    parts_of,
 )
 from areal_q.config.struct_types import (
     BelowOne,
@@ -279,7 +280,8 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
     @property
     def has_own_code(self) -> bool:
         """True if the objective or the advantage is a function of the user's own."""
-        return any(isinstance(it, PythonCode) for it in (self.objective, self.advantage))
+        own = (self.objective, *parts_of(self.advantage).values())
+        return any(isinstance(it, PythonCode) for it in own)
 
     @property
     def products(self) -> Literal["float32", "bfloat16"]:
@@ -326,8 +328,8 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
     def fewest_valid(self) -> int:
         """Responses that a group must have for one of them to have an advantage: 2 where they are compared with
         each other, 1 where a critic or the batch is the baseline."""
-        match self.advantage:
-            case Gae() | ReinforcePlusPlus(baseline="none"):
-                return 1
-            case _:
-                return 2
+        alone = (
+            isinstance(a, Gae) or (isinstance(a, ReinforcePlusPlus) and a.baseline == "none")
+            for a in parts_of(self.advantage).values()
+        )
+        return 1 if all(alone) else 2

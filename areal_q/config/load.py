@@ -1,6 +1,7 @@
 """Settings = defaults ← TOML file ← `a.b=c` overrides: merged as tables, converted once."""
 
 import hashlib
+import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,12 +19,8 @@ Table = dict[str, Any]
 Override = str | tuple[str, Any]
 """A setting on top of others: "a.b=1.5", or ("a.b", 1.5)"""
 COMMAND_LINE = "on the command line"
-OWN_BY_PATH = (
-    "learner.objective",
-    "learner.advantage",
-    "learner.order",
-    "buffer.sampler",
-    "rollout.environment",
+OWN_BY_PATH = re.compile(
+    r"learner\.(objective|order|advantage(\.otherwise|\.sources\.[^.]+)?)|buffer\.sampler|rollout\.environment"
 )
 """Tables in which only `type = "python"` has a path, so that to set it chooses that type. The digest of the
 file that was named before goes, too."""
@@ -153,7 +150,7 @@ def _at(path: str, value: Any) -> Table:
     for key in parents:
         leaf = leaf.setdefault(key, {})
     leaf[last] = value
-    if last == "path" and ".".join(parents) in OWN_BY_PATH:
+    if last == "path" and OWN_BY_PATH.fullmatch(".".join(parents)):
         leaf |= {"type": "python", "digest": ""}
     return table
 

@@ -226,7 +226,29 @@ class PythonAdvantage(PythonCode, frozen=True, kw_only=True, tag="python"):
     groups that they belong to, both [N], to their advantages, [N]."""
 
 
-AdvantageConfig = Grpo | DrGrpo | Rloo | ReinforcePlusPlus | Gae | PythonAdvantage
+RewardsAdvantage = Grpo | DrGrpo | Rloo | ReinforcePlusPlus | PythonAdvantage
+"""One that follows from rewards alone."""
+
+
+class BySource(TaggedSettings, frozen=True, kw_only=True, tag="by_source"):
+    """An advantage for each task of a mixture. What one of them normalises over the batch, it normalises over
+    the responses to its own task. GAE is not among them: its critic is of all responses."""
+
+    sources: Annotated[dict[str, RewardsAdvantage], Meta(min_length=1)]
+    """The advantages by the tasks' names."""
+    otherwise: RewardsAdvantage = Grpo()
+    """That of the tasks that are not named, together."""
+
+
+AdvantageConfig = Grpo | DrGrpo | Rloo | ReinforcePlusPlus | Gae | PythonAdvantage | BySource
+
+
+def parts_of(cfg: AdvantageConfig) -> dict[str, RewardsAdvantage | Gae]:
+    """Returns the advantages in a table by their dotted names in it, sorted; "" is the table itself."""
+    if not isinstance(cfg, BySource):
+        return {"": cfg}
+    named = {f"sources.{name}": cfg.sources[name] for name in sorted(cfg.sources)}
+    return {"otherwise": cfg.otherwise, **named}
 
 
 class TokenMean(TaggedSettings, frozen=True, kw_only=True, tag="token_mean"):

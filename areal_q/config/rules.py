@@ -12,7 +12,7 @@ from areal_q.config.buffer import LONGEST_CLAIM_S, SHORTEST_CLAIM_S, Prioritized
 from areal_q.config.engines import ScriptedEngine, SglangEngine, VllmEngine, no_adapters
 from areal_q.config.environments import SingleTurn
 from areal_q.config.learner import MegatronBackend, PassRate, ServerTeacher
-from areal_q.config.objectives import Gae
+from areal_q.config.objectives import BySource, Gae
 from areal_q.config.run import ROUNDS_ACTIVATIONS, WEIGHT_SCALES, Run, SmallModel
 from areal_q.config.tasks import Chat, Choice, Gsm8k, Math, Mix, Python, chat_of
 from areal_q.config.trackers import Mlflow, labelled
@@ -51,6 +51,20 @@ def _critic_goes_with_gae(run: Run) -> str | None:
         return "learner.advantage.type = 'gae' needs a critic: learner.critic = {}"
     if run.learner.critic and not gae:
         return "learner.critic serves learner.advantage.type = 'gae' alone"
+    return None
+
+
+def _advantages_have_sources(run: Run) -> str | None:
+    advantage = run.learner.advantage
+    if not isinstance(advantage, BySource):
+        return None
+    names = run.task.sources if isinstance(run.task, Mix) else {}
+    for name in advantage.sources:
+        if name not in names:
+            known = f"it has {', '.join(names)}" if names else "task.type is not 'mix'"
+            return (
+                f"learner.advantage.sources.{name}: no task of the mixture has that name; {known}"
+            )
     return None
 
 
@@ -407,6 +421,7 @@ RULES: tuple[Callable[[Run], str | None], ...] = (
     _group_is_sampled,
     _distribution_is_whole,
     _critic_goes_with_gae,
+    _advantages_have_sources,
     _group_has_advantages,
     _small_model_reads_the_task,
     _chat_has_its_template,

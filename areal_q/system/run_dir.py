@@ -27,7 +27,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
@@ -45,6 +45,7 @@ from areal_q.config import (
     override,
     settings_hash,
 )
+from areal_q.config.objectives import parts_of
 from areal_q.config.tasks import chat_of
 from areal_q.errors import CheckpointError, ConfigError, TaskError
 from areal_q.plugins import absolute, digest_of
@@ -131,7 +132,7 @@ def with_absolute_files(run: Run) -> Run:
     evaluated and resumed from any directory. A path that is no file here, such as the id of a data set, stays
     as it is."""
     sets = [f"eval.sets.{name}" for name in run.eval.sets]
-    for name in ("model", *own_code(run), "sft", "learner.teacher", *sets):
+    for name in ("model", *code_tables(run, own_code(run)), "sft", "learner.teacher", *sets):
         if path := getattr(table_at(run, name), "path", None):
             run = with_changes(run, name, path=absolute(path))
     for name in (*run.tasks, "sft"):
@@ -151,16 +152,23 @@ def own_code(run: Run) -> list[str]:
     return [*FIXED_CODE, *others, *run.tasks, "reward", *rewards]
 
 
+def code_tables(run: Run, names: Iterable[str]) -> list[str]:
+    """Returns `names` with the advantages of single sources in place of a table that has several."""
+    parts = parts_of(run.learner.advantage)
+    own = [f"learner.advantage.{part}".rstrip(".") for part in parts]
+    return [table for n in names for table in (own if n == "learner.advantage" else [n])]
+
+
 def with_digests(run: Run, names: Sequence[str] | None = None) -> Run:
     """Returns `run` with the digests of the user's own code at `names`, by default all of it. Raises TaskError
     for a file that is missing or, of FIXED_CODE, not the one that the run began with."""
     names = own_code(run) if names is None else names
-    for name in names:
+    for name in code_tables(run, names):
         part = table_at(run, name)
         if not getattr(part, "path", None) or not hasattr(part, "digest"):
             continue
         digest = digest_of(part.path)
-        if name in FIXED_CODE and part.digest not in ("", digest):
+        if name.startswith(FIXED_CODE) and part.digest not in ("", digest):
             raise TaskError(
                 f"{part.path}: it, or what it imports from beside it, is not what the run began with; put "
                 f"that of then back, or replay with --set {name}.path=FILE"

@@ -17,15 +17,18 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     advantage: float
     lag: Array
     weight: float
+    source: str
 
     @classmethod
     def of(cls, s: Sample) -> "Piece":
         prompt, lag = Array.of(s.prompt_ids, "int32"), Array.of(s.lag, "int64")
-        return cls(s.ticket, prompt, s.trajectory, s.advantage, lag, s.weight)
+        return cls(s.ticket, prompt, s.trajectory, s.advantage, lag, s.weight, s.source)
 
     def sample(self) -> Sample:
         prompt, lag = self.prompt_ids.numpy(), self.lag.numpy()
-        return Sample(self.ticket, prompt, self.trajectory, self.advantage, lag, self.weight)
+        return Sample(
+            self.ticket, prompt, self.trajectory, self.advantage, lag, self.weight, self.source
+        )
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):

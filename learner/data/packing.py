@@ -41,6 +41,8 @@ class Sample:
     """int64 [T] number of versions by which the weights that drew each token are behind the learner's."""
     weight: float = 1.0
     """The sampler's weight of the group."""
+    source: str = ""
+    """The task of a mixture that asked it."""
 
     @property
     def num_tokens(self) -> int:
@@ -107,14 +109,24 @@ def samples_of(
     if isinstance(advantage, Gae):
         advantages = rewards - rewards.mean()
     else:
-        advantages = group_advantages(rewards, torch.tensor(of_group), advantage)
+        sources = [groups[i].ticket.source for i in of_group]
+        ids = torch.tensor(of_group)
+        advantages = group_advantages(rewards, ids, advantage, sources=sources)
     prompts = [group.ticket.prompt_ids.numpy() for group in groups]
     weights = batch.weights or [1.0] * len(groups)
     spans = [span for t in trajectories for span in t.spans]
     lags = np.repeat([history.lag(span, version) for span in spans], [s.tokens for s in spans])
     by_response = np.split(lags, np.cumsum([t.num_tokens for t in trajectories])[:-1])
     samples = [
-        Sample(groups[i].ticket.number, prompts[i], t, advantage * weights[i], lag, weights[i])
+        Sample(
+            groups[i].ticket.number,
+            prompts[i],
+            t,
+            advantage * weights[i],
+            lag,
+            weights[i],
+            groups[i].ticket.source,
+        )
         for i, t, advantage, lag in zip(
             of_group, trajectories, advantages.tolist(), by_response, strict=True
         )

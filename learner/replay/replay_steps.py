@@ -22,7 +22,14 @@ from areal_q.errors import CheckpointError, ConfigError, LogError
 from areal_q.messages import Group
 from areal_q.models import Decoder, DecoderConfig
 from areal_q.quant.awq import scales_for
-from areal_q.system.run_dir import FIXED_CODE, LEARNERS_CODE, differences, settings_of, with_digests
+from areal_q.system.run_dir import (
+    FIXED_CODE,
+    LEARNERS_CODE,
+    code_tables,
+    differences,
+    settings_of,
+    with_digests,
+)
 from buffer.logs.step_log import StepRecord, iter_steps
 from buffer.logs.trajectory_log import iter_log, logged_steps
 from buffer.sampling.replay_pool import SampledGroups
@@ -254,7 +261,8 @@ def _changed(run: Run, settings: list[str], code: Sequence[str] = LEARNERS_CODE)
 def _changes(recorded: Run, run: Run) -> list[str]:
     changes = differences(recorded, run)
     # Code with the digest that the log names is the same, wherever it lies now.
-    moved = [f"{n}.path" for n in FIXED_CODE if f"{n}.digest" not in changes]
+    tables = code_tables(recorded, FIXED_CODE)
+    moved = [f"{n}.path" for n in tables if f"{n}.digest" not in changes]
     changes = [key for key in changes if key not in moved]
     for key in changes:
         replayable = key.startswith("learner.") or key in REPLAYABLE

@@ -13,7 +13,8 @@ from areal_q.algorithms import (
     informative_groups,
     reward_penalty,
 )
-from areal_q.config import DrGrpo, Gae, Grpo, ReferenceKl, ReinforcePlusPlus, Rloo
+from areal_q.algorithms.advantages import alone
+from areal_q.config import BySource, DrGrpo, Gae, Grpo, ReferenceKl, ReinforcePlusPlus, Rloo
 from areal_q.errors import ConfigError
 
 # Two prompts with their responses interleaved: group 0 has 1, 0, 0, 1; group 1 has 3, 1.
@@ -46,6 +47,39 @@ GROUPS = torch.tensor([0, 1, 0, 0, 1, 0])
 )
 def test_group_advantages_equal_hand_computed_ones(cfg, expected):
     assert group_advantages(REWARDS, GROUPS, cfg).tolist() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("cfg", "expected"),
+    [
+        # a has 1, 0, 0, 1: mean ½, std 1/√3; b has 3, 1, each against the other one
+        (
+            BySource(sources={"a": Grpo(eps=0.0), "b": Rloo()}),
+            [0.866025404, 2, -0.866025404, -0.866025404, -2, 0.866025404],
+        ),
+        # over the batch of b alone: mean 2, variance 1
+        (
+            BySource(sources={"b": ReinforcePlusPlus(eps=0.0)}, otherwise=DrGrpo()),
+            [0.5, 1, -0.5, -0.5, -1, 0.5],
+        ),
+        # of both together, since neither is named: mean 1, variance 1
+        (
+            BySource(sources={"c": Rloo()}, otherwise=ReinforcePlusPlus(eps=0.0)),
+            [0, 2, -1, -1, 0, 0],
+        ),
+    ],
+)
+def test_advantages_by_source_equal_hand_computed_ones(cfg, expected):
+    found = group_advantages(REWARDS, GROUPS, cfg, sources=["ab"[i] for i in GROUPS])
+    assert found.tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_one_advantage_by_source_is_that_advantage_bit_for_bit():
+    for cfg in (Grpo(), DrGrpo(), Rloo(), ReinforcePlusPlus(baseline="group")):
+        rewards = torch.randn(6, generator=torch.Generator().manual_seed(2))
+        by_source = BySource(sources={"a": Rloo()}, otherwise=cfg)
+        found = group_advantages(rewards, GROUPS, by_source, sources=["b"] * 6)
+        assert found.equal(group_advantages(rewards, GROUPS, cfg))
 
 
 @pytest.mark.parametrize("cfg", [Grpo(eps=0.0), Grpo(), DrGrpo(), Rloo(), ReinforcePlusPlus()])
@@ -158,7 +192,12 @@ def test_batch_normalisation_does_not_depend_on_the_ranks(cut):
     def responses(p: slice, *combine) -> torch.Tensor:
         return group_advantages(rewards[p], ids[p], ReinforcePlusPlus(), *combine)
 
-    for whole in (tokens, responses):
+    def by_source(p: slice, *combine) -> torch.Tensor:
+        cfg = BySource(sources={"a": ReinforcePlusPlus(), "b": Rloo()})
+        (sums,) = combine or (alone,)
+        return group_advantages(rewards[p], ids[p], cfg, sums, ["aabb"[i] for i in ids[p]])
+
+    for whole in (tokens, responses, by_source):
         ranks = Ranks(2)
         found = ranks.run(lambda rank, f=whole, r=ranks: f(parts[rank], r.combine(rank)))
         torch.testing.assert_close(torch.cat(found), whole(slice(0, 10)))

@@ -10,7 +10,7 @@ import torch
 from helpers.fixture_types import MakeRun, MakeSamples
 from helpers.policies import build_policy
 
-from areal_q.config import Gae, load, override
+from areal_q.config import BySource, DrGrpo, Gae, Rloo, load, override
 from areal_q.errors import ConfigError, RecordError
 from areal_q.messages import Array
 from areal_q.models import save_decoder
@@ -114,6 +114,23 @@ def test_group_advantages_subtract_each_responses_whole_penalty(
     assert one.advantages.tolist() == pytest.approx([half] * 2)
     assert other.advantages.tolist() == pytest.approx([-half] * 3)
     assert one.returns is None
+
+
+def test_the_distance_to_the_reference_counts_by_source(
+    make_run: MakeRun, make_samples: MakeSamples
+):
+    samples, inputs = two_responses(make_samples)
+    kl = "learner.reference_kl={coef=0.1, place='reward', estimator='k1'}"
+    of = [replace(sample, source="x") for sample in samples]
+    dr_grpo = with_advantages(
+        inputs, samples, make_run("learner.advantage.type=dr_grpo", kl).learner
+    )
+    run = make_run(kl).learner
+    cfg = BySource(sources={"x": Rloo()}, otherwise=DrGrpo())
+    for given, factor in ((samples, 1), (of, 2)):  # r - other is twice r - mean of two
+        found = with_advantages(inputs, given, msgspec.structs.replace(run, advantage=cfg))
+        for one, alone in zip(found, dr_grpo, strict=True):
+            assert one.advantages.tolist() == pytest.approx((alone.advantages * factor).tolist())
 
 
 def test_first_values_are_0_and_first_advantages_the_returns(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from helpers.paths import ROOT
 
-from areal_q.config import Mix, PassRate, Run, load
+from areal_q.config import BySource, Mix, PassRate, ReinforcePlusPlus, Rloo, Run, load
 from areal_q.tasks import asked_of, build_task, columns_for
 
 BLOCKS = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/data.md").read_text("utf-8"), re.DOTALL)
@@ -38,6 +38,9 @@ def test_the_settings_of_the_page_are_what_it_says(runs: list[Run]):
     assert set(sampled.eval.sets) == {"sampled", "sums"} and sampled.sources == ("", "sums")
     assert isinstance(mixture.task, Mix) and mixture.sources == ("doubling", "judged", "sums")
     assert len(build_task(mixture.task, columns_for(mixture)).heldout) > 3
+    assert mixture.learner.advantage == BySource(
+        sources={"judged": ReinforcePlusPlus(baseline="group")}, otherwise=Rloo()
+    )
     order = curriculum.learner.order
     assert isinstance(order, PassRate)
     assert (order.medium, order.new, order.hard, order.easy) == (4, 4, 1, 1)

@@ -134,6 +134,14 @@ async def test_each_task_is_judged_by_its_own_reward(tmp_path: Path):
         ("task.sources.sums.weight=0", "task.sources"),
         ('task.sources.sums.task={ type = "mix" }', "task.sources"),
         ("task.sources.sums.advantage=1", "advantage: no such setting"),
+        (
+            "learner.advantage={type='by_source', sources={sum={type='rloo'}}}",
+            "learner.advantage.sources.sum: no task of the mixture has that name; it has sums, down",
+        ),
+        (
+            "learner.advantage={type='by_source', sources={sums={type='gae'}}}",
+            "learner.advantage.sources.sums.type = 'gae': no such choice; it is one of dr_grpo",
+        ),
         ("eval.sets.sums.samples=2", "eval.sets.sums: a task of the mixture has that name"),
         ('eval.sets.more.path="x.jsonl"', "eval.sets.more.path: the task reads no file"),
         (
