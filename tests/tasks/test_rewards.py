@@ -277,6 +277,7 @@ def test_a_reward_without_data_of_its_own_gets_prompt_and_answer(tmp_path: Path)
 
 TRL = """
 def all_columns(completions, **columns):
+    assert callable(columns.pop("log_extra")) and callable(columns.pop("log_metric"))
     return [{**columns, "completions": completions}]
 
 def some(prompts, completions, level, missing=None):
@@ -301,6 +302,62 @@ def test_a_reward_written_for_trl_works_unchanged(tmp_path: Path, chat: bool):
     assert given_by(tmp_path / "mine.py", problem, "some") == [
         everything["prompts"], texts, [3, 3], None
     ]  # fmt: skip
+
+
+LOGGING = """
+def accuracy_reward(completions, answer, log_extra=None, log_metric=None, **kwargs):
+    rewards = [None if c == "none" else float(c == a) for c, a in zip(completions, answer)]
+    if log_extra is not None:
+        log_extra("answer", list(answer))
+        log_extra("tokens", [len(c) for c in completions])
+    if log_metric is not None:
+        log_metric("length", sum(map(len, completions)) / len(completions))
+        log_metric("length", 0)
+    return rewards
+
+async def later(completions, log_metric, **columns):
+    columns["log_extra"]("upper", [c.upper() for c in completions])
+    log_metric("correct", 0.5)
+    return [{"reward": 2, "own": 1, "why": "so"} for _ in completions]
+
+def uneven(completions, log_extra):
+    log_extra("few", ["x"])
+    return [1.0] * len(completions)
+
+def not_finite(completions, log_metric):
+    log_metric("loss", float("nan"))
+    return [1.0] * len(completions)
+"""
+
+
+async def test_what_a_reward_of_trl_logs_is_of_its_responses(tmp_path: Path):
+    """By TRL's calling convention: `log_extra(column, values)` has a value for each completion, and the values
+    of `log_metric(name, value)` in a call are averaged."""
+    failures = list[str]()
+    three, problem = [Completed("4"), Completed("none"), Completed("77")], Problem("2+2=", "4")
+
+    async def scores(function: str) -> list[Score]:
+        run = settings(tmp_path, f"reward.function={function}", source=LOGGING)
+        async with using(run) as reward:
+            found = await reward(problem, three)
+            failures.append(reward.failure)
+            return found
+
+    parts = {"length": (1 + 4 + 2) / 3 / 2}
+    right, none, wrong = await scores("accuracy_reward")
+    assert right == Score(1.0, True, parts, notes={"answer": "4", "tokens": "1"})
+    assert none == Score.failed("exception")
+    assert wrong == Score(0.0, False, parts, notes={"answer": "4", "tokens": "2"})
+    shown = [{"why": "so", "upper": text} for text in ("4", "NONE", "77")]
+    assert await scores("later") == [
+        Score(2.0, True, {"own": 1.0, "correct": 0.5}, notes=notes) for notes in shown
+    ]
+    for function, said in (
+        ("uneven", "log_extra('few') got 1 values for 3 responses"),
+        ("not_finite", "loss is nan"),
+    ):
+        assert await scores(function) == [Score.failed("exception")] * 3
+        assert said in failures[-1]
 
 
 WHOLE = {

@@ -3,7 +3,8 @@
     def reward(prompt, response, answer):     one response; it asks by name for what NAMES has
     async def reward(response, row):          the same, and many run at once
     def reward_group(rows):                   all responses to a prompt, a table of NAMES each → a list
-    def reward(completions, **columns):       the same as TRL calls it: a list for each column → a list
+    def reward(completions, **columns):       the same as TRL calls it: a list for each column → a list; it may
+                                              call `log_extra(name, texts)` and `log_metric(name, number)`
 
 A result is a number, and a response with 1 or more counts as correct; or a table of numbers with `reward`,
 optionally `correct`, and parts to be averaged, of which texts go to the log. The signature is read once, when
@@ -12,10 +13,12 @@ the file is loaded.
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 from msgspec import json
+from msgspec.structs import replace
 
 from areal_q.errors import TaskError
 from areal_q.messages.trajectories import LARGEST_REWARD, LONGEST_NOTE
@@ -72,26 +75,81 @@ def scorer_of(function: Callable[..., Any], path: str) -> Scorer:
     """Returns the reward that a function of file `path` is. Raises TaskError as `load_reward` does."""
     with user_code(path):
         names = _names(function)
-        whole, arguments = True, _rows
+        whole, arguments, as_trl = True, _rows, None
         if "completions" in names:
-            arguments = _as_trl(function, names)
+            arguments = as_trl = _as_trl(function, names)
         elif "rows" not in names and getattr(function, "__name__", "") != "reward_group":
             whole, arguments = False, _one(function, names)
 
     def call(problem: Problem, responses: Responses, index: int) -> Any:
         given = arguments(problem, responses, index)
-        return function(**given) if isinstance(given, dict) else function(*given)
+        if not isinstance(given, dict):
+            return function(*given)
+        logged = _Logged()
+        wanted = logged.functions.items() if arguments is as_trl else ()
+        given |= {n: f for n, f in wanted if anything or n in names}
+        return logged.added_to(function(**given))
 
-    anything = inspect.Parameter.VAR_KEYWORD in _kinds(function) or arguments is _rows
+    anything = inspect.Parameter.VAR_KEYWORD in _kinds(function)
     called = (inspect.unwrap(function), type(function).__call__)  # an object's may be a coroutine
     return Scorer(
         call,
         path,
-        ids=anything or "completion_ids" in names,
+        ids=anything or arguments is _rows or "completion_ids" in names,
         group="group" in names,
         at_once=any(map(inspect.iscoroutinefunction, called)),
         whole=whole,
     )
+
+
+@dataclass
+class _Logged:
+    """What a function written for TRL logs beside its rewards, in one call."""
+
+    extras: dict[str, list[str]] = field(default_factory=dict)
+    """A text for each response, by name"""
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def functions(self) -> dict[str, Callable[[str, Any], None]]:
+        """What TRL's GRPOTrainer hands over beside the columns, by name."""
+        return {"log_extra": self._extra, "log_metric": self._metric}
+
+    def _extra(self, column: str, values: Sequence[Any]) -> None:
+        self.extras.setdefault(column, []).extend(_cut(str(value)) for value in values)
+
+    def _metric(self, name: str, value: float) -> None:
+        self.metrics.setdefault(name, []).append(_number(name, value))
+
+    def added_to(self, given: Any) -> Any:
+        """Returns the rewards of the call, or the coroutine that gives them, as scores: each with its texts,
+        and with the mean of each metric as a part."""
+        if inspect.iscoroutine(given):
+            return self._added_later(given)
+        if not (self.extras or self.metrics):
+            return given
+        entries = [*given]
+        for column, values in self.extras.items():
+            if len(values) != len(entries):
+                raise ValueError(
+                    f"log_extra({column!r}) got {len(values)} values for {len(entries)} responses"
+                )
+        parts = {name: fmean(values) for name, values in self.metrics.items()}
+        return [
+            self._scored(entry, parts, {n: texts[i] for n, texts in self.extras.items()})
+            for i, entry in enumerate(entries)
+        ]
+
+    async def _added_later(self, given: Any) -> Any:
+        return self.added_to(await given)
+
+    @staticmethod
+    def _scored(entry: Any, parts: dict[str, float], notes: dict[str, str]) -> Any:
+        try:
+            score = as_score(entry)
+        except (ValueError, TypeError):
+            return entry  # no score, of which `scores_of` says why
+        return replace(score, parts=score.parts | parts, notes=score.notes | notes)
 
 
 def _one(
@@ -146,7 +204,8 @@ def _as_trl(
         offered["prompts"] = [problem.asked] * len(texts)
         offered["completions"] = [[_said(text)] for text in texts] if problem.messages else texts
         offered["completion_ids"] = [[*r.ids] for r in responses]
-        if missing := [n for n, must in names.items() if must and n not in offered]:
+        known = {*offered, *_Logged().functions}
+        if missing := [n for n, must in names.items() if must and n not in known]:
             raise TaskError(f"asks for {', '.join(missing)}; there are {', '.join(offered)}")
         return {n: v for n, v in offered.items() if everything or n in names}
 
