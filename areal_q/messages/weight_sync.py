@@ -36,7 +36,8 @@ class Noise(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Describes a version. Its digest covers every tensor, so two equal digests are equal weights.
+    """Describes a version. Its digest covers every tensor and how an engine computes with them, so that two
+    equal digests are equal policies.
 
     A version is any set of named tensors: codes, scales, KV scales, norms; adapters together with the frozen
     weights that they are added to, which no delta between versions then holds.
@@ -56,7 +57,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     tensors: list[TensorSpec]
     nbytes: int
     digest: str
-    """xxh3-128 over the names, dtypes, shapes and digests of all tensors, hexadecimal."""
+    """xxh3-128 over the names, dtypes, shapes and digests of all tensors, and over format, uaq_scale, model,
+    noise and extra, hexadecimal."""
     published_s: float
     noise: Noise | None = None
     extra: dict[str, Any] = {}

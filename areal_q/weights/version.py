@@ -7,7 +7,7 @@ them. Pure: the sockets are in buffer/weight_sync/.
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,11 +152,12 @@ def pack_version(
         model=model,
         tensors=specs,
         nbytes=end,
-        digest=digest_of(specs),
+        digest="",
         published_s=published_s,
         noise=noise,
         extra=extra or {},
     )
+    manifest = msgspec.structs.replace(manifest, digest=digest_of(manifest))
     return WeightVersion(manifest, payload, _views(manifest, payload))
 
 
@@ -249,11 +250,11 @@ def check_version(manifest: Manifest) -> None:
     """Raises WeightVersionError unless the manifest agrees with itself.
 
     Tensors have distinct names, known dtypes, as many bytes as their shape needs, and lie in the
-    payload one after the other; all of them together hash to the manifest's digest. Receivers ask this
-    before they allocate a payload.
+    payload one after the other; all of them together, and what says how to compute with them, hash to the
+    manifest's digest. Receivers ask this before they allocate a payload.
     """
     where = f"version {manifest.version}"
-    if digest_of(manifest.tensors) != manifest.digest:
+    if digest_of(manifest) != manifest.digest:
         raise WeightVersionError(f"{where}: the manifest does not hash to {manifest.digest}")
     if len({spec.name for spec in manifest.tensors}) != len(manifest.tensors):
         raise WeightVersionError(f"{where}: a tensor is named twice")
@@ -273,9 +274,21 @@ def check_version(manifest: Manifest) -> None:
         raise WeightVersionError(f"{where}: tensors end at {end} of {manifest.nbytes} bytes")
 
 
-def digest_of(specs: list[TensorSpec]) -> str:
-    """Returns xxh3-128 over every tensor's name, dtype, shape and digest, hexadecimal."""
-    h = xxhash.xxh3_128()
+def digest_of(manifest: Manifest) -> str:
+    """Returns xxh3-128 over every tensor's name, dtype, shape and digest and, as JSON, over all that says how
+    an engine computes with them: format, uaq_scale, model, noise and extra. It is hexadecimal."""
+    m = manifest
+    facts = (m.format, m.uaq_scale, m.model, m.noise, m.extra)
+    return _digest(m.tensors, msgspec.json.encode(facts, order="sorted"))
+
+
+def earlier_digest_of(manifest: Manifest) -> str:
+    """Returns the digest as logs have it that were written before it covered more than the tensors."""
+    return _digest(manifest.tensors, b"")
+
+
+def _digest(specs: Sequence[TensorSpec], facts: bytes) -> str:
+    h = xxhash.xxh3_128(facts)
     for s in specs:
         h.update(f"{s.name}\0{s.dtype}\0{','.join(map(str, s.shape))}\0{s.digest}\n".encode())
     return h.hexdigest()

@@ -305,18 +305,26 @@ def other_digest(_: Manifest, held: Manifest) -> Manifest:
 def other_bytes(told: Manifest, _: Manifest) -> Manifest:
     first, *others = told.tensors
     tensors = [msgspec.structs.replace(first, digest="0" * 32), *others]
-    return msgspec.structs.replace(told, tensors=tensors, digest=digest_of(tensors))
+    lie = msgspec.structs.replace(told, tensors=tensors)
+    return msgspec.structs.replace(lie, digest=digest_of(lie))
 
 
-@pytest.mark.parametrize(("lie", "seen"), [(other_digest, "mismatches"), (other_bytes, "gone")])
+def other_scale(told: Manifest, _: Manifest) -> Manifest:
+    return msgspec.structs.replace(told, uaq_scale=2.0)
+
+
+@pytest.mark.parametrize(
+    ("lie", "seen"),
+    [(other_digest, "mismatches"), (other_bytes, "gone"), (other_scale, "mismatches")],
+)
 def test_a_publisher_that_lies_is_refused_until_it_does_not(
     sync: WeightSync,
     proxy: Proxy,
     lie: Callable[[Manifest, Manifest], Manifest],
     seen: str,
 ) -> None:
-    """It tells of the bytes held under another digest, or of bytes that it does not have. It is asked again,
-    after rests."""
+    """It tells of the bytes held under another digest, of bytes that it does not have, or of how to compute
+    with them what is not so. It is asked again, after rests."""
     asked: list[float] = []
     subscriber = sync.follow(proxy.endpoints, timeout_s=60.0)
     sync.bring(1, subscriber)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from areal_q import messages
 from areal_q.errors import WeightVersionError
-from areal_q.messages import Manifest, TensorSpec
+from areal_q.messages import Manifest, Noise, TensorSpec
 from areal_q.weights import version as weights
 from areal_q.weights.version import ALIGNMENT, DTYPES, PayloadPool, WeightVersion
 
@@ -124,8 +124,8 @@ def test_a_dtype_that_cannot_travel_is_refused_when_packed() -> None:
 
 def consistent(manifest: Manifest, tensors: list[TensorSpec], **changed: Any) -> Manifest:
     """As a liar would make it: altered tensors under a digest that fits."""
-    digest = weights.digest_of(tensors)
-    return msgspec.structs.replace(manifest, tensors=tensors, digest=digest, **changed)
+    lie = msgspec.structs.replace(manifest, tensors=tensors, **changed)
+    return msgspec.structs.replace(lie, digest=weights.digest_of(lie))
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,35 @@ def test_a_manifest_whose_tensors_were_exchanged_does_not_hash() -> None:
             weights.check_version(msgspec.structs.replace(packed.manifest, **{field: value}))
 
 
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"format": "int4"},
+        {"uaq_scale": 1.0},
+        {"model": {"layers": 3}},
+        {"model": {"layers": 2.5}},
+        {"noise": Noise(sigma=0.1, seed=1)},
+        {"extra": {"lora_scale": 2.0}},
+    ],
+)
+def test_how_an_engine_computes_is_under_the_digest(lie: dict[str, Any]) -> None:
+    packed = pack({"a": torch.arange(7, dtype=torch.int8)})
+    lied = msgspec.structs.replace(packed.manifest, **lie)
+    with pytest.raises(WeightVersionError, match="manifest does not hash"):
+        weights.unpack_version(lied, packed.payload)
+    sent = messages.decode_manifest(messages.encode(consistent(lied, lied.tensors)))
+    assert sent.digest != packed.manifest.digest
+    weights.check_version(sent)  # and travels as it is
+
+
+def test_a_log_of_before_names_the_tensors_alone() -> None:
+    """The digest is one that was written when it covered nothing else."""
+    packed = pack({"a": torch.arange(7, dtype=torch.int8)})
+    earlier = "07689e483af722c2ff21110a0503ed95"
+    assert weights.earlier_digest_of(packed.manifest) == earlier != packed.manifest.digest
+
+
 def test_equal_digests_mean_equal_weights(make_version: Make) -> None:
     digests = {make_version(number).manifest.digest for number in range(5)}
     assert len(digests) == 5
-    assert make_version(3, epoch="b", format="bf16").manifest.digest in digests
+    assert make_version(3, epoch="b").manifest.digest in digests
