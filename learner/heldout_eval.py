@@ -4,12 +4,14 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
 
 from areal_q.config import EvalConfig
 from areal_q.errors import BufferFull
 from areal_q.evaluation.estimates import pass_at_k, pass_ks
-from areal_q.messages import Group
+from areal_q.messages import Group, Trajectory
 from areal_q.observability.metrics_log import MetricsLog, Record
 from areal_q.tasks import Tokenizer, without_end
 from buffer.redis_store import LearnerBuffer
@@ -201,6 +203,21 @@ class HeldOutEvaluation:
         }
 
 
+def _episode_metrics(played: Sequence[Trajectory]) -> dict[str, float]:
+    """Returns the mean number of turns and mean reward of responses in which other tokens than the model's own
+    stand, and how many failed by cause; nothing if there are none."""
+    masks = [t.loss_mask.numpy() for t in played]
+    if all(mask.all() for mask in masks):
+        return {}
+    # A turn is a stretch of drawn tokens.
+    turns = [np.count_nonzero(np.diff(mask.astype(np.int8), prepend=0) == 1) for mask in masks]
+    values = {"turns": float(np.mean(turns))}
+    if rewards := [t.reward for t in played if t.valid]:
+        values["reward"] = sum(rewards) / len(rewards)
+    causes = Counter(t.failure for t in played if t.failure)
+    return values | {f"invalid/{cause}": float(n) for cause, n in causes.items()}
+
+
 def set_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Returns the number of problems and of answers without a valid reward; if some have one, the accuracy, of
     several answers to a problem their mean, and the mean over problems of pass@k for each k that they suffice
@@ -215,6 +232,7 @@ def set_metrics(groups: Sequence[Group]) -> dict[str, float]:
     }
     if scored := [each for each in right if each]:
         values["accuracy"] = sum(sum(e) / len(e) for e in scored) / len(scored)
+    values |= _episode_metrics([t for group in groups for t in group.trajectories])
     most = max((len(group.trajectories) for group in groups), default=0)
     for k in pass_ks(most) if most > 1 else ():
         enough = [e for e in scored if len(e) >= k]

@@ -18,7 +18,7 @@ from rollout.engines.base import Engine
 from rollout.environments.base import Environment
 from rollout.environments.engine_client import EngineClient
 from rollout.environments.external import Episodes
-from rollout.environments.registry import build_environment, for_evaluation
+from rollout.environments.registry import build_environment
 from rollout.openai_server.app import Endpoint
 from rollout.worker import Worker, WorkerCapacity, first_error
 
@@ -40,7 +40,6 @@ class WorkerParts(NamedTuple):
     engine: Engine
     tokenizer: Tokenizer
     environment: Environment
-    evaluation: Environment
     endpoint: Endpoint | None
 
 
@@ -53,25 +52,29 @@ def build_parts(run: Run, run_name: str, address: EndpointAddress) -> WorkerPart
         raise ConfigError(f"engine {engine.name}: {problem}")
     client = EngineClient(engine, tokenizer, run.rollout.request_timeout_s)
     environment = build_environment(run, client)
-    episodes = environment if isinstance(environment, Episodes) else None
-    if episodes and not address.at:
+    if isinstance(environment, Episodes) and not address.at:
         raise ConfigError(
             "rollout.environment.type = 'external' needs rollout.serve, or --serve [HOST:]PORT"
         )
-    endpoint = None
-    if address.at:
-        endpoint = Endpoint(
-            engine=engine,
-            tokenizer=tokenizer,
-            model=run_name,
-            episodes=episodes,
-            sampling=run.rollout.sampling,
-            address=address.at,
-            token_file=address.token_file,
-            reply_format=chat.reply_format if (chat := chat_of(run.task)) else "auto",
-        )
-    evaluation = for_evaluation(environment, client)
-    return WorkerParts(engine, tokenizer, environment, evaluation, endpoint)
+    endpoint = build_endpoint(run, run_name, client, environment, address) if address.at else None
+    return WorkerParts(engine, tokenizer, environment, endpoint)
+
+
+def build_endpoint(
+    run: Run, name: str, client: EngineClient, environment: Environment, address: EndpointAddress
+) -> Endpoint:
+    """Returns an endpoint, not started yet, whose model is called `name`. Raises ConfigError for an address
+    that cannot be used."""
+    return Endpoint(
+        engine=client.engine,
+        tokenizer=client.tokenizer,
+        model=name,
+        episodes=environment if isinstance(environment, Episodes) else None,
+        sampling=run.rollout.sampling,
+        address=address.at,
+        token_file=address.token_file,
+        reply_format=chat.reply_format if (chat := chat_of(run.task)) else "auto",
+    )
 
 
 async def serve(
@@ -147,7 +150,6 @@ async def _serve(
             observe=observe,
             source=source,
             environment=parts.environment,
-            evaluation=parts.evaluation,
             routes=run.learner.routing_replay,
             run_id=info.run_id,
         )

@@ -120,7 +120,6 @@ class Worker:
         observe: Callable[[dict[str, Any]], None] = lambda status: None,
         source: WeightSource | None = None,
         environment: Environment | None = None,
-        evaluation: Environment | None = None,
         routes: bool = False,
         run_id: str = "",
     ) -> None:
@@ -130,9 +129,7 @@ class Worker:
         self._observe = observe
         """Function that is called with the worker's status at every heartbeat"""
         self._source = source or WeightSource()
-        single = SingleTurn(EngineClient(engine, tokenizer))
-        self._environments = {"train": environment or single, "eval": evaluation or single}
-        """Environments by the ticket's purpose"""
+        self._environment = environment or SingleTurn(EngineClient(engine, tokenizer))
         self._episodes = environment if isinstance(environment, Episodes) else None
         self._own = environment if isinstance(environment, OwnTurns) else None
         self._routes = routes
@@ -229,7 +226,7 @@ class Worker:
         await self._until_version(ticket.step)
         started = time.time()
         self._take_up(work)
-        await self._environments[ticket.purpose](ticket, work.responses)
+        await self._environment(ticket, work.responses)
         ticket, responses = with_shared_prompt(ticket, work.responses)
         self._timeouts += sum(r.finish_reason == "timeout" for r in responses)
         group = Group(

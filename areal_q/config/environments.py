@@ -35,8 +35,8 @@ class CalculatorTool(TaggedSettings, frozen=True, kw_only=True, tag="calculator"
 
 
 class External(TaggedSettings, frozen=True, kw_only=True, tag="external"):
-    """Agents of the user's own roll out against the worker's OpenAI-compatible endpoint (docs/endpoint.md).
-    Evaluation stays with the worker: one turn."""
+    """Agents of the user's own roll out against the worker's OpenAI-compatible endpoint (docs/endpoint.md), in
+    evaluation too."""
 
     episode_timeout_s: Seconds = 600.0
     """An episode whose agent was silent for so long begins again, with another one."""

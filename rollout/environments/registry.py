@@ -25,12 +25,7 @@ ENVIRONMENTS: dict[type, Callable[[Run, EngineClient, Any], Environment]] = {
 
 
 def build_environment(run: Run, client: EngineClient) -> Environment:
-    """Returns the environment for training. Raises ConfigError for a tool whose end marker is not one token."""
+    """Returns the environment of training and evaluation. Raises ConfigError for a tool whose end marker is not
+    one token."""
     config = run.rollout.environment
     return ENVIRONMENTS[type(config)](run, client, config)
-
-
-def for_evaluation(environment: Environment, client: EngineClient) -> Environment:
-    """Returns the environment for held-out problems: that of training, except that the model answers in one
-    turn if training has external agents."""
-    return SingleTurn(client) if isinstance(environment, Episodes) else environment

@@ -11,6 +11,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -20,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from areal_q.checks.automatic import settled
 from areal_q.checks.hub import directory_of
-from areal_q.config import EvalConfig, EvalSet, Mix, Run, Sampling, load
+from areal_q.config import EvalConfig, EvalSet, External, Mix, Run, Sampling, load
 from areal_q.config.run import FormatName
 from areal_q.errors import ConfigError, RecordError
 from areal_q.evaluation.benchmarks import BENCHMARKS, PRESETS, Preset, preset_of
@@ -85,6 +86,15 @@ def main(
     of_set: Annotated[
         str | None, typer.Option("--set", help="one of the run's eval.sets, asked as that says")
     ] = None,
+    serve_at: Annotated[
+        str,
+        typer.Option(
+            "--serve", metavar="[HOST:]PORT", help="let agents play the problems here; on loopback"
+        ),
+    ] = "",
+    serve_token: Annotated[
+        str | None, typer.Option(help="file with the token that agents must send")
+    ] = None,
 ) -> Evaluation:
     """Scores MODEL: greedy accuracy, and avg@k, pass@k and majority@k of sampled answers."""
     if preset is not None and preset not in PRESETS:
@@ -113,6 +123,7 @@ def main(
         stop=run.rollout.sampling.stop,
     )
     _check_samples(samples, sampling.temperature, greedy)
+    _check_agents(run, model, serve_at)
     check_reward(run)
     asked = _asked(run, whole, wanted is not None)
     asked = asked[: problems or (len(asked) if data or wanted else 512)]
@@ -131,7 +142,7 @@ def main(
     )
     if wanted or out is None:
         out = _default_out(model, of_set or ("train" if wanted else task), format, preset)
-    return evaluate(run, path, asked, about, greedy, show, out, wanted)
+    return evaluate(run, path, asked, about, greedy, show, out, wanted, (serve_at, serve_token))
 
 
 def _check_format(format: str, settings: list[str]) -> None:
@@ -140,6 +151,20 @@ def _check_format(format: str, settings: list[str]) -> None:
         raise ConfigError(f"--format {format}: none of {', '.join(get_args(FormatName))}")
     if any(setting.startswith("rollout.format=") for setting in settings):
         raise ConfigError("rollout.format: the format of an evaluation is --format")
+
+
+def _check_agents(run: Run, model: Path, serve_at: str) -> None:
+    """Raises ConfigError if the problems are for agents, and none can play them, or the other way round."""
+    external = isinstance(run.rollout.environment, External)
+    if external and not serve_at:
+        raise ConfigError(
+            f"{model}: agents play its problems (rollout.environment.type = 'external'): let them by --serve "
+            "8000, or ask the model alone, in one turn, by rollout.environment.type=single"
+        )
+    if serve_at and not external:
+        raise ConfigError(
+            f"--serve {serve_at}: no agents play here, as rollout.environment.type is not 'external'"
+        )
 
 
 def _check_samples(samples: int, temperature: float, greedy: bool) -> None:
@@ -184,17 +209,20 @@ def evaluate(
     show: int,
     out: Path | None,
     wanted: WantedRows | None = None,
+    serve: tuple[str, str | None] = ("", None),
 ) -> Evaluation:
     """Asks the model for answers to `asked`, prints `show` of them and the accuracies, and writes both to `out`
     and beside it; of the problems the rows that are `wanted` as well. Returns `about`, which says what is asked
-    for, with the accuracies. Raises typer.Exit if Ctrl-C came before the last answer."""
+    for, with the accuracies. `serve` are the address for agents and the file of its token. Raises typer.Exit if
+    Ctrl-C came before the last answer."""
     from rollout.evaluation.generate import fitting
 
     started, tokenizer = time.monotonic(), build_tokenizer(run.model, run.task)
     samples, sampling = about.samples, about.sampling
     kept = fitting(run, model, tokenizer, asked, sampling)
     with _answers_file(out) as (write, file):
-        rows = asyncio.run(_collect(run, model, tokenizer, kept, greedy, samples, sampling, write))
+        work = _collect(run, model, tokenizer, kept, greedy, samples, sampling, serve, write)
+        rows = asyncio.run(work)
     about = msgspec.structs.replace(
         about,
         left_out=len(asked) - len(kept),
@@ -242,6 +270,7 @@ async def _collect(
     greedy: bool,
     samples: int,
     sampling: Sampling,
+    serve: tuple[str, str | None],
     write: Callable[[Answered], Any],
 ) -> list[Answered]:
     """Returns the answers in the problems' order; if cancelled by Ctrl-C, those that are done. `write` is
@@ -249,7 +278,8 @@ async def _collect(
     from rollout.evaluation.generate import answered
 
     rows: list[Answered] = []
-    answers = answered(run, model, tokenizer, problems, greedy, samples, sampling)
+    asked = (run, model, tokenizer, problems, greedy, samples, sampling, serve)
+    answers = answered(*asked, partial(typer.echo, err=True))
     try:
         with _progress(len(problems)) as advance:
             async for row in answers:

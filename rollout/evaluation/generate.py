@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -20,11 +20,16 @@ from areal_q.tasks import Problem, Reward, Tokenizer, answer_of, build_reward
 from areal_q.tasks.prompt_lengths import short
 from areal_q.weights.version import WeightVersion, pack_version
 from rollout import engines
+from rollout.build import EndpointAddress, build_endpoint
 from rollout.engines.base import Engine
 from rollout.environments.base import Environment, Response, scored
 from rollout.environments.engine_client import EngineClient
+from rollout.environments.external import Episodes
 from rollout.environments.own_environment import OwnTurns
-from rollout.environments.registry import build_environment, for_evaluation
+from rollout.environments.registry import build_environment
+
+TELL_EVERY_S = 10.0
+"""Seconds without an agent after which a line says that they are waited for, and from one line to the next"""
 
 
 def fitting(
@@ -52,8 +57,12 @@ async def answered(
     greedy: bool,
     samples: int,
     sampling: Sampling,
+    serve: tuple[str, str | None] = ("", None),
+    tell: Callable[[str], object] = lambda line: None,
 ) -> AsyncGenerator[Answered, None]:
-    """Yields each problem once, with its greedy answer if `greedy` is True and `samples` sampled answers.
+    """Yields each problem once, with its greedy answer if `greedy` is True and `samples` sampled answers. Where
+    agents play, `serve` has their EndpointAddress, and `tell` gets a line for the user when they may begin, and
+    while none of them comes.
 
     All problems are in flight at once, and the engine's slots bound how many are computed. Closing the iterator
     cancels the rest. Raises RecordError for a prompt that cannot fit into the model.
@@ -62,10 +71,13 @@ async def answered(
     config = run.rollout.engine
     engine = engines.build_engine(config if isinstance(config, TorchEngine) else TorchEngine())
     client = EngineClient(engine, tokenizer)
-    environment = for_evaluation(build_environment(run, client), client)
+    environment = build_environment(run, client)
     own = environment if isinstance(environment, OwnTurns) else None
+    address = EndpointAddress(*serve)
+    endpoint = build_endpoint(run, run.name, client, environment, address) if address.at else None
     answering = _Answering(run, environment, tokenizer, reward)
     tasks: list[asyncio.Task[Answered]] = []
+    told: list[asyncio.Task[None]] = []
     try:
         await reward.start()
         if own:
@@ -76,16 +88,29 @@ async def answered(
         for index, problem in enumerate(problems):
             work = answering.one(index, problem, greedy, samples, sampling)
             tasks.append(asyncio.create_task(work))
+        if endpoint and isinstance(environment, Episodes):
+            url = f"http://{endpoint.host}:{await endpoint.start()}/v1"
+            told.append(asyncio.create_task(_tell_of_agents(environment, url, tell)))
         for done in asyncio.as_completed(tasks):
             yield await done
     finally:
-        for task in tasks:
+        for task in [*tasks, *told]:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, *told, return_exceptions=True)
+        if endpoint:
+            await endpoint.close()
         await engine.close()
         await reward.close()
         if own:
             await own.close()
+
+
+async def _tell_of_agents(episodes: Episodes, url: str, tell: Callable[[str], object]) -> None:
+    tell(f"agents may play at {url}")
+    while True:
+        await asyncio.sleep(TELL_EVERY_S)
+        if not episodes.open:
+            tell(f"waiting for agents at {url}, 0 of {episodes.unfinished} episodes open")
 
 
 class _Answering:

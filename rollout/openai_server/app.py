@@ -69,7 +69,7 @@ class Endpoint:
     ) -> None:
         """`reply_format` is `task.chat.reply_format`. Raises ConfigError if `address` is not valid or lies
         beyond loopback without a token, if the token file cannot be read, or if aiohttp is not installed."""
-        self._host, self._port, self._token = bound_to(address, token_file)
+        self.host, self._port, self._token = bound_to(address, token_file)
         check_endpoint_packages()
         from aiohttp import web
 
@@ -112,13 +112,13 @@ class Endpoint:
         connections = Connections(self._runner.server, most_connections())
         loop = asyncio.get_running_loop()
         try:
-            self._listener = await loop.create_server(connections, self._host, self._port)
+            self._listener = await loop.create_server(connections, self.host, self._port)
         except OSError as error:
             await self._runner.cleanup()
-            where = f"{self._host}:{self._port}"
+            where = f"{self.host}:{self._port}"
             raise ConfigError(f"rollout.serve (--serve): {where}: {error.strerror}") from error
         port = self._listener.sockets[0].getsockname()[1]
-        logger.info("OpenAI-compatible endpoint on http://%s:%d/v1", self._host, port)
+        logger.info("OpenAI-compatible endpoint on http://%s:%d/v1", self.host, port)
         return port
 
     async def close(self) -> None:
@@ -288,6 +288,8 @@ class Endpoint:
                 "id": episode.id,
                 "ticket": ticket.number,
                 "index": episode.index,
+                "purpose": ticket.purpose,
+                "source": ticket.source,
                 "prompt": ticket.prompt,
                 "prompt_token_ids": ticket.prompt_ids.numpy().tolist(),
                 "answer": ticket.answer,

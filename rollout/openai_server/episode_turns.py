@@ -100,11 +100,11 @@ def asked_sampling(body: CompletionBody | ChatBody, settings: Sampling) -> Sampl
 
 def fixed_sampling(body: CompletionBody | ChatBody, episode: Episode) -> Sampling:
     """Returns the sampling settings of the episode's ticket. Raises RecordError if the request asks for
-    others."""
-    fixed = episode.ticket.sampling
+    others in training: an evaluation draws with its own, whatever the agent's program says elsewhere."""
+    fixed, trains = episode.ticket.sampling, episode.ticket.purpose == "train"
     for name in KNOBS:
         value = getattr(body, name)
-        if value is not None and value != getattr(fixed, name):
+        if trains and value is not None and value != getattr(fixed, name):
             raise RecordError(f"{name} = {value}: an episode draws with {getattr(fixed, name)}")
     if body.n != 1:
         raise RecordError("n must be 1 in an episode")

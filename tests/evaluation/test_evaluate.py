@@ -5,6 +5,9 @@ import contextlib
 import io
 import json
 import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
@@ -16,6 +19,7 @@ import torch
 import typer
 from helpers.commands import refused, run_here
 from helpers.fixture_types import MakeRun
+from helpers.paths import ROOT
 from helpers.policies import initial_model
 from rich.console import Console
 
@@ -29,11 +33,12 @@ from areal_q.models import load_decoder, save_decoder
 from areal_q.models.smoothed_state import first_folds
 from areal_q.observability.metrics_log import MetricsLog
 from areal_q.quant import quantize_state
+from areal_q.system.ports import free_ports
 from areal_q.tasks import build_task, build_tokenizer
 from areal_q.weights.version import WeightVersion
 from rollout.engines.base import Completion, Engine
 from rollout.engines.scripted import rising, scripted_engine
-from rollout.evaluation import evaluate
+from rollout.evaluation import evaluate, generate
 
 
 @pytest.fixture
@@ -239,6 +244,42 @@ class Environment:
         1.0
     ] * 4 and "accuracy 1.000" in capsys.readouterr().out
     assert all(row["response"].startswith("%=") for row in rows)
+
+
+def test_agents_of_the_run_play_its_evaluation_too(
+    run_dir: Path, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    """The agent of the docs, which knows only the URL; without --serve, or without agents, that is said."""
+    external = ("rollout.environment.type=external", "rollout.sampling.max_tokens=9")
+    room = ("model.max_positions=64", *external)
+    run = make_run("name=demo", f'root="{run_dir.parent}"', *room)
+    (run_dir / "config.toml").write_text(dump_toml(run))
+    with pytest.raises(ConfigError, match=r"demo: agents play .*--serve 8000.*type=single"):
+        main(run_dir)
+    answering(monkeypatch, run, lambda seen: right(seen[: seen.index("=") + 1]))
+    (port,) = free_ports(1)
+    url = f"http://127.0.0.1:{port}/v1"
+    monkeypatch.setattr(generate, "TELL_EVERY_S", 0.01)
+    agent = str(ROOT / "docs" / "examples" / "agent.py")
+    told = threading.Event()
+
+    def play() -> None:
+        told.wait()
+        subprocess.run([sys.executable, agent, url, "3"], check=True)
+
+    def tell(line: str, **_: Any) -> None:
+        if line == f"waiting for agents at {url}, 0 of 3 episodes open":
+            told.set()
+
+    echo = typer.echo
+    monkeypatch.setattr(typer, "echo", lambda line, **more: (tell(line), echo(line, **more)))
+    player = threading.Thread(target=play, daemon=True)
+    player.start()
+    main(run_dir, problems=3, serve_at=str(port))
+    player.join()
+    told_user = capsys.readouterr()
+    assert f"agents may play at {url}" in told_user.err
+    assert "accuracy 1.000" in told_user.out and "(3 problems" in told_user.out
 
 
 def test_prompts_too_long_for_the_model_are_left_out_and_counted(
@@ -478,6 +519,7 @@ def test_a_reward_of_ones_own_scores_an_evaluation(
         ({"data": Path("none.jsonl")}, "the run's own task reads no file"),
         ({"task": "chess"}, "^--task chess: none of aime, "),
         ({"max_tokens": 10_000}, "--max-tokens 10000: .*max_positions"),
+        ({"serve_at": "8000"}, "--serve 8000: no agents play here"),
     ],
 )
 def test_wrong_options_are_errors_of_the_user(run_dir: Path, options: dict, named: str):

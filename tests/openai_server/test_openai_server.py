@@ -34,6 +34,7 @@ from areal_q.tasks.encoding.tokenizer import HFTokenizer
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
 from buffer.weight_sync import WeightServer, WeightSubscriber
 from learner.data.admission import Admission, AdmissionSettings
+from learner.heldout_eval import set_metrics
 from learner.measure.fidelity import FidelityMeter
 from rollout.build import worker_capacity
 from rollout.engines import build_engine
@@ -480,9 +481,10 @@ async def test_a_message_may_come_in_parts_and_a_stream_can_count(make_run: Make
 
 @asynccontextmanager
 async def playing(
-    run: Run, redis_url: str, sockets: Path
+    run: Run, redis_url: str, sockets: Path, evaluates: bool = False
 ) -> AsyncIterator[tuple[str, LearnerBuffer, Any]]:
-    """A worker whose tickets are played from outside: its URL, the learner's buffer, and version 0."""
+    """A worker whose tickets, of training or of an evaluation, are played from outside: its URL, the learner's
+    buffer, and version 0."""
     tokenizer = build_tokenizer(run.model, run.task)
     buffer = LearnerBuffer(redis_url, run.name)
     weight_server = WeightServer(f"ipc://{sockets}/announce", f"ipc://{sockets}/fetch")
@@ -493,7 +495,7 @@ async def playing(
     admission = Admission(
         AdmissionSettings.of(run), build_task(run.task), tokenizer, buffer, 0, set()
     )
-    admission.admit(0)
+    admission.evaluate(0) if evaluates else admission.admit(0)
     engine = build_engine(run.rollout.engine)
     assert isinstance(run.rollout.environment, External)
     episodes = Episodes(
@@ -602,6 +604,37 @@ def check_group(group: Group, played: list[tuple[dict[str, Any], list[Any]]]) ->
         assert not trajectory.behavior_logprobs.numpy()[np.array(mask) == 0].any()
         last = [*episode["prompt_token_ids"], *encoded[: -len(drawn[-1])]]
         assert replies[-1].prompt_token_ids == last, "the model saw exactly what is recorded"
+
+
+async def test_agents_play_evaluations_as_the_tickets_say(
+    make_run: MakeRun, redis_url: str, short_dir: Path
+):
+    """Greedy, whatever the agent asks for: the oracle is a request without an episode. One episode fails."""
+    run = make_run(EXTERNAL, "eval.problems=2", "rollout.sampling.max_tokens=9")
+    async with (
+        playing(run, redis_url, short_dir, evaluates=True) as (url, buffer, _),
+        openai.AsyncOpenAI(base_url=url, api_key="-", max_retries=0) as client,
+    ):
+        create: Any = client.completions.create
+        for end in ({"reward": 0.5}, {"failed": "environment"}):
+            episode = await post(url, "/episodes", {"timeout_s": 30.0})
+            assert episode["purpose"] == "eval"
+            heads, prompt = {"X-Episode": episode["id"]}, episode["prompt"]
+            for said in ("", "+"):
+                asked = {"model": "run", "prompt": prompt + said, "max_tokens": 3}
+                likely = await create(**asked, temperature=0.0)
+                reply = await create(**asked, temperature=1.7, top_p=0.5, extra_headers=heads)
+                assert reply.choices[0].token_ids == likely.choices[0].token_ids
+                prompt += said + reply.choices[0].text
+            await post(url, f"/episodes/{episode['id']}/reward", end)
+        groups: list[Group] = []
+        while len(groups) < 2:
+            groups += buffer.take_eval()
+            await asyncio.sleep(0.05)
+        assert set_metrics(groups) == {
+            **{"problems": 2.0, "invalid": 1.0, "invalid/environment": 1.0},
+            **{"accuracy": 0.0, "turns": 2.0, "reward": 0.5},
+        }
 
 
 async def test_an_episode_ends_where_the_learner_has_no_more_room(
