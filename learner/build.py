@@ -244,7 +244,8 @@ def _build(
     updater = updater_of(policy, run, ranks)
     if resume:
         metrics.rewind(start)
-    best = BestVersion(run.eval, read_metrics(directory / run_dir.METRICS_FILE) if resume else ())
+    records = read_metrics(directory / run_dir.METRICS_FILE) if resume else []
+    best = BestVersion(run.eval, records)
     _note_beginning(run, directory, start, tokenizer, metrics)
     admission = build_admission(run, task, tokenizer, buffer, state, own_sets)
     buffer.checks = [admission.check, fits(policy.model.config, run.learner.microbatch_tokens)]
@@ -268,10 +269,11 @@ def _build(
     checkpoints = CheckpointWriter(directory / "checkpoints", *keep_checkpoints)
     policy.readers += [publisher.wait_until_read, checkpoints.wait_until_read]
     metrics.also("progress", lambda _: progress.beat())
+    heldout = HeldOutEvaluation(admission, buffer, tokenizer, metrics, best)
     return Learner(
         run=run, step=start, updater=updater, buffer=buffer, admission=admission,
         group_reader=GroupReader(buffer, admission, history, run.learner, pool),
-        heldout=HeldOutEvaluation(admission, buffer, tokenizer, metrics, best),
+        heldout=heldout, missed=heldout.missed(start, records),
         history=history, replay_check=ReplayCheck(start, recorded),
         fidelity=FidelityMeter(run.learner, run.rollout.format),
         reward_check=RewardCheck(run, tokenizer),

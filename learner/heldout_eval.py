@@ -86,7 +86,8 @@ class HeldOutEvaluation:
         self._tokenizer, self._metrics = tokenizer, metrics
         self.best = best or BestVersion(EvalConfig())
         self._expected: dict[int, int] = {}
-        self._answers: dict[int, list[Group]] = {}
+        self._answers: dict[int, dict[int, Group]] = {}
+        """The answers so far by version and number of the ticket"""
         self.accuracy: float | None = None
         """Accuracy of the newest evaluation that is complete; None before the first."""
         self._looked_s = time.monotonic()
@@ -111,6 +112,20 @@ class HeldOutEvaluation:
         """Returns the sets that are evaluated after `step` steps."""
         return [one for one in self._admission.sets if step % one.every == 0]
 
+    def missed(self, version: int, records: Iterable[Record]) -> list[EvaluationSet]:
+        """Returns the sets whose newest evaluation up to `version` is not in `records`, as the learner that
+        asked for it ended before."""
+        found = [record for record in records if record["kind"] == "eval"]
+        return [
+            one
+            for one in self._admission.sets
+            if not any(
+                record["step"] >= version - version % one.every
+                and "/".join(filter(None, ("eval", one.name, "problems"))) in record
+                for record in found
+            )
+        ]
+
     def ask(self, version: int, sets: Sequence[EvaluationSet] | None = None) -> None:
         """Begins an evaluation of `version` on these sets, by default all; skips it if Redis is full."""
         try:
@@ -118,7 +133,7 @@ class HeldOutEvaluation:
         except BufferFull as error:
             logger.warning("no evaluation at version %d: %s", version, error)
             return
-        self._answers[version] = []
+        self._answers[version] = {}
 
     def collect(self) -> None:
         """Reads the answers that have come in, and writes an `eval` record for each complete evaluation, all of
@@ -127,8 +142,8 @@ class HeldOutEvaluation:
             return
         still_open = self._look()
         for group in self._buffer.take_eval():
-            # Answers of evaluations that an earlier, crashed learner asked for are ignored.
-            self._answers.get(group.ticket.step, []).append(group)
+            # Of what an earlier, crashed learner asked, only answers to what is asked again count, once.
+            self._answers.get(group.ticket.step, {})[group.ticket.number] = group
         for version, asked in list(self._expected.items()):
             lost = asked - len(self._answers[version])
             if lost > 0 and (still_open is None or still_open[version]):
@@ -139,7 +154,7 @@ class HeldOutEvaluation:
                     version, lost, asked,
                 )  # fmt: skip
             del self._expected[version]
-            self._write(version, self._answers.pop(version))
+            self._write(version, list(self._answers.pop(version).values()))
 
     def tell_progress(self) -> None:
         """Writes a `start` record of how far the oldest evaluation in progress is, every TELL_EVERY_S."""
@@ -159,15 +174,28 @@ class HeldOutEvaluation:
         self._looked_s = now_s
         return self._buffer.open_eval()
 
-    def finish(self, stop: threading.Event, timeout_s: float) -> None:
-        """Waits for the evaluations in progress, until `stop`, or until no answer came for `timeout_s`
-        seconds."""
+    def finish(
+        self,
+        stop: threading.Event,
+        timeout_s: float,
+        meanwhile: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Waits for the evaluations in progress, until `stop`, or until no answer came for `timeout_s` seconds,
+        and says so then. `meanwhile` is called again and again."""
         deadline, before = time.monotonic() + timeout_s, -1
         while self._expected and not stop.is_set() and time.monotonic() < deadline:
             self.collect()
             if (answered := sum(map(len, self._answers.values()))) != before:
                 deadline, before = time.monotonic() + timeout_s, answered
+            meanwhile()
             time.sleep(0.05)
+        for version, asked in self._expected.items() if not stop.is_set() else ():
+            given_up = (
+                f"the evaluation at version {version} is given up: {len(self._answers[version])} of {asked} "
+                f"problems are answered, and none in the last {timeout_s:.0f} s"
+            )
+            logger.warning("%s", given_up)
+            self._metrics.write("warning", version, {}, message=given_up)
 
     def _write(self, version: int, groups: list[Group]) -> None:
         """Writes the `eval` record, with the accuracies over the answers that could be scored, if there are

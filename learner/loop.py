@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from areal_q.config import Run
+from areal_q.config import External, Run
 from areal_q.errors import BufferGone, Stopped
 from areal_q.messages import Group, WorkerStatus
 from areal_q.observability.metrics_log import MetricsLog
@@ -34,6 +34,7 @@ from learner import checkpoint
 from learner.backends.single_device import TorchPolicy
 from learner.checkpoint.async_writer import CheckpointWriter
 from learner.data.admission import Admission
+from learner.data.eval_sets import EvaluationSet
 from learner.data.group_reader import GroupReader, WhileWaiting
 from learner.data.staleness import VersionHistory
 from learner.heldout_eval import HeldOutEvaluation
@@ -76,6 +77,8 @@ class Learner(WhileWaiting):
     """What scores the groups of a step before it is learnt from and logged; None without `learner.teacher`."""
     progress: Progress
     """Notes each record and each poll for groups; the watchdog and health checks use it."""
+    missed: Sequence[EvaluationSet]
+    """What an earlier learner ended too early to evaluate, and is evaluated at the first step."""
     totals_before: dict[str, float]
     """Counts of the run's earlier learners, from the checkpoint, by the metric's name."""
     stuck: bool = False
@@ -95,7 +98,11 @@ class Learner(WhileWaiting):
             if self.over and not stop.is_set():
                 if self.step not in self.heldout.pending:
                     self.heldout.ask(self.step)
-                self.heldout.finish(stop, timeout_s=120.0)
+                agents = self.run.rollout.environment
+                longest_s = agents.episode_timeout_s if isinstance(agents, External) else 0.0
+                self.heldout.finish(
+                    stop, max(120.0, longest_s), lambda: self.record_episodes(self.step)
+                )
         except BufferGone as error:
             logger.warning("redis is gone, too: %s", error)
         self.progress.rest()
@@ -116,6 +123,8 @@ class Learner(WhileWaiting):
             self.evaluate(0)
             if self.run.checkpoint.start or self.heldout.may_be_best(0):
                 self.save(0)
+        elif self.missed:
+            self.evaluate(self.step, self.missed)
         self.policy.build_optimizers()  # while workers draw the first groups
         while not self.over and not stop.is_set():
             step, began = self.step, time.monotonic()
@@ -182,10 +191,10 @@ class Learner(WhileWaiting):
         """True after the last step, or once evaluations were no better for long (`eval.patience`)."""
         return self.step >= self.run.steps or self.heldout.best.given_up
 
-    def evaluate(self, version: int) -> None:
-        """Begins the evaluations that are due beside the next step, whose tickets are admitted before: a worker
-        that finds none of them fills up with the evaluation's."""
-        if sets := self.heldout.due(version):
+    def evaluate(self, version: int, sets: Sequence[EvaluationSet] | None = None) -> None:
+        """Begins the evaluations of these sets, by default those that are due, beside the next step, whose
+        tickets are admitted before: a worker that finds none of them fills up with the evaluation's."""
+        if sets := self.heldout.due(version) if sets is None else sets:
             self.admission.admit(version)
             self.heldout.ask(version, sets)
 

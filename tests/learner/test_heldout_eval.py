@@ -1,6 +1,7 @@
 """Evaluations during a run, over the buffer in memory: complete with what can still be answered."""
 
 import asyncio
+import re
 import threading
 from pathlib import Path
 
@@ -96,6 +97,49 @@ def test_an_answer_without_a_score_is_neither_right_nor_wrong(heldout, make_grou
     [record] = read_metrics(tmp_path / "metrics.jsonl")
     assert [sample["correct"] for sample in record["samples"]] == [None] * 3
     assert record["eval/invalid"] == 3 and "eval/accuracy" not in record
+
+
+def test_an_evaluation_that_nobody_answers_is_given_up_aloud(heldout, tmp_path):
+    heldout.ask(4)
+    looked: list[int] = []
+    heldout.finish(threading.Event(), timeout_s=0.01, meanwhile=lambda: looked.append(1))
+
+    [record] = read_metrics(tmp_path / "metrics.jsonl")
+    assert (record["kind"], record["step"]) == ("warning", 4) and looked
+    assert re.search(r"version 4 is given up: 0 of 3 problems are answered", record["message"])
+
+
+def test_what_is_asked_again_after_a_crash_counts_once(heldout, make_group, store, tmp_path):
+    """The first learner had asked the same, and its answers are still there."""
+    heldout.ask(4)
+    asyncio.run(answer(store, make_group, poison={2}))
+    heldout.ask(4)
+    asyncio.run(answer(store, make_group, poison=set()))
+    heldout.finish(threading.Event(), timeout_s=600.0)
+
+    assert evaluations(tmp_path) == {4: 3}
+
+
+@pytest.mark.parametrize(
+    ("version", "recorded", "missed"),
+    [
+        (5, [(4, ""), (3, "more")], []),
+        (5, [(2, ""), (3, "more")], [""]),  # that of version 4 was pending
+        (6, [(4, ""), (3, "more")], ["", "more"]),
+        (7, [(7, "more"), (6, "")], []),  # asked again at 7, after another crash
+        (3, [], ["", "more"]),
+    ],
+)
+def test_sets_without_their_newest_evaluation_are_missed(
+    make_run, store, metrics, more, version, recorded, missed
+):
+    run = make_run("eval.problems=3", "eval.every=2", more)
+    evaluation = evaluation_of(run, store, metrics, decoding())
+    records = [
+        {"kind": "eval", "step": step, f"eval/{name}/problems".replace("//", "/"): 3.0}
+        for step, name in recorded
+    ]
+    assert [one.name for one in evaluation.missed(version, records)] == missed
 
 
 def decoding() -> Tokenizer:
