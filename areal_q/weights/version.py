@@ -7,7 +7,7 @@ them. Pure: the sockets are in buffer/weight_sync/.
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -279,17 +279,8 @@ def digest_of(manifest: Manifest) -> str:
     an engine computes with them: format, uaq_scale, model, noise and extra. It is hexadecimal."""
     m = manifest
     facts = (m.format, m.uaq_scale, m.model, m.noise, m.extra)
-    return _digest(m.tensors, msgspec.json.encode(facts, order="sorted"))
-
-
-def earlier_digest_of(manifest: Manifest) -> str:
-    """Returns the digest as logs have it that were written before it covered more than the tensors."""
-    return _digest(manifest.tensors, b"")
-
-
-def _digest(specs: Sequence[TensorSpec], facts: bytes) -> str:
-    h = xxhash.xxh3_128(facts)
-    for s in specs:
+    h = xxhash.xxh3_128(msgspec.json.encode(facts, order="sorted"))
+    for s in m.tensors:
         h.update(f"{s.name}\0{s.dtype}\0{','.join(map(str, s.shape))}\0{s.digest}\n".encode())
     return h.hexdigest()
 

@@ -30,7 +30,6 @@ from areal_q.system.run_dir import (
     settings_of,
     with_digests,
 )
-from areal_q.weights.version import earlier_digest_of
 from buffer.logs.step_log import StepRecord, iter_steps
 from buffer.logs.trajectory_log import iter_log, logged_steps
 from buffer.sampling.replay_pool import SampledGroups
@@ -176,8 +175,7 @@ class Replay:
             digest = ""
             if self.publishes:
                 made = builder.build(self.policy.model, record.step + 1, self.policy.kv_scales)
-                earlier = earlier_digest_of(made.manifest)
-                digest = earlier if earlier == record.digest else made.manifest.digest
+                digest = made.manifest.digest
             yield Replayed(record, batch.groups, metrics, digest)
 
     def _take_up(self, run: Run) -> None:

@@ -183,13 +183,6 @@ def test_how_an_engine_computes_is_under_the_digest(lie: dict[str, Any]) -> None
     weights.check_version(sent)  # and travels as it is
 
 
-def test_a_log_of_before_names_the_tensors_alone() -> None:
-    """The digest is one that was written when it covered nothing else."""
-    packed = pack({"a": torch.arange(7, dtype=torch.int8)})
-    earlier = "07689e483af722c2ff21110a0503ed95"
-    assert weights.earlier_digest_of(packed.manifest) == earlier != packed.manifest.digest
-
-
 def test_equal_digests_mean_equal_weights(make_version: Make) -> None:
     digests = {make_version(number).manifest.digest for number in range(5)}
     assert len(digests) == 5
