@@ -1,5 +1,5 @@
 """Child processes that import this project's modules, never a file of the same name, and end with their
-parent; and what a process keeps of the memory that it frees.
+parent; how much memory a process may take, and what it keeps of what it frees.
 
     a parent ──SIGTERM──▶ supervisor ──SIGKILL──▶ the module's process, and all that this has started
 
@@ -11,6 +11,7 @@ A process that detaches itself becomes the supervisor's own child, since this is
 import ctypes
 import importlib
 import os
+import resource
 import signal
 import sys
 import time
@@ -91,6 +92,18 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_MMAP_THRESHOLD, _LARGEST_BYTES)
         mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
+
+
+def limit_memory(more: int) -> None:
+    """Limits this process to `more` bytes of address space beyond what it has now; 0 means no limit. The memory
+    that libraries reserve on import, for some of them tens of gigabytes, does not count."""
+    held = Path("/proc/self/statm")
+    if not more or not held.exists():
+        return
+    now = int(held.read_text().split()[0]) * resource.getpagesize()
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    bound = now + more if most == resource.RLIM_INFINITY else min(now + more, most)
+    resource.setrlimit(resource.RLIMIT_AS, (bound, most))
 
 
 def _supervise(module: str, *arguments: str) -> None:

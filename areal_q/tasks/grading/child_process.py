@@ -1,10 +1,8 @@
-"""What the processes that run a user's own code have in common: their socket, the bound on their memory, and
-how an error becomes a cause. Imports no torch."""
+"""What the processes that run a user's own code have in common: their socket, and how an error becomes a cause.
+Imports no torch."""
 
 import os
-import resource
 import socket
-from pathlib import Path
 
 import msgspec
 
@@ -21,18 +19,6 @@ def failure_of(error: Exception, path: str) -> tuple[str, FailureCause]:
     if isinstance(error, RewardUnavailable):
         return said, "unavailable"
     return said, "killed" if isinstance(error, MemoryError) else "exception"
-
-
-def limit_memory(more: int) -> None:
-    """Limits this process to `more` bytes of address space beyond what it has now; 0 means no limit. The memory
-    that libraries reserve on import, for some of them tens of gigabytes, does not count."""
-    held = Path("/proc/self/statm")
-    if not more or not held.exists():
-        return
-    now = int(held.read_text().split()[0]) * resource.getpagesize()
-    _, most = resource.getrlimit(resource.RLIMIT_AS)
-    bound = now + more if most == resource.RLIM_INFINITY else min(now + more, most)
-    resource.setrlimit(resource.RLIMIT_AS, (bound, most))
 
 
 def private_socket() -> socket.socket:

@@ -16,7 +16,8 @@ import msgspec
 
 from areal_q.errors import ConfigError, TaskError
 from areal_q.system.command import accept_any_text
-from areal_q.tasks.grading.child_process import failure_of, frame, limit_memory, private_socket
+from areal_q.system.processes import limit_memory
+from areal_q.tasks.grading.child_process import failure_of, frame, private_socket
 from areal_q.tasks.grading.graders import GRADERS, check_extra
 from areal_q.tasks.grading.own_reward import Scorer, load_reward, scores_of
 from areal_q.tasks.grading.reward_process import TIMED_OUT, Answer, Ask, Graded, Ready
