@@ -29,6 +29,7 @@ LAYERS = {
         {"linear", "weights"},
         # Everything above this line computes; from here on there are files, processes and sockets.
         {"system"},
+        {"sandbox"},
         {"tasks"},
         {"models", "observability"},
         {"checks"},

@@ -1,0 +1,178 @@
+"""What `run_python` says of honest code, of attacks on the machine, and of code that wants to pass unearned.
+
+Every attack also runs where nothing isolates, and succeeds there: so it is the walls that stop it.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from helpers.commands import stretched
+from helpers.own_code.hostile import (
+    ASKED,
+    ATTACKS,
+    EXHAUSTING,
+    FORGERIES,
+    HONEST,
+    RESULTS,
+    unknown_number,
+)
+from helpers.paths import ROOT
+
+from areal_q.errors import RewardUnavailable, TaskError
+from areal_q.sandbox import Ran, run_python
+
+MARK = f".{os.getpid():06d}1"
+"""How each time limit of this file ends, by which its processes are known"""
+LONG_S, SHORT_S = (float(f"{round(seconds)}{MARK}") for seconds in (stretched(20), stretched(1)))
+
+
+def left_over() -> list[list[str]]:
+    """Returns the commands of the processes of this file's trials that have not ended."""
+    found = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+    return [command for command in found if any(MARK in word for word in command[1:])]
+
+
+@pytest.fixture
+def secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A file that nobody may read, and after the test no process of it."""
+    monkeypatch.setenv("SECRET_OF_THIS_TEST", "secret")
+    path = tmp_path / "mine" / "secret"
+    path.parent.mkdir()
+    path.write_text("secret")
+    yield path
+    assert left_over() == []
+
+
+def test_no_attack_reaches_beyond_the_code(secret):
+    code = RESULTS.format(attacks=ATTACKS, secret=str(secret))
+    before = secret.stat()
+    tests = (
+        f"got = results()\nassert len(got) == {len(ATTACKS)} and 'done' not in got.values(), got"
+    )
+    assert run_python(code, tests, timeout_s=LONG_S) == Ran(True, "passed")
+    assert [*secret.parent.iterdir()] == [secret] and secret.stat() == before
+    succeed = f"{code}\nassert set((found := results()).values()) == {{'done'}}, found"
+    subprocess.run([sys.executable, "-c", succeed], cwd="/", timeout=LONG_S, check=True)
+
+
+@pytest.mark.parametrize("name", EXHAUSTING)
+@pytest.mark.parametrize("kind", ["tests", "program"])
+def test_what_takes_too_much_is_ended(name, kind, secret):
+    code, cause = EXHAUSTING[name]
+    if (name, kind) == ("endless output", "program"):
+        cause = "output"
+    tests = "assert 1" if kind == "tests" else [("", "")]
+    ran = run_python(code, tests, timeout_s=SHORT_S if cause == "timeout" else LONG_S)
+    assert (ran.passed, ran.cause) == (False, cause), ran
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_no_code_passes_but_by_its_answer(name, secret):
+    ran = run_python(FORGERIES[name], ASKED.format(unknown_number()), timeout_s=LONG_S)
+    assert not ran.passed and ran.cause in ("failed", "error", "ended"), ran
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_honest_code_passes(name, secret):
+    code, tests = HONEST[name]
+    assert run_python(code, tests, timeout_s=LONG_S) == Ran(True, "passed")
+    spoilt = run_python(code, f"{tests}\nassert not 1, 'last'", timeout_s=LONG_S)
+    last = len(tests.splitlines()) + 1
+    said = f"line {last} of the tests, assert not 1, 'last': AssertionError: last"
+    assert spoilt == Ran(False, "failed", said)
+
+
+def test_programs_are_compared_by_what_they_print(secret):
+    double = "import sys\nfor line in sys.stdin:\n print(int(line) * 2, end=' \\n')\nsys.exit(0)"
+    cases = [("1\n2\n", "2\n4\n"), ("", ""), ("3", "6")]
+    assert run_python(double, cases, timeout_s=LONG_S) == Ran(True, "passed")
+    wrong = run_python(double, [*cases, ("1", "3")], timeout_s=LONG_S)
+    assert wrong == Ran(False, "failed", "input 4: printed '2 \\n'")
+
+
+def test_program_finds_no_expected_output_in_memory(secret):
+    expected = f"assert answer() == {unknown_number()}"
+    code = f"{FORGERIES['searches its memory']}\nprint('assert', 'answer() ==', answer())"
+    searched = run_python(code, [("", expected)], timeout_s=LONG_S)
+    assert searched == Ran(False, "failed", "input 1: printed 'assert answer() == 1\\n'")
+    found: dict[str, Any] = {"held": [expected]}
+    exec(FORGERIES["searches its memory"], found)
+    assert expected.endswith(str(found["answer"]()))
+
+
+def test_names_say_which_builtin_is_the_codes(secret):
+    code, tests = "def sum(a, b): return a + b", "assert sum(1, 2) == 3"
+    assert run_python(code, tests, timeout_s=LONG_S).cause == "error"
+    assert run_python(code, tests, timeout_s=LONG_S, names=["sum"]).passed
+
+
+@pytest.mark.parametrize(
+    ("tests", "said"),
+    [
+        ("", "there are no tests"),
+        ([], "there are no tests"),
+        ("assert f(1) ==", "cannot be compiled"),
+        ("def check(f):\n assert f(1) == 1", "ask nothing of the code"),
+    ],
+)
+def test_tests_that_test_nothing_are_refused(tests, said, secret):
+    with pytest.raises(TaskError, match=said):
+        run_python("def f(x): return x", tests, timeout_s=LONG_S)
+
+
+MISSING = """
+import ctypes
+real = ctypes.CDLL
+
+class NoLandlock:
+    class Syscall:
+        def __call__(self, *_): return -1
+    syscall = Syscall()
+    def __getattr__(self, name): return lambda *_: 0
+
+def planted(*a, **k):
+    if a[0] == 'libseccomp.so.2' and {seccomp}: raise OSError
+    return real(*a, **k) if a[0] or {seccomp} else NoLandlock()
+
+ctypes.CDLL = planted
+"""
+
+
+@pytest.mark.parametrize(
+    ("seccomp", "said"),
+    [
+        (True, "libseccomp is missing: apt-get install"),
+        (False, "the kernel has no Landlock"),
+    ],
+)
+def test_nothing_runs_where_a_wall_is_missing(seccomp, said, tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(MISSING.format(seccomp=seccomp))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+    with pytest.raises(RewardUnavailable, match=said):
+        run_python(f"open({str(tmp_path / 'ran')!r}, 'w')", "assert 1", timeout_s=LONG_S)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_site_packages_are_there_when_asked_for(secret):
+    code, tests = "import numpy\ndef f(): return numpy.arange(3).sum()", "assert f() == 3"
+    assert run_python(code, tests, timeout_s=LONG_S, memory_mib=2048).cause == "error"
+    assert run_python(code, tests, timeout_s=LONG_S, memory_mib=2048, site_packages=True).passed
+
+
+def test_no_process_outlives_the_one_that_asked(secret):
+    asks = f"from areal_q.sandbox import run_python\nrun_python('while True: pass', 'f', timeout_s={LONG_S})"
+    asking = subprocess.Popen([sys.executable, "-c", asks], cwd=ROOT)
+    deadline = time.monotonic() + LONG_S
+    while len(left_over()) < 3 and time.monotonic() < deadline:  # supervisor, tests and code
+        time.sleep(0.05)
+    asking.kill()
+    asking.wait()
+    while left_over() and time.monotonic() < deadline:
+        time.sleep(0.05)
