@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from areal_q.checks.model import check_fit, longest_prompt
+from areal_q.checks.settings import check_sets
 from areal_q.config import BroadcastConfig, Run, dump_toml, workers_hash
 from areal_q.errors import ConfigError
 from areal_q.models.shape import shape_of
@@ -162,6 +163,7 @@ def build_learner(
     check_data(directory, run.task, task)
     shape = shape_of(run.model, tokenizer)
     task = check_fit(run, shape, tokenizer, task)
+    check_sets(run, task)
     own_sets = problems_of_sets(run, tokenizer, longest_prompt(run, shape))
     buffer = LearnerBuffer(redis_url, run.name, stop=stop)
     with ExitStack() as failed:

@@ -1,5 +1,6 @@
 """What the settings and this machine refuse before anything is started, moved aside or warmed up."""
 
+import math
 import os
 from pathlib import Path
 
@@ -7,9 +8,10 @@ from areal_q.checks.packages import check_packages
 from areal_q.config import External, PretrainedModel, PythonEnvironment, Run
 from areal_q.errors import ConfigError
 from areal_q.evaluation.benchmarks import drawn_as
+from areal_q.evaluation.estimates import pass_ks
 from areal_q.system.ports import check_free
 from areal_q.system.run_dir import FIXED_CODE, with_digests
-from areal_q.tasks import asked_of, build_task, check_characters, check_reward
+from areal_q.tasks import Task, asked_of, build_task, check_characters, check_reward
 from areal_q.tasks.environments.own_class import load_environment
 
 
@@ -77,7 +79,33 @@ def preflight(run: Run) -> None:
     check_reward(run)
     task = build_task(run.task)
     check_characters(run.model, run.warmstart, task)
+    check_sets(run, task)
     for name, one in run.eval.sets.items():
-        drawn_as(one, run.rollout.sampling, f"eval.sets.{name}.preset")
         if one.task or one.path:
             asked_of(run.of(name).task)
+
+
+def check_sets(run: Run, task: Task) -> None:
+    """Raises ConfigError, naming the setting, for an evaluation set whose preset cannot be drawn here, and for
+    an `eval.best` that no evaluation of `task` and the sets measures."""
+    slots = getattr(run.rollout.engine, "slots", math.inf)
+    asked = {problem.source for problem in task.heldout[: run.eval.problems]}
+    measured = {source: ["accuracy"] for source in asked}
+    for name, one in run.eval.sets.items():
+        samples, _ = drawn_as(one, run.rollout.sampling, f"eval.sets.{name}.preset")
+        if samples > slots:
+            raise ConfigError(
+                f"eval.sets.{name}.preset = {one.preset!r} is of {samples} answers to a problem: "
+                f"rollout.engine.slots = {slots}; eval.sets.{name}.samples takes fewer"
+            )
+        ks = pass_ks(samples) if samples > 1 else []
+        measured[name] = ["accuracy", *(f"pass_at_{k}" for k in ks)]
+    of, _, metric = run.eval.best.removeprefix("eval/").rpartition("/")
+    if not of:
+        return
+    if of not in measured:
+        few = f"eval.problems = {run.eval.problems} asks none of {of}"
+        raise ConfigError(f"eval.best = {run.eval.best!r}: {few}")
+    if metric not in measured[of]:
+        known = ", ".join(f"eval/{of}/{name}" for name in measured[of])
+        raise ConfigError(f"eval.best = {run.eval.best!r}: this run measures {known}")

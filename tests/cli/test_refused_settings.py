@@ -93,6 +93,40 @@ def test_a_directory_that_is_not_there_is_named_with_its_setting(settings: str, 
         preflight(load(None, [settings]))
 
 
+@pytest.mark.parametrize(
+    ("best", "settings", "complaint"),
+    [
+        ("eval/hard/pass_at_4", [], ""),
+        ("eval/hard/pass_at_6", [], ""),
+        ("eval/hard/pass_at_3", [], r"eval/hard/pass_at_2, eval/hard/pass_at_4, eval/hard/pass_at_6$"),
+        ("eval/hard/pass_at_8", [], r"measures eval/hard/accuracy, eval/hard/pass_at_2, "),
+        ("eval/hard/pass_at_1", ["eval.sets.hard.samples=1"], r"measures eval/hard/accuracy$"),
+        ("eval/hard/pass_at_2", ["eval.sets.hard.samples=0"], r"measures eval/hard/accuracy$"),
+        ("eval/set/pass_at_32", ["eval.sets.set.preset=qurl-aime"], ""),
+        ("eval/set/pass_at_64", ["eval.sets.set.preset=qurl-aime"], r"pass_at_16, eval/set/pass_at_32$"),
+        ("eval/b/accuracy", ["eval.problems=2"], ""),
+        ("eval/b/accuracy", ["eval.problems=1"], r"eval\.problems = 1 asks none of b$"),
+        ("", ["eval.sets.a-set.preset=qurl-aime", "rollout.engine.slots=16"], r"32 answers to a problem: roll"),
+        ("", ["eval.sets.a-set={preset='qurl-aime', samples=16}", "rollout.engine.slots=16"], ""),
+    ],
+)  # fmt: skip
+def test_a_metric_that_no_evaluation_has_is_refused_at_once(
+    best: str, settings: list[str], complaint: str
+):
+    mixed = ["task={type='mix'}", "task.sources.a.task={type='arithmetic', digits=1, heldout=4}"]
+    mixed += ["task.sources.b.task={type='arithmetic', digits=2, heldout=4}"]
+    run = load(None, [*mixed, "eval.sets.hard.samples=6", f"eval.best={best}", *settings])
+    if not complaint:
+        preflight(run)
+        return
+    with pytest.raises(ConfigError, match=complaint) as refused:
+        preflight(run)
+    (line,) = refused.value.lines()
+    assert line.startswith(
+        "eval.best = " if best else "eval.sets.a-set.preset = 'qurl-aime' is of "
+    )
+
+
 def test_a_refused_run_leaves_an_earlier_one_where_it_is(tmp_path: Path, taken: int):
     (tmp_path / "runs" / "run").mkdir(parents=True)
     done = areal_q(tmp_path, f"rollout.serve={taken}")
