@@ -237,7 +237,7 @@ class BySource(TaggedSettings, frozen=True, kw_only=True, tag="by_source"):
     sources: Annotated[dict[str, RewardsAdvantage], Meta(min_length=1)]
     """The advantages by the tasks' names."""
     otherwise: RewardsAdvantage = Grpo()
-    """That of the tasks that are not named, together."""
+    """The advantage of the tasks that are not named, together."""
 
 
 AdvantageConfig = Grpo | DrGrpo | Rloo | ReinforcePlusPlus | Gae | PythonAdvantage | BySource
