@@ -132,7 +132,7 @@ def drawn_folders(tree: str) -> set[str]:
 
 def test_architecture_draws_every_folder_of_the_packages():
     text = (ROOT / "docs" / "architecture.md").read_text()
-    tree = text.partition("## The tree")[2].split("```")[1].strip("\n")
+    tree = text.partition("## The tree")[2].split("```")[1].removeprefix("text\n")
     modules = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     folders = {str(path.parent.relative_to(ROOT)) for path in modules}
     drawn = drawn_folders(tree)
