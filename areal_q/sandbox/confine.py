@@ -26,7 +26,7 @@ from areal_q.system.processes import limit_memory
 _ALLOWED = """
     read readv pread64 preadv preadv2 write writev pwrite64 lseek close close_range fstat stat lstat newfstatat
     statx open openat openat2 access faccessat faccessat2 getdents64 readlink readlinkat getcwd statfs fstatfs
-    dup dup2 dup3 fcntl pipe pipe2 poll ppoll select pselect6
+    dup dup2 dup3 pipe pipe2 poll ppoll select pselect6
     epoll_create1 epoll_ctl epoll_wait epoll_pwait eventfd2 socketpair sendto recvfrom sendmsg recvmsg shutdown
     mmap munmap mprotect mremap brk madvise futex set_robust_list rseq set_tid_address membarrier
     rt_sigaction rt_sigprocmask rt_sigreturn sigaltstack setitimer getitimer alarm restart_syscall
@@ -35,8 +35,9 @@ _ALLOWED = """
     exit exit_group wait4
 """
 """What an interpreter needs to compute. A call that is not here fails as one that the kernel does not have."""
-_ONLY_READS = "prlimit64"
-"""Allowed if its argument 2, the new limit, is 0"""
+_BY_ARGUMENT = {"prlimit64": (2, [0]), "fcntl": (1, [0, 1, 2, 3, 4, 1030])}
+"""Calls that are allowed if an argument is one of these numbers: no new limit; duplicates and flags of open
+files, but not F_SETOWN and F_SETSIG, by which the kernel sends any process of the user any signal"""
 _ACT_ERRNO, _ACT_ALLOW = 0x00050000, 0x7FFF0000
 _NAMESPACES = 0x10000000 | 0x40000000 | 0x08000000 | 0x04000000
 """CLONE_NEWUSER, NEWNET, NEWIPC and NEWUTS of unshare(2)"""
@@ -128,11 +129,14 @@ def _filter() -> Callable[[], None]:
     lib.seccomp_init.restype = ctypes.c_void_p
     context = ctypes.c_void_p(lib.seccomp_init(_ACT_ERRNO | ENOSYS))
     failed = not context
-    null = _Compared(2, 4)
-    for name in (*_ALLOWED.split(), _ONLY_READS):
+    rules: list[tuple[str, list[_Compared]]] = [(name, []) for name in _ALLOWED.split()]
+    for name, (argument, values) in _BY_ARGUMENT.items():
+        rules += [(name, [_Compared(argument, 4, (value, 0))]) for value in values]
+    for name, compared in rules:
         number = lib.seccomp_syscall_resolve_name(name.encode())
         if number >= 0:  # an older libseccomp, or another architecture, does not know all
-            rule = (context, _ACT_ALLOW, number, int(name == _ONLY_READS), ctypes.byref(null))
+            array = (_Compared * len(compared))(*compared)
+            rule = (context, _ACT_ALLOW, number, len(compared), array)
             failed |= lib.seccomp_rule_add_array(*rule) != 0
 
     def load() -> None:

@@ -9,6 +9,12 @@ ATTACKS = {
     "replace itself": "import os\nif os.fork() == 0: os.execv('/bin/true', ['true'])",
     "thread": "import threading\nthreading.Thread(target=int).start()",
     "signal": "import os\nos.kill(os.getppid(), 0)",
+    "signal of a file": """
+import fcntl, os, socket
+ours, theirs = socket.socketpair()
+fcntl.fcntl(ours, fcntl.F_SETOWN, os.getppid())
+fcntl.fcntl(ours, fcntl.F_SETSIG, 23)
+""",
     "socket": "import socket\nsocket.socket()",
     "unix socket": "import socket\nsocket.socket(socket.AF_UNIX)",
     "server": "import socket\nsocket.create_server(('127.0.0.1', 0))",
