@@ -62,6 +62,10 @@ class CheckpointError(UserError):
     """A model or checkpoint directory is missing, torn or of another shape; names the file."""
 
 
+class NotOurs(CheckpointError):
+    """A model of a family, or a variant, that our own decoder does not have, though transformers may."""
+
+
 class RunTaken(UserError):
     """Another learner has the run in Redis; names its process and host."""
 

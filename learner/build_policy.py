@@ -9,7 +9,7 @@ import torch
 from areal_q.checks.machine import check_device
 from areal_q.checks.model import check_reference
 from areal_q.config import ModelConfig, Run, SmallModel
-from areal_q.models import Decoder, init_weights, load_config, load_decoder
+from areal_q.models import Decoder, init_weights, load_config, load_decoder, load_model
 from areal_q.models.shape import shape_of
 from areal_q.models.smoothed_state import packed
 from areal_q.observability.metrics_log import MetricsLog
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 def build_model(cfg: ModelConfig, tokenizer: Tokenizer, seed: int) -> Decoder:
     """Returns the model before any training, in float32. The seed is that of a small model's weights."""
     if not isinstance(cfg, SmallModel):
-        return load_decoder(cfg.path)
+        return load_model(cfg, cfg.path)
     model = Decoder(shape_of(cfg, tokenizer))
     init_weights(model, seed)
     return model

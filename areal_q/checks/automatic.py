@@ -6,6 +6,8 @@
 | | float32 | elsewhere; and with the rollouts' numbers (`precision`, `lora`), of whose format products are |
 | rollout.unquantized | bf16 | the model's own config.json names bfloat16 |
 | | fp32 | elsewhere |
+| model.type | hf | our decoder does not have the family of a pretrained model, or that variant of it |
+| rollout.engine.type | hf | in place of torch, for a model of type hf |
 | rollout.smoothing | its defaults | a pretrained model in int8 or fp8-channel, which are nearer to it then |
 | | off | elsewhere; and with a learner that computes with the rollouts' numbers |
 
@@ -27,8 +29,18 @@ from typing import Any, Literal
 
 import msgspec
 
-from areal_q.config import Run, SmallModel, Smoothing
+from areal_q.config import (
+    HfEngine,
+    HfModel,
+    PretrainedModel,
+    Run,
+    SmallModel,
+    Smoothing,
+    TorchEngine,
+)
 from areal_q.config.run import ROUNDS_ACTIVATIONS, WORTH_SMOOTHING
+from areal_q.errors import CheckpointError, NotOurs
+from areal_q.models.config import DecoderConfig
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -38,7 +50,9 @@ _BF16_FLAGS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16"}
 
 
 def settled(run: Run) -> Run:
-    """Returns `run` with values in place of `auto`."""
+    """Returns `run` with values in place of `auto`, and with transformers' in place of our decoder and engine
+    for a model that is not ours."""
+    run = _computable(run)
     learner, rollout = run.learner, run.rollout
     if learner.dtype == "auto":
         learner = msgspec.structs.replace(learner, dtype=_dtype(run)[0])
@@ -51,6 +65,27 @@ def settled(run: Run) -> Run:
         smoothing = "off" if _unsmoothed(run) else Smoothing()
         rollout = msgspec.structs.replace(rollout, smoothing=smoothing)
     return msgspec.structs.replace(run, learner=learner, rollout=rollout)
+
+
+def _computable(run: Run) -> Run:
+    if type(run.model) is PretrainedModel and _is_foreign(run):
+        run = msgspec.structs.replace(run, model=HfModel(path=run.model.path))
+    if not isinstance(run.model, HfModel) or type(run.rollout.engine) is not TorchEngine:
+        return run
+    engine = HfEngine(**msgspec.structs.asdict(run.rollout.engine))
+    rollout = msgspec.structs.replace(run.rollout, engine=engine)
+    return msgspec.structs.replace(run, rollout=rollout)
+
+
+def _is_foreign(run: Run) -> bool:
+    """Returns True if the model is of a family, or a variant of one, that our decoder does not have."""
+    try:
+        DecoderConfig.from_hf(_config_of(run))
+    except NotOurs:
+        return True
+    except (CheckpointError, ValueError, TypeError, ArithmeticError):
+        return False
+    return False
 
 
 def why_dtype(run: Run) -> str:
@@ -80,6 +115,8 @@ def _unsmoothed(run: Run) -> str:
     """Returns why `rollout.smoothing` becomes off if it is `auto`; "" if it becomes on."""
     if isinstance(run.model, SmallModel):
         return "a small model has no outliers"
+    if isinstance(run.model, HfModel):
+        return "only our own decoder has scales by channel"
     if run.rollout.format not in WORTH_SMOOTHING:
         return f"{run.rollout.format} is no nearer to a pretrained model with it"
     if run.learner.precision != "full" or run.learner.lora:

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from areal_q.checks.automatic import settled
+from areal_q.checks.combinations import check_foreign
 from areal_q.checks.machine import CheckResult
 from areal_q.checks.memory import memory_of
 from areal_q.config import (
@@ -108,7 +109,8 @@ def findings(run: Run, found: FoundModel) -> Iterator[CheckResult]:
     """Yields what the model of `run` is, what ends its replies, a prompt as it reads it, and its memory."""
     shape, tokenizer = found.shape, found.tokenizer
     where = f"{run.model.path}: " if isinstance(run.model, PretrainedModel) else ""
-    told = f"{shape.family}, {shape.weights:,} parameters, {shape.max_positions} positions"
+    by = "" if shape.foreign is None else " by transformers"
+    told = f"{shape.family}{by}, {shape.weights:,} parameters, {shape.max_positions} positions"
     yield CheckResult("model", "ok", where + told)
     yield CheckResult(
         "tokenizer",
@@ -181,7 +183,9 @@ def check_fit(run: Run, shape: DecoderConfig, tokenizer: Tokenizer, task: Task) 
     """Returns `task` without the problems whose prompts are too long. Raises ConfigError for settings that do
     not fit a model of this `shape`, CheckpointError for weights or a tokenizer that do not, and TaskError if
     the chat template refuses a problem or none is left."""
-    if isinstance(run.model, PretrainedModel):
+    if shape.foreign is not None:
+        check_foreign(run, shape.family)
+    elif isinstance(run.model, PretrainedModel):
         check_tensors(run.model.path, shape)
     check_experts(shape, run.learner)
     check_format(shape, run.rollout.format)

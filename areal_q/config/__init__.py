@@ -12,6 +12,7 @@ from areal_q.config.buffer import (
     Uniform as Uniform,
 )
 from areal_q.config.engines import (
+    HfEngine as HfEngine,
     ScriptedEngine as ScriptedEngine,
     SglangEngine as SglangEngine,
     TorchEngine as TorchEngine,
@@ -87,6 +88,7 @@ from areal_q.config.run import (
     BroadcastConfig as BroadcastConfig,
     CheckpointConfig as CheckpointConfig,
     EvalConfig as EvalConfig,
+    HfModel as HfModel,
     KvScales as KvScales,
     ModelConfig as ModelConfig,
     PretrainedModel as PretrainedModel,

@@ -37,6 +37,12 @@ class TorchEngine(TaggedSettings, frozen=True, kw_only=True, tag="torch"):
     not published in bfloat16 is rounded by bfloat16 and int8 alone. Elsewhere all is float32."""
 
 
+class HfEngine(TorchEngine, frozen=True, kw_only=True, tag="hf"):
+    """transformers' own forward pass and cache in float32, for models that the torch engine does not have: a
+    pass for each group and token, hence slow. Of the torch engine's settings it heeds slots, device and
+    kv_on_update."""
+
+
 class ScriptedEngine(TaggedSettings, frozen=True, kw_only=True, tag="scripted"):
     """Answers from a formula, with no model: for tests of all else and as the floor of benches."""
 
@@ -98,7 +104,7 @@ class SglangEngine(_Served, frozen=True, kw_only=True, tag="sglang"):
     """CUDA graphs; false starts faster."""
 
 
-EngineConfig = TorchEngine | VllmEngine | SglangEngine | ScriptedEngine
+EngineConfig = TorchEngine | HfEngine | VllmEngine | SglangEngine | ScriptedEngine
 
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of adapters that vLLM has room for; a smaller one is filled up with zeros."""

@@ -95,7 +95,12 @@ class PretrainedModel(TaggedSettings, frozen=True, kw_only=True, tag="pretrained
     config.toml keeps the directory in the cache, whose name has the commit."""
 
 
-ModelConfig = SmallModel | PretrainedModel
+class HfModel(PretrainedModel, frozen=True, kw_only=True, tag="hf"):
+    """The same, of any family: transformers computes it, in the learner and in the engine of type hf. A
+    pretrained model of a family that our own decoder does not have becomes one as its run starts."""
+
+
+ModelConfig = SmallModel | PretrainedModel | HfModel
 
 
 class WarmStart(Settings, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from areal_q.models.hf.weight_files import declared_dtype, load_config
 
 if TYPE_CHECKING:
     from areal_q.models.decoder import Decoder, init_weights
-    from areal_q.models.hf.checkpoint import load_decoder, save_decoder
+    from areal_q.models.hf.checkpoint import load_decoder, load_model, new_decoder, save_decoder
     from areal_q.models.layers.moe import Routing
     from areal_q.models.layers.rope import apply_rope, rope_tables
     from areal_q.models.packed_layout import PackedLayout
@@ -27,12 +27,14 @@ __all__ = [
     "init_weights",
     "load_config",
     "load_decoder",
+    "load_model",
+    "new_decoder",
     "rope_tables",
     "save_decoder",
 ]
 _WITH_TORCH = {
     **dict.fromkeys(("Decoder", "init_weights"), "decoder"),
-    **dict.fromkeys(("load_decoder", "save_decoder"), "hf.checkpoint"),
+    **dict.fromkeys(("load_decoder", "load_model", "new_decoder", "save_decoder"), "hf.checkpoint"),
     **dict.fromkeys(("apply_rope", "rope_tables"), "layers.rope"),
     "Routing": "layers.moe",
     "PackedLayout": "packed_layout",

@@ -7,7 +7,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from areal_q.decode_errors import in_words
-from areal_q.errors import CheckpointError
+from areal_q.errors import CheckpointError, NotOurs
+from areal_q.models.foreign import COMPUTED_BY, sizes_of
 from areal_q.models.rope_scaling import inverse_frequencies, read_rope
 from areal_q.models.variants import biases_of, not_implemented, unrotated_of, windows_of
 
@@ -118,6 +119,11 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
     sliding: tuple[int, ...] = ()
     """Indices of the layers that see the window alone"""
     experts: Experts | None = None
+    foreign: dict[str, Any] | None = None
+    """config.json of a model that transformers computes, of any family; None for one that we do. The other
+    fields then say what they can of it."""
+    stored: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """Names and shapes of the tensors in its files, where it was read from them"""
 
     @property
     def qk_norm(self) -> bool:
@@ -148,7 +154,9 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of a checkpoint's tensors by Hugging Face's names, in the order of the model's
-        `state_dict`."""
+        `state_dict`; of a foreign model, of its files."""
+        if self.foreign is not None:
+            return dict(self.stored)
         width, queries, keys = self.width, self.heads * self.head_dim, self.kv_heads * self.head_dim
         found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, width)}
         for layer in range(self.layers):
@@ -183,12 +191,15 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
         """Returns the shape that a `config.json` describes. Raises CheckpointError for an architecture or a
         variant that is not implemented, and for a size that is missing or none."""
         family = hf.get("model_type")
+        if hf.get(COMPUTED_BY):
+            return cls(**sizes_of(hf), foreign=hf)
         if family not in FAMILIES:
-            raise CheckpointError(f"model_type {family!r} is none of {', '.join(FAMILIES)}")
+            raise NotOurs(f"model_type {family!r} is none of {', '.join(FAMILIES)}")
         sizes = _read(hf, _Sizes)
         unknown = [name for name, asked in not_implemented(family, hf).items() if asked]
         if unknown:
-            raise CheckpointError(f"{family} with {unknown[0]} is not implemented")
+            kind = CheckpointError if hf.get("quantization_config") else NotOurs
+            raise kind(f"{family} with {unknown[0]} is not implemented")
         rope_theta, rope_scaling = read_rope(hf)
         unrotated = unrotated_of(family, hf, sizes.num_hidden_layers)
         window, sliding = windows_of(family, hf, sizes.num_hidden_layers, unrotated)
@@ -221,6 +232,8 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
 
     def to_hf(self) -> dict[str, Any]:
         """Returns the content of `config.json`, as transformers reads it."""
+        if self.foreign is not None:
+            return self.foreign
         return {
             "architectures": [FAMILIES[self.family]],
             "model_type": self.family,

@@ -22,6 +22,7 @@ from areal_q.models.layers.mlp import Mlp
 from areal_q.models.layers.moe import Routing, SparseMlp
 from areal_q.models.layers.packed_attention import packed_attention
 from areal_q.models.layers.rope import apply_rope, no_rotation, rope_tables
+from areal_q.models.logprobs import head_logprobs
 from areal_q.models.low_bit.bf16_rounding import RoundedEmbedding, straight
 from areal_q.models.packed_layout import PackedLayout
 
@@ -70,6 +71,13 @@ class Decoder(nn.Module):
             embedding = self.model.embed_tokens
             rounds, weight = isinstance(embedding, RoundedEmbedding), embedding.weight
         return straight(weight) if rounds else weight
+
+    def logprobs(
+        self, hidden: Tensor, targets: Tensor, temperature: float, entropy_learns: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the log-prob of each of `targets` int64 [T] and the entropies in nats, float32 [T], from the
+        hidden states [T, D] that predict them, without logits [T, V] in memory."""
+        return head_logprobs(hidden, self.head, targets, temperature, entropy_learns)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns the logits [..., V] of hidden states [..., D]. They take much memory, so pass only the

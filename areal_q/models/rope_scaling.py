@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from areal_q.errors import CheckpointError
+from areal_q.errors import CheckpointError, NotOurs
 
 Table = dict[str, Any]
 CONTEXT = "original_max_position_embeddings"
@@ -96,18 +96,18 @@ def read_rope(hf: Table) -> tuple[float, Table | None]:
     values that are not valid or a kind that is not implemented."""
     rope = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
     if any(isinstance(value, dict) for value in rope.values()):
-        raise CheckpointError("RoPE of a kind of layer each is not implemented")
+        raise NotOurs("RoPE of a kind of layer each is not implemented")
     base = _BASES.get(hf.get("model_type", ""), 10_000.0)
     theta = float(rope.pop("rope_theta", None) or hf.get("rope_theta") or base)
     if not 1 < theta < math.inf:
         raise CheckpointError(f"rope_theta = {theta}")
     if rope.get("partial_rotary_factor", hf.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise CheckpointError("partial_rotary_factor is not implemented")
+        raise NotOurs("partial_rotary_factor is not implemented")
     name = rope.get("rope_type", rope.get("type", "default"))
     if name == "default":
         return theta, None
     if name not in KINDS:
-        raise CheckpointError(f"rope type {name!r} is not implemented")
+        raise NotOurs(f"rope type {name!r} is not implemented")
     _complete(rope, name, hf)
     return theta, rope
 

@@ -1,7 +1,10 @@
 """The shape of the model that the settings name, before any of its weights exist or are read."""
 
-from areal_q.config import ModelConfig, SmallModel
+from pathlib import Path
+
+from areal_q.config import HfModel, ModelConfig, SmallModel
 from areal_q.models.config import DecoderConfig, Experts
+from areal_q.models.hf.foreign_files import load_foreign_config
 from areal_q.models.hf.weight_files import load_config
 from areal_q.tasks.base import Tokenizer
 
@@ -10,7 +13,7 @@ def shape_of(model: ModelConfig, tokenizer: Tokenizer) -> DecoderConfig:
     """Returns the shape of a pretrained model, from its directory, or of the small one, whose vocabulary is the
     tokenizer's. Raises CheckpointError, which names the file, if the former cannot be read."""
     if not isinstance(model, SmallModel):
-        return load_config(model.path)
+        return config_at(model, model.path)
     return DecoderConfig(
         family="qwen3_moe" if model.experts else "qwen3",
         vocab_size=tokenizer.vocab_size,
@@ -26,3 +29,9 @@ def shape_of(model: ModelConfig, tokenizer: Tokenizer) -> DecoderConfig:
         if model.experts
         else None,
     )
+
+
+def config_at(kind: ModelConfig, path: str | Path) -> DecoderConfig:
+    """Returns the shape of the model in directory `path`, which transformers computes if `kind` is of type hf.
+    Raises CheckpointError, which names the file, if it cannot be read."""
+    return load_foreign_config(path) if isinstance(kind, HfModel) else load_config(path)

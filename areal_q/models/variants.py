@@ -28,7 +28,7 @@ def not_implemented(family: str, hf: dict[str, Any]) -> dict[str, bool]:
     }
 
 
-def biases_of(family: str, hf: dict[str, Any]) -> dict[str, bool]:
+def biases_of(family: str, hf: dict[str, Any]) -> dict[str, Any]:
     """Returns which linears have biases. A flag that transformers does not read in a family is passed over."""
     if family in ("qwen2", "mistral"):
         return {"qkv_bias": family == "qwen2"}

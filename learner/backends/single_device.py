@@ -12,7 +12,6 @@ import torch
 from areal_q.algorithms.reducers import Mean, Metrics
 from areal_q.config import KvScales, LearnerConfig
 from areal_q.models import Decoder, DecoderConfig, PackedLayout
-from areal_q.models.logprobs import head_logprobs
 from areal_q.models.low_bit.lora import adapters_off
 from areal_q.models.low_bit.quantized_forward import fold, materialise
 from areal_q.models.smoothed_state import measured_inputs
@@ -75,7 +74,8 @@ class TorchPolicy:
         if self.ranks.size == 1:  # FSDP2 itself casts a sharded model to `cfg.products`
             self.model.dtype = getattr(torch, cfg.products)
         weights = sum(p.numel() for p in self.model.parameters())
-        alone = cfg.device == "cpu" and self.ranks.size == 1
+        foreign = self.shape.foreign is not None  # whose forward passes may not run side by side
+        alone = cfg.device == "cpu" and self.ranks.size == 1 and not foreign
         self.threads = MicrobatchThreads(cfg.threads if alone and weights <= SMALL else 1)
         if cfg.critic and self.critic is None:
             self.critic = Critic(self.model, cfg.critic)
@@ -253,4 +253,4 @@ def logprobs_of(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns what `token_logprobs` returns, from the hidden states [T, D] that predict the response tokens.
     The entropy has a gradient if `entropy_learns`."""
-    return head_logprobs(hidden, model.head, batch.targets, temperature, entropy_learns)
+    return model.logprobs(hidden, batch.targets, temperature, entropy_learns)

@@ -74,9 +74,8 @@ def export(
     Raises CheckpointError if the checkpoint is missing, damaged or does not fit into the dtype, LogError if
     there is no run, ConfigError if the run trains adapters.
     """
-    import torch
-
-    from areal_q.models import Decoder, DecoderConfig
+    from areal_q.models import DecoderConfig
+    from areal_q.models.hf.checkpoint import meta_decoder
     from learner import checkpoint
     from learner.replay.replay_steps import recorded_settings
     from learner.supervised.demonstrations import tokenizer_of
@@ -95,8 +94,7 @@ def export(
         raise CheckpointError(f"{directory}: no checkpoint of step {chosen}; there are: {kept}")
     state = checkpoint.read_state(found[chosen])
     tensors = checkpoint.read_tensors(found[chosen], state)
-    with torch.device("meta"):
-        model = Decoder(DecoderConfig.from_hf(state.model))
+    model = meta_decoder(DecoderConfig.from_hf(state.model))
     weights = {k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")}
     model.load_state_dict(weights, assign=True)
     dtype = dtype or declared(run.model)

@@ -20,7 +20,7 @@ import torch
 from areal_q.config import Run, as_before, load, override
 from areal_q.errors import CheckpointError, ConfigError, LogError
 from areal_q.messages import Group
-from areal_q.models import Decoder, DecoderConfig
+from areal_q.models import DecoderConfig, new_decoder
 from areal_q.quant.awq import scales_for
 from areal_q.system.run_dir import (
     FIXED_CODE,
@@ -207,7 +207,7 @@ class Replay:
 
     def _restored(self) -> TorchPolicy:
         run = self.present
-        model = Decoder(DecoderConfig.from_hf(self.state.model)).to(run.learner.device)
+        model = new_decoder(DecoderConfig.from_hf(self.state.model)).to(run.learner.device)
         set_precision(model, PrecisionSettings.of(run))
         policy = TorchPolicy(model, run.learner, run.rollout.sampling.temperature)
         policy.calibrate = run.rollout.kv_scales

@@ -17,7 +17,7 @@ from areal_q.tasks import Tokenizer, build_tokenizer, without_end
 from rollout import engines
 from rollout.engines.base import Completion, Engine, Request
 from rollout.evaluation.evaluate import settings_of
-from rollout.evaluation.generate import as_published, load_decoder
+from rollout.evaluation.generate import as_published, load_model
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
 """A text, a conversation, or token ids"""
@@ -46,7 +46,7 @@ class Local:
 
     async def start(self) -> None:
         await self._engine.start()
-        await self.load(load_decoder(self._path).requires_grad_(False), 0)
+        await self.load(load_model(self.run.model, self._path).requires_grad_(False), 0)
 
     async def load(self, model: Decoder, version: int) -> None:
         """Generates with these weights from the next token on, in the format of the settings."""

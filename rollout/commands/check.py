@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from areal_q.checks.automatic import why_dtype
+from areal_q.checks.automatic import settled, why_dtype
 from areal_q.checks.hub import fetched
 from areal_q.checks.machine import CheckResult, check_device, environment
 from areal_q.checks.packages import worker_python
@@ -61,7 +61,7 @@ def findings(run: Run, redis: str | None) -> Iterator[CheckResult]:
     refused = list(settings_of(run))
     yield from refused
     if not any(one.level == "error" for one in refused):
-        run = fetched(run)
+        run = settled(fetched(run))
         yield from model_of(run)
         yield from sampler_of(run)
     yield from learner_of(run)

@@ -15,6 +15,12 @@ def _torch(config: Any) -> Engine:
     return torch_engine(config)
 
 
+def _hf(config: Any) -> Engine:
+    from rollout.engines.group_caches import hf_engine
+
+    return hf_engine(config)
+
+
 def _scripted(config: Any) -> Engine:
     from rollout.engines.scripted import scripted_engine
 
@@ -35,6 +41,7 @@ def _sglang(config: Any) -> Engine:
 
 ENGINES: dict[str, Callable[[Any], Engine]] = {
     "torch": _torch,
+    "hf": _hf,
     "vllm": _vllm,
     "sglang": _sglang,
     "scripted": _scripted,
@@ -50,7 +57,7 @@ def build_engine(config: EngineConfig) -> Engine:
 def capabilities_of(config: EngineConfig) -> Capabilities:
     """Returns what the engine for `config` can do, without torch if it is the reference engine on a CPU. Raises
     as `build_engine` does."""
-    if isinstance(config, TorchEngine):
+    if type(config) is TorchEngine:
         check_device("rollout.engine.device", config.device)
         return reference.CAPABILITIES
     return build_engine(config).capabilities

@@ -12,7 +12,8 @@ from areal_q.config.run import ROUNDS_ACTIVATIONS, WEIGHT_SCALES
 from areal_q.errors import ConfigError
 from areal_q.evaluation.estimates import Answered, Reply
 from areal_q.messages import Array, Ticket
-from areal_q.models import Decoder, load_config, load_decoder
+from areal_q.models import Decoder, load_model
+from areal_q.models.shape import config_at
 from areal_q.models.smoothed_state import first_folds
 from areal_q.quant import quantize_state
 from areal_q.quant.state_dict import rest_in_bf16
@@ -38,7 +39,7 @@ def fitting(
     """Returns the problems whose prompts leave room for an answer in the model's positions. Raises ConfigError
     if there are none."""
     rollout = msgspec.structs.replace(run.rollout, sampling=sampling)
-    positions = load_config(model).max_positions
+    positions = config_at(run.model, model).max_positions
     longest = positions - rollout.tokens_after_prompt
     given = f"--max-tokens {sampling.max_tokens}"
     if longest < 1:
@@ -183,7 +184,8 @@ class _Answering:
 
 async def _load(engine: Engine, run: Run, path: Path, prompts: Iterable[Sequence[int]]) -> None:
     """Loads the model as a learner publishes it; smoothing's scales are those of `prompts`."""
-    await engine.load_weights(as_published(load_decoder(path).requires_grad_(False), run, prompts))
+    model = load_model(run.model, path).requires_grad_(False)
+    await engine.load_weights(as_published(model, run, prompts))
 
 
 def as_published(

@@ -13,7 +13,7 @@ import torch
 from helpers.policies import pack_state
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from areal_q.config import Sampling, ScriptedEngine, SglangEngine, TorchEngine, VllmEngine
+from areal_q.config import HfEngine, Sampling, ScriptedEngine, SglangEngine, TorchEngine, VllmEngine
 from areal_q.config.run import EngineConfig
 from areal_q.errors import EngineDied, RecordError, WeightVersionError
 from rollout.engines import ENGINES, build_engine
@@ -22,6 +22,7 @@ from rollout.engines.base import Request
 VOCAB, POSITIONS = 32, 512
 CONFIGS = {
     "torch": TorchEngine(slots=64),
+    "hf": HfEngine(slots=64),
     "vllm": VllmEngine(slots=64),
     "sglang": SglangEngine(slots=64, start_timeout_s=300),
     "scripted": ScriptedEngine(tokens_per_s=1000),
@@ -32,6 +33,7 @@ SERVED = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
 """Marks of engines that have processes of their own and take long to start"""
 KINDS = [
     "torch",
+    "hf",
     "scripted",
     pytest.param("vllm", marks=[pytest.mark.vllm, *SERVED]),
     pytest.param("sglang", marks=[pytest.mark.sglang, *SERVED]),

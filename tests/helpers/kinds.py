@@ -1,18 +1,22 @@
 """The kinds of models and number formats that tests run over.
 
 VARIANTS are transformers' configurations of what the decoder has: families, biases, windows, ways to stretch
-RoPE. Each takes a shape of two layers or more.
+RoPE. Each takes a shape of two layers or more. FAMILIES are tiny models of families that it does not have.
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
     SeedOssConfig,
@@ -106,3 +110,89 @@ HALF_A_BILLION = DecoderConfig(
     max_positions=4096, qkv_bias=True,
 )  # fmt: skip
 """Shapes of the models whose runs and benches were measured."""
+
+VOCAB = 40
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+_GROUPED: dict[str, Any] = {"num_key_value_heads": 2}
+_HEADS: dict[str, Any] = {**_GROUPED, "head_dim": 8}
+_GPT2: dict[str, Any] = {
+    "vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256,
+    "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
+WINDOW: dict[str, Any] = {"sliding_window": 4}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma": _SHAPE | _HEADS,
+    "gemma2": _SHAPE | _HEADS | WINDOW | {"final_logit_softcapping": 2.0},
+    "gemma3_text": _SHAPE | _HEADS | WINDOW,
+    "gpt_neox": _SHAPE,
+    "phi": _SHAPE,
+    "phi3": _SHAPE | _GROUPED,
+    "opt": _SHAPE | {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "olmo2": _SHAPE | _GROUPED,
+    "olmo3": _SHAPE | _GROUPED | WINDOW,
+    "stablelm": _SHAPE | _GROUPED,
+    "granite": _SHAPE | _GROUPED | {"logits_scaling": 4.0},
+    "cohere2": _SHAPE | _GROUPED | WINDOW | {"logit_scale": 0.5},
+    "starcoder2": _SHAPE | _GROUPED,
+    "glm4": _SHAPE | _HEADS,
+    "arcee": _SHAPE | _HEADS,
+    "ernie4_5": _SHAPE | _HEADS,
+    "exaone4": _SHAPE | _HEADS | WINDOW,
+    "gpt2": _GPT2,
+    "gptj": _GPT2 | {"rotary_dim": 4},
+    "bloom": {k: v for k, v in _SHAPE.items() if k != "intermediate_size"} | {"n_layer": 2, "n_head": 4},
+    "mixtral": _SHAPE | _GROUPED | {"num_local_experts": 4},
+    "qwen2_moe": _SHAPE | _GROUPED | {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 24,
+    },
+    "gpt_oss": _SHAPE | _HEADS | WINDOW | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v3": _SHAPE | {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "kv_lora_rank": 16,
+        "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+        "moe_intermediate_size": 24, "first_k_dense_replace": 1,
+    },
+}  # fmt: skip
+"""Arguments of transformers' configurations, by model_type"""
+
+
+def foreign_config(family: str, **more: Any) -> Any:
+    return CONFIG_MAPPING[family](**FAMILIES[family] | more)
+
+
+def foreign_model(config: Any, seed: int = 0) -> Any:
+    """Returns a model whose weights are large enough for its logits to differ."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.15)
+    return model
+
+
+def write_foreign(directory: Path, family: str, **more: Any) -> Any:
+    """Writes a tiny random model and a tokenizer of characters, and returns the model."""
+    model = foreign_model(foreign_config(family, **more))
+    model.save_pretrained(directory)
+    character_tokenizer().save_pretrained(directory)
+    return model
+
+
+def character_tokenizer(characters: str = "0123456789+-*/()=.,% ") -> PreTrainedTokenizerFast:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = {"<pad>": 0, "<eos>": 1} | {c: n for n, c in enumerate(characters, 2)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")

@@ -6,9 +6,17 @@ from pathlib import Path
 
 import torch
 
+from areal_q.config import HfModel, ModelConfig
 from areal_q.errors import CheckpointError
 from areal_q.models.config import DecoderConfig
 from areal_q.models.decoder import Decoder
+from areal_q.models.hf.causal_lm import (
+    HfDecoder,
+    empty_foreign,
+    load_foreign,
+    without_values,
+)
+from areal_q.models.hf.foreign_files import load_foreign_config
 from areal_q.models.hf.weight_files import (
     WEIGHTS,
     check_tensors,
@@ -23,10 +31,25 @@ from areal_q.tasks.base import Tokenizer
 GENERATION = "generation_config.json"
 
 
+def new_decoder(config: DecoderConfig) -> Decoder:
+    """Returns a model of `config` whose values mean nothing: ours, or transformers' if it is foreign."""
+    return Decoder(config) if config.foreign is None else empty_foreign(config)
+
+
 def meta_decoder(config: DecoderConfig) -> Decoder:
     """Returns a model of this shape that has no values, on the device "meta"."""
+    if config.foreign is not None:
+        return without_values(empty_foreign(config))
     with torch.device("meta"):
         return Decoder(config)
+
+
+def load_model(kind: ModelConfig, path: str | Path) -> Decoder:
+    """Returns the model in directory `path` on the CPU in float32: transformers' own if `kind` is of type hf,
+    else ours. Raises CheckpointError as `load_decoder` does."""
+    if isinstance(kind, HfModel):
+        return load_foreign(load_foreign_config(path), path)
+    return load_decoder(path)
 
 
 def load_decoder(path: str | Path) -> Decoder:
@@ -83,9 +106,12 @@ def save_decoder(
             for name, tensor in state.items():
                 if not _finite(tensor):
                     raise CheckpointError(f"{path}: {name} does not fit into {dtype}")
-        save_tensors(state, part / WEIGHTS, metadata={"format": "pt"})
-        table = model.config.to_hf() | {"torch_dtype": str(dtype).removeprefix("torch.")}
-        (part / "config.json").write_text(json.dumps(table, indent=2) + "\n")
+        if isinstance(model, HfDecoder):
+            model.save(part, state)
+        else:
+            save_tensors(state, part / WEIGHTS, metadata={"format": "pt"})
+            table = model.config.to_hf() | {"torch_dtype": str(dtype).removeprefix("torch.")}
+            (part / "config.json").write_text(json.dumps(table, indent=2) + "\n")
         if tokenizer is not None:
             tokenizer.save(str(part))
         if source is not None and (beside := Path(source) / GENERATION).is_file():

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from areal_q.models.config import DecoderConfig
 from areal_q.models.decoder import Decoder
+from areal_q.models.hf.checkpoint import meta_decoder
 from areal_q.models.low_bit.lora import AdaptedLinear, adapter_of
 from areal_q.models.low_bit.quantized_forward import QuantLinear, linears
 from areal_q.quant import is_quantized
@@ -42,9 +43,11 @@ def engine_policy(
 
 def empty_engine_policy(config: DecoderConfig, format: str) -> Decoder:
     """Returns π_Q without tensors, for `load_published`."""
+    model = meta_decoder(config).requires_grad_(False)
     with torch.device("meta"):
-        model = Decoder(config).requires_grad_(False)
-        for name, linear in linears(model).items():
+        for name, linear in [*model.named_modules()]:
+            if not isinstance(linear, nn.Linear) or not is_quantized(f"{name}.weight"):
+                continue
             new = QuantLinear(linear.in_features, linear.out_features, linear.bias is not None)
             new.format = format
             parent, _, child = name.rpartition(".")
@@ -68,6 +71,9 @@ def load_published(
     rest = {name: published[name].to(device).float() for name in names}
     model.load_state_dict(rest, strict=False, assign=True)
     model.requires_grad_(False)
+    for module in model.modules():  # those of transformers' own layers
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
 
 
 @contextmanager

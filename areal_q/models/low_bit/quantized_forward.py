@@ -72,7 +72,9 @@ class QuantLinear(Linear):
         return straight(self.bias) if self.rounds_rest and self.bias is not None else self.bias
 
     def forward(self, input: Tensor) -> Tensor:
-        return straight_through(input, self.weight, self.acting_bias, self.product)
+        rows = input.flatten(0, -2)  # transformers' own layers hand over padded rows
+        out = straight_through(rows, self.weight, self.acting_bias, self.product)
+        return out.unflatten(0, input.shape[:-1])
 
 
 def as_engines_compute(kind: str) -> AbstractContextManager[object]:

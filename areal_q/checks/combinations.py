@@ -1,0 +1,55 @@
+"""What a model that transformers computes, `model.type = "hf"`, does not combine with."""
+
+from collections.abc import Iterator
+
+from areal_q.config import Muon, Run, ScriptedEngine, TorchBackend
+from areal_q.config.engines import HfEngine
+from areal_q.errors import ConfigError
+
+
+def check_foreign(run: Run, family: str) -> None:
+    """Raises ConfigError, which names the first setting of `run` that needs our own decoder. `family` is the
+    model's."""
+    for setting, why in _refused(run):
+        raise ConfigError(f"{setting}: not with {family}, which transformers computes: {why}")
+
+
+def _refused(run: Run) -> Iterator[tuple[str, str]]:
+    """Yields (setting, reason)."""
+    learner, rollout = run.learner, run.rollout
+    engine = rollout.engine.__struct_config__.tag
+    ours = "it replaces layers of our own decoder"
+    refused = {
+        f"learner.uaq = {learner.uaq:g}": (
+            learner.uaq > 1,
+            "it scales norms that are known by our decoder's names; learner.uaq = 1",
+        ),
+        f"rollout.engine.type = {engine!r}": (
+            not isinstance(rollout.engine, HfEngine | ScriptedEngine),
+            "rollout.engine.type = 'hf'",
+        ),
+        "learner.backend.type = 'megatron'": (
+            not isinstance(learner.backend, TorchBackend),
+            "it is one of our decoder's",
+        ),
+        f"learner.precision = {learner.precision!r}": (learner.precision != "full", ours),
+        "learner.lora": (learner.lora is not None, ours),
+        "learner.critic": (learner.critic is not None, "its trunk is one of our decoder's"),
+        "learner.reference_kl.path": (
+            bool(learner.reference_kl and learner.reference_kl.path),
+            "the reference is the policy at the start",
+        ),
+        "learner.optimizer.type = 'muon'": (
+            isinstance(learner.optimizer, Muon),
+            "it knows embeddings by our decoder's names",
+        ),
+        "learner.routing_replay": (learner.routing_replay, "its engine tells no routes"),
+        "learner.router_aux_coef": (learner.router_aux_coef > 0, "its routers tell no loads"),
+        "rollout.smoothing": (
+            rollout.smooths is not None,
+            "only our decoder has scales by channel",
+        ),
+        "rollout.aqn": (rollout.aqn is not None, "it knows norms by our decoder's names"),
+        "rollout.kv_scales": (rollout.kv_scales is not None, "its cache is float32"),
+    }
+    yield from ((setting, why) for setting, (is_set, why) in refused.items() if is_set)

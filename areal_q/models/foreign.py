@@ -1,0 +1,54 @@
+"""What `config.json` says of a model of any family that transformers computes. Imports neither torch nor
+transformers."""
+
+from typing import Any
+
+from areal_q.errors import CheckpointError
+
+COMPUTED_BY = "computed_by"
+"""Key that marks such a `config.json` in checkpoints and manifests; exported files do not have it."""
+TRANSFORMERS = "transformers"
+NO_LIMIT = 1 << 17
+"""Positions of a model that names no bound, as with ALiBi"""
+_NAMES = {
+    "vocab_size": ("vocab_size",),
+    "width": ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"),
+    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+}
+"""Names of sizes in the families, which all have them"""
+_MLP = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
+_POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
+
+
+def sizes_of(hf: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a DecoderConfig, but for `foreign`. Raises CheckpointError for a size that is
+    missing: a model that is more than a causal language model has its sizes in a table below."""
+    sizes: dict[str, Any] = {field: _first(hf, names) for field, names in _NAMES.items()}
+    if missing := [field for field, size in sizes.items() if size is None]:
+        raise CheckpointError(
+            f"{hf.get('model_type')} is no language model alone: it does not say {_NAMES[missing[0]][0]}"
+        )
+    eos, width, heads = hf.get("eos_token_id"), sizes["width"], sizes["heads"]
+    return {
+        "family": hf["model_type"],
+        **sizes,
+        "kv_heads": _first(hf, ("num_key_value_heads", "num_kv_heads")) or heads,
+        "head_dim": _first(hf, ("head_dim",)) or max(1, width // heads),
+        "mlp": _first(hf, _MLP) or 4 * width,
+        "max_positions": _first(hf, _POSITIONS) or NO_LIMIT,
+        "tied": bool(hf.get("tie_word_embeddings", True)),
+        "bos_id": hf.get("bos_token_id"),
+        "eos_ids": () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+        "pad_id": hf.get("pad_token_id"),
+    }
+
+
+def _first(hf: dict[str, Any], names: tuple[str, ...]) -> int | None:
+    """Returns the first of these numbers that there is; of one for each layer, the largest."""
+    for name in names:
+        found = hf.get(name)
+        found = max(found, default=None) if isinstance(found, list) else found
+        if isinstance(found, int) and found > 0:
+            return found
+    return None

@@ -1,0 +1,246 @@
+"""Any causal language model of transformers as a decoder that learner and engine know.
+
+A packed batch is laid out as padded rows again, since transformers' attention on a CPU knows no packing: a
+bucket of the layout is a batch, padded on the right, where no token attends to what is behind it. A prompt that
+several responses share is computed for each of them.
+"""
+
+import json
+import logging
+from collections.abc import Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from areal_q.errors import CheckpointError, ConfigError
+from areal_q.models.config import DecoderConfig
+from areal_q.models.decoder import Decoder
+from areal_q.models.foreign import COMPUTED_BY
+from areal_q.models.hf.foreign_files import transformers
+from areal_q.models.layers.moe import Routing
+from areal_q.models.logprobs import BLOCK, head_logprobs
+from areal_q.models.packed_layout import PackedLayout
+
+logger = logging.getLogger(__name__)
+
+_RANDOM = ("drop", "jitter")
+"""Parts of the names of settings that make a forward pass random, which log-probs must not be"""
+
+
+class HfDecoder(Decoder):
+    """A decoder whose layers are transformers' own. Its `state_dict` has their names, each tensor once."""
+
+    def __init__(self, config: DecoderConfig, net: Any) -> None:
+        nn.Module.__init__(self)
+        self.config, self.dtype = config, torch.float32
+        self.behind_head = BehindHead(net)
+        for name, child in net.named_children():
+            self.add_module(name, child)
+        self._nets = (net,)  # in a tuple, so that it is no further child
+
+    @property
+    def net(self) -> Any:
+        """transformers' PreTrainedModel, which shares all modules with this one."""
+        return self._nets[0]
+
+    def recompute_layers(self, on: bool) -> None:
+        net = self.net
+        if not on:
+            net.eval()  # layers heed it in training alone; nothing in the model is random
+            return
+        if not net.supports_gradient_checkpointing:
+            raise ConfigError(f"learner.recompute: transformers' {self.config.family} cannot")
+        # The name since 5.2x, and the one before
+        enable = getattr(net, "activation_checkpointing_enable", net.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})
+        net.train()
+
+    def forward(
+        self, token_ids: Tensor, layout: PackedLayout, routing: Routing | None = None
+    ) -> Tensor:
+        reduced = self.dtype != torch.float32
+        with torch.autocast(token_ids.device.type, self.dtype, enabled=reduced):
+            rows = [self._hidden(token_ids[bucket.rows]) for bucket in layout.buckets]
+        return torch.cat([x.flatten(0, 1) for x in rows])[layout.unpad].to(self.dtype)
+
+    def _hidden(self, ids: Tensor) -> Tensor:
+        """Returns the hidden states [S, longest, D] of padded rows of ids int64 [S, longest]."""
+        return self.net.base_model(input_ids=ids, use_cache=False).last_hidden_state
+
+    @property
+    def head(self) -> Tensor:
+        return self.net.get_output_embeddings().weight
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        bias = self.net.get_output_embeddings().bias
+        return self.behind_head(F.linear(hidden, self.head, bias))
+
+    def logprobs(
+        self, hidden: Tensor, targets: Tensor, temperature: float, entropy_learns: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        cap, scale = self.behind_head.cap, self.behind_head.scale
+        if cap is None and self.net.get_output_embeddings().bias is None:
+            return head_logprobs(hidden, self.head, targets, temperature / scale, entropy_learns)
+        # Blocks of tokens in place of blocks of the vocabulary: a block's logits are computed again.
+        rows = max(1, BLOCK // self.config.vocab_size)
+        parts = [
+            checkpoint(self._whole, *block, temperature, entropy_learns, use_reentrant=False)
+            for block in zip(hidden.split(rows), targets.split(rows), strict=True)
+        ]
+        logprobs, entropies = zip(*parts, strict=True)  # pyright: ignore[reportArgumentType]
+        return torch.cat(logprobs), torch.cat(entropies)
+
+    def _whole(
+        self, hidden: Tensor, targets: Tensor, temperature: float, entropy_learns: bool
+    ) -> tuple[Tensor, Tensor]:
+        logp = torch.log_softmax(self.logits(hidden).float() / temperature, dim=-1)
+        with torch.set_grad_enabled(entropy_learns and torch.is_grad_enabled()):
+            entropy = -(logp.exp() * logp).sum(-1)
+        return logp.gather(-1, targets[:, None]).squeeze(-1), entropy
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Returns the tensors by transformers' names; of those that are tied, the first alone."""
+        once = {name for name, _ in chain(self.named_parameters(), self.named_buffers())}
+        state = super().state_dict(*args, **kwargs)
+        return {name: tensor for name, tensor in state.items() if name in once}
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Loads what `state_dict` of this class returns. Raises RuntimeError if a tensor is missing or
+        unknown, unless `strict` is False."""
+        if strict and (odd := sorted(self.state_dict().keys() ^ state_dict.keys())):
+            raise RuntimeError(f"{self.config.family}: tensor {odd[0]} is missing or unknown")
+        found = super().load_state_dict(state_dict, strict=False, assign=assign)
+        if assign:
+            self.net.tie_weights()
+        return found
+
+    def save(self, directory: Path, state: Mapping[str, Tensor]) -> None:
+        """Writes the weights `state`, and config.json, for transformers into `directory`."""
+        dtype = next(iter(state.values())).dtype
+        head = {n: state[n] for n in self.net.state_dict() if n in state}
+        self.net.save_pretrained(directory, state_dict=self._with_tied(head))
+        table = {k: v for k, v in self.config.to_hf().items() if k != COMPUTED_BY}
+        table |= {
+            "architectures": [type(self.net).__name__],
+            "dtype": str(dtype).removeprefix("torch."),
+        }
+        (directory / "config.json").write_text(json.dumps(table, indent=2) + "\n")
+
+    def _with_tied(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns `state` with the further names of tied tensors, which transformers itself leaves out."""
+        names = {id(p): name for name, p in self.named_parameters()}
+        every = self.named_parameters(remove_duplicate=False)
+        return state | {name: state[names[id(p)]] for name, p in every if names[id(p)] in state}
+
+
+class BehindHead:
+    """What a model does to its logits behind the output head: nothing, a factor, or a soft cap."""
+
+    def __init__(self, net: Any) -> None:
+        """Finds it out, whatever the weights are, by other numbers in place of the head's. Raises
+        CheckpointError if it is something else, or what enters the head is not the last hidden state."""
+        self.scale, self.cap = 1.0, None
+        head, net_name = net.get_output_embeddings(), type(net).__name__
+        if head is None or net.base_model is net:
+            raise CheckpointError(f"{net_name}: there is no output head on a model of its own")
+        probe = torch.linspace(-100, 100, head.weight.shape[0])
+        probe[0] = 1.0
+        entered: list[Tensor] = []
+
+        def other(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+            entered.append(args[0])
+            return probe.expand_as(out)
+
+        hook, ids = head.register_forward_hook(other), torch.tensor([[0, 0], [0, 1]])
+        try:
+            with torch.no_grad():
+                logits = net(input_ids=ids, use_cache=False).logits[0, -1]
+                hidden = net.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        finally:
+            hook.remove()
+        self.scale = float(logits[0])
+        if not torch.allclose(logits, probe * self.scale, rtol=1e-4):
+            self.scale, self.cap = 1.0, getattr(net.config, "final_logit_softcapping", None)
+        if not torch.allclose(hidden[0, 0], hidden[1, 0], atol=1e-5):
+            raise CheckpointError(f"{net_name}: a token sees those behind it")
+        known = torch.allclose(logits, self(probe), rtol=1e-4)
+        if not known or not torch.equal(entered[0][0, -1], hidden[0, -1]):
+            raise CheckpointError(f"{net_name}: what it does around its output head is not known")
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        if self.cap is not None:
+            return self.cap * torch.tanh(logits / self.cap)
+        return logits * self.scale if self.scale != 1 else logits
+
+
+def load_foreign(config: DecoderConfig, path: str | Path) -> HfDecoder:
+    """Returns the model in directory `path`, whose config is `config`, on the CPU in float32 and ready to
+    learn. Raises CheckpointError if transformers cannot read it, a tensor is missing, or not finite."""
+    kind = transformers().AutoModelForCausalLM
+    try:
+        net, found = kind.from_pretrained(
+            str(path),
+            config=_silent(config),
+            dtype=torch.float32,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{path}: {_first_line(error)}") from error
+    if missing := sorted(found["missing_keys"]):
+        raise CheckpointError(f"{path}: tensor {missing[0]} is missing ({len(missing)} in all)")
+    for name, tensor in net.named_parameters():
+        if not all(end.isfinite() for end in tensor.detach().aminmax()):
+            raise CheckpointError(f"{path}: {name} holds NaN or an infinity")
+    logger.info(
+        "%s: computed by transformers; batches are padded, and shared prompts computed for each response",
+        config.family,
+    )
+    return _decoder(config, net).requires_grad_(True)
+
+
+def empty_foreign(config: DecoderConfig) -> HfDecoder:
+    """Returns a model of `config` with values that mean nothing. No random number is drawn for others."""
+    kind = transformers().AutoModelForCausalLM
+    with torch.random.fork_rng(devices=[]):
+        return _decoder(config, kind.from_config(_silent(config), dtype=torch.float32))
+
+
+def _decoder(config: DecoderConfig, net: Any) -> HfDecoder:
+    if net._is_stateful:
+        raise CheckpointError(
+            f"{config.family}: a state in place of keys and values is computed by neither backend"
+        )
+    return HfDecoder(config, net.eval())
+
+
+def without_values(model: HfDecoder) -> HfDecoder:
+    """Moves the parameters of `model` to the device "meta"; its buffers, which no file has, stay."""
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            empty = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+            setattr(module, name, empty)
+    model.net.tie_weights()
+    return model
+
+
+def _silent(config: DecoderConfig) -> Any:
+    """Returns transformers' configuration, without what would make a forward pass random."""
+    table = {k: v for k, v in config.to_hf().items() if k != COMPUTED_BY}
+    chance = [
+        k for k, v in table.items() if isinstance(v, float) and any(part in k for part in _RANDOM)
+    ]
+    kind = transformers().CONFIG_MAPPING[table["model_type"]]
+    return kind.from_dict(table | dict.fromkeys(chance, 0.0))
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,64 @@
+"""Reads what a directory says of a model that transformers computes. Imports transformers when it is asked to,
+and no torch by itself."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from areal_q.errors import CheckpointError, ConfigError
+from areal_q.models.config import DecoderConfig
+from areal_q.models.foreign import COMPUTED_BY, TRANSFORMERS
+from areal_q.models.hf.weight_files import opened, weight_files
+from areal_q.tasks.encoding.hf_tokenizer import check_whole
+
+
+def transformers() -> Any:
+    """Returns the module, which then tells nothing but errors. Raises ConfigError if it is not installed."""
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "model.type = 'hf' needs transformers: pip install 'areal-q[hf]'"
+        ) from error
+    transformers.utils.logging.disable_progress_bar()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    return transformers
+
+
+def load_foreign_config(path: str | Path) -> DecoderConfig:
+    """Returns what is known of the model in directory `path`, of any family, with the names and shapes in its
+    files. Raises CheckpointError, which names the file, if transformers does not know the family, or it is not
+    one of causal language models."""
+    directory = Path(path)
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory}: no such directory")
+    check_whole(directory)
+    library, file = transformers(), directory / "config.json"
+    try:
+        found = library.AutoConfig.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        said = next((line for line in str(error).splitlines() if line.strip()), "")
+        raise CheckpointError(f"{file}: {said}") from error
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
+
+    if found.model_type not in KNOWN:
+        raise CheckpointError(f"{file}: {found.model_type} is no causal language model")
+    table = json.loads(found.to_json_string(use_diff=False))
+    if table.get("quantization_config"):
+        raise CheckpointError(f"{file}: weights that are quantized already are not implemented")
+    table.pop("_name_or_path", None)
+    try:
+        config = DecoderConfig.from_hf(table | {COMPUTED_BY: TRANSFORMERS})
+    except (ValueError, TypeError, ArithmeticError) as error:
+        raise CheckpointError(f"{file}: {error}") from error
+    shapes: dict[str, tuple[int, ...]] = {}
+    for weights in weight_files(directory):
+        with opened(weights, "numpy") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                shapes[name] = tuple(tensors.get_slice(name).get_shape())
+    return msgspec.structs.replace(config, stored=tuple(shapes.items()))

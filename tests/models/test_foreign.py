@@ -1,0 +1,150 @@
+"""Models that transformers computes: log-probs, gradients and files as transformers itself has them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.kinds import FAMILIES, VOCAB, foreign_config, foreign_model, write_foreign
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, BertConfig, MambaConfig
+
+from areal_q.errors import CheckpointError
+from areal_q.models import Decoder, PackedLayout, save_decoder
+from areal_q.models import logprobs as logprobs_module
+from areal_q.models.hf import causal_lm
+from areal_q.models.hf.foreign_files import load_foreign_config
+from areal_q.quant import is_quantized
+
+GROUPS = [(3, (5, 2)), (9, (4,)), (6, (1, 12, 7))]
+"""Lengths of prompts and of the responses to each"""
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def packed() -> tuple[Tensor, PackedLayout, list[Tensor]]:
+    """Returns packed ids, their layout, and each whole sequence."""
+    generator = torch.Generator().manual_seed(3)
+    ids, sequences = [], []
+    for prompt, responses in GROUPS:
+        own = torch.randint(2, VOCAB, (prompt,), generator=generator)
+        ids.append(own)
+        for length in responses:
+            response = torch.randint(2, VOCAB, (length,), generator=generator)
+            ids.append(response)
+            sequences.append(torch.cat((own, response)))
+    return torch.cat(ids), PackedLayout.of_groups(GROUPS), sequences
+
+
+def last_logprobs(model: Decoder) -> Tensor:
+    """Log-prob of every token of a response but its first, of all sequences, at temperature 0.7."""
+    ids, layout, _ = packed()
+    hidden = model(ids, layout)
+    starts, targets, at = 0, [], []
+    for prompt, responses in GROUPS:
+        first = starts + prompt
+        for length in responses:
+            at += range(first, first + length - 1)
+            targets += range(first + 1, first + length)
+            first += length
+        starts = first
+    return model.logprobs(hidden[torch.tensor(at)], ids[torch.tensor(targets)], 0.7)[0]
+
+
+def oracle_logprobs(net: Any) -> Tensor:
+    _, _, sequences = packed()
+    lengths = [(prompt, length) for prompt, responses in GROUPS for length in responses]
+    parts = []
+    for ids, (prompt, length) in zip(sequences, lengths, strict=True):
+        logp = (net(input_ids=ids[None]).logits[0] / 0.7).log_softmax(-1)
+        places = torch.arange(prompt, prompt + length - 1)
+        parts.append(logp[places, ids[places + 1]])
+    return torch.cat(parts)
+
+
+def loaded(path: Path) -> causal_lm.HfDecoder:
+    return causal_lm.load_foreign(load_foreign_config(path), path)
+
+
+@pytest.mark.parametrize(
+    ("family", "recompute"),
+    [*((family, False) for family in FAMILIES), ("opt", True), ("gemma2", True), ("gptj", True)],
+)
+def test_log_probs_and_gradients_are_transformers_own(
+    family: str, recompute: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(causal_lm, "BLOCK", 5 * VOCAB)  # several blocks of tokens
+    monkeypatch.setattr(logprobs_module, "_WHOLE", 0)
+    net = write_foreign(tmp_path, family)
+    model = loaded(tmp_path)
+    model.recompute_layers(recompute)
+    got, want = last_logprobs(model), oracle_logprobs(net)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+    weights = torch.linspace(-1, 1, len(got))
+    (got * weights).sum().backward()
+    (want * weights).sum().backward()
+    expected = {n: p.grad for n, p in net.named_parameters()}
+    found = dict(model.named_parameters())
+    assert found.keys() == expected.keys()
+    for name, grad in expected.items():
+        own = found[name].grad
+        assert (own is None) == (grad is None), name
+        if grad is not None and own is not None:
+            torch.testing.assert_close(own, grad, atol=1e-5, rtol=1e-4, msg=name)
+
+
+@every_family
+def test_an_export_is_loaded_with_the_same_logits(family: str, tmp_path: Path) -> None:
+    net = write_foreign(tmp_path / "model", family)
+    model = loaded(tmp_path / "model")
+    save_decoder(model, tmp_path / "export")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
+    ids = torch.arange(2, 12)[None]
+    torch.testing.assert_close(again(input_ids=ids).logits, net(input_ids=ids).logits)
+    before = dict(net.named_parameters())
+    assert all(torch.equal(p, before[name]) for name, p in again.named_parameters())
+    state = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
+    every = {tensor.data_ptr() for tensor in model.net.state_dict().values()}
+    assert len(state) == len(every) and {*state.values()} == every
+
+
+def test_every_linear_of_a_layer_but_routers_is_quantized() -> None:
+    for family in FAMILIES:
+        net = foreign_model(foreign_config(family))
+        left = {
+            name.rpartition(".")[2]
+            for name, module in net.named_modules()
+            if isinstance(module, nn.Linear) and not is_quantized(f"{name}.weight")
+        }
+        assert left <= {"lm_head", "shared_expert_gate", "gate"}, family
+        others = [
+            name
+            for name, module in net.named_modules()
+            for p, tensor in module.named_parameters(recurse=False)
+            if is_quantized(f"{name}.{p}") and not isinstance(module, nn.Linear)
+        ]
+        assert others == [], family
+
+
+def test_models_that_are_no_causal_transformers_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "none").mkdir()
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        load_foreign_config(tmp_path / "none")
+    (tmp_path / "none" / "config.json").write_text('{"model_type": "t5"}')
+    with pytest.raises(CheckpointError, match="t5 is no causal language model"):
+        load_foreign_config(tmp_path / "none")
+    small: dict[str, Any] = {
+        "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
+        "intermediate_size": 48,
+    }  # fmt: skip
+    foreign_model(BertConfig(**small)).save_pretrained(tmp_path / "bert")
+    with pytest.raises(CheckpointError, match="a token sees those behind it"):
+        loaded(tmp_path / "bert")
+    state: dict[str, Any] = {
+        "state_size": 4,
+        "num_hidden_layers": 1,
+        "hidden_size": 32,
+        "vocab_size": VOCAB,
+    }
+    foreign_model(MambaConfig(**state)).save_pretrained(tmp_path / "mamba")
+    with pytest.raises(CheckpointError, match="mamba"):
+        loaded(tmp_path / "mamba")
