@@ -23,21 +23,23 @@ from areal_q.messages.codec import (
     encode as encode,
     encode_group as encode_group,
 )
+from areal_q.messages.tokens import (
+    Array as Array,
+    Dtype as Dtype,
+    FinishReason as FinishReason,
+    VersionSpan as VersionSpan,
+    merge_spans as merge_spans,
+)
 from areal_q.messages.trajectories import (
     LONGEST_NAME as LONGEST_NAME,
     MESSAGE_SCHEMA as MESSAGE_SCHEMA,
-    Array as Array,
-    Dtype as Dtype,
     FailureCause as FailureCause,
-    FinishReason as FinishReason,
     Group as Group,
     PartialGroup as PartialGroup,
     PartialResponse as PartialResponse,
     Ticket as Ticket,
     Trajectory as Trajectory,
-    VersionSpan as VersionSpan,
     WorkerStatus as WorkerStatus,
-    merge_spans as merge_spans,
 )
 from areal_q.messages.weight_sync import (
     MAX_CREDIT as MAX_CREDIT,

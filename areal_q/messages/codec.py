@@ -8,7 +8,8 @@ from msgspec.structs import replace
 
 from areal_q.decode_errors import in_words
 from areal_q.errors import RecordError
-from areal_q.messages.trajectories import Array, Group, PartialGroup, Ticket, WorkerStatus
+from areal_q.messages.tokens import Array
+from areal_q.messages.trajectories import Group, PartialGroup, Ticket, WorkerStatus
 from areal_q.messages.weight_sync import Broadcast, FetchReply, FetchRequest, Manifest
 
 T = TypeVar("T")

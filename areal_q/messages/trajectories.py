@@ -3,21 +3,23 @@
 Notation: P prompt tokens, T response tokens, G responses to one prompt.
 """
 
-import math
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
 
 from areal_q.config import Sampling
 from areal_q.errors import RecordError
+from areal_q.messages.tokens import (
+    LARGEST_LOGPROB,
+    Array,
+    FinishReason,
+    VersionSpan,
+    validate_tokens,
+)
 
 LARGEST_REWARD = 1e15
 """In magnitude: the variance of a group is a float32."""
-
-LARGEST_LOGPROB = 1e-3
-"""Rounding may carry the log of a probability of 1 slightly above 0."""
 
 CHECKED_TOKENS = 16384
 """Tokens that are checked with one call. A call costs more than the tokens of a short response do, but to join
@@ -27,16 +29,9 @@ LONGEST_NOTE = 16384
 """Characters of a text that a reward gives for the log"""
 
 MESSAGE_SCHEMA = 1
-FinishReason = Literal["stop", "length", "timeout"]
-"""A stop was drawn; the budget of tokens was spent; `rollout.request_timeout_s` had passed."""
 FailureCause = Literal["exception", "timeout", "killed", "unavailable", "environment"]
 """Why a response could not be scored. The reward raised; it took longer than `reward.timeout_s`; its process
 ended or ran out of memory; what it needs, such as a judge, did not answer; the episode's environment failed."""
-Dtype = Literal["uint8", "int8", "uint16", "int32", "int64", "float16", "float32"]
-if TYPE_CHECKING:
-    Bytes = bytes | memoryview
-else:
-    Bytes = memoryview  # msgspec decodes into one type of bytes, and takes either when it encodes
 Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """A number that the logs' int64 columns hold"""
 Schema = Annotated[int, msgspec.Meta(ge=0, le=2**15)]
@@ -46,46 +41,6 @@ LONGEST_NAME = 256
 Name = Annotated[str, msgspec.Meta(max_length=LONGEST_NAME)]
 Sentence = Annotated[str, msgspec.Meta(max_length=2 * LONGEST_NAME)]
 GroupSize = Annotated[int, msgspec.Meta(ge=1, le=100_000)]
-_LITTLE_ENDIAN = {name: np.dtype(name).newbyteorder("<") for name in get_args(Dtype)}
-
-
-class Array(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """An n-dimensional array as raw little-endian bytes.
-
-    Example: Array.of(np.int32([7, 9])) == Array("int32", (2,), b"\\x07\\0\\0\\0\\x09\\0\\0\\0")
-    """
-
-    dtype: Dtype
-    shape: tuple[int, ...]
-    data: Bytes
-    """Decoded arrays are views of the record, so that no array is copied."""
-
-    @classmethod
-    def of(cls, values: Any, dtype: Dtype | None = None) -> "Array":
-        array = np.ascontiguousarray(values, dtype=dtype)
-        name: Any = array.dtype.name
-        little_endian = array.astype(array.dtype.newbyteorder("<"), copy=False)
-        return cls(name, array.shape, little_endian.tobytes())
-
-    def numpy(self) -> np.ndarray:
-        """Returns a read-only view. Raises RecordError when the bytes do not fill the shape."""
-        dtype, shape = _LITTLE_ENDIAN[self.dtype], self.shape
-        if min(shape, default=0) < 0 or len(self.data) != math.prod(shape) * dtype.itemsize:
-            raise RecordError(
-                f"array of {len(self.data)} bytes cannot be {self.dtype}{list(shape)}"
-            )
-        flat = np.frombuffer(self.data, dtype)
-        return flat if len(shape) == 1 else flat.reshape(shape)
-
-    @staticmethod
-    def concatenate(arrays: Sequence["Array"]) -> np.ndarray:
-        """Returns the numbers of `arrays`, which are of one dtype, one after the other, as a copy. One call for
-        many arrays takes a tenth of a call of `numpy` for each. Raises RecordError as that does."""
-        dtype = _LITTLE_ENDIAN[arrays[0].dtype]
-        flat = np.frombuffer(bytearray().join([array.data for array in arrays]), dtype)
-        if flat.size != sum([math.prod(array.shape) for array in arrays]):
-            raise RecordError("the bytes of several arrays do not fill their shapes")
-        return flat
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,25 +86,6 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
         if prompt.dtype != "int32" or len(prompt.shape) != 1 or prompt.numpy().size == 0:
             raise RecordError(f"ticket {self.number}: prompt_ids is not a non-empty int32 [P]")
         return self
-
-
-class VersionSpan(msgspec.Struct, frozen=True, gc=False):
-    """`tokens` consecutive response tokens drawn with weights `version`, whose manifest hashes to `digest`."""
-
-    version: int
-    tokens: int
-    digest: str
-
-
-def merge_spans(spans: Iterable[VersionSpan]) -> list[VersionSpan]:
-    """Returns `spans`, neighbours of one version as one: [(v1, 2), (v1, 3), (v2, 1)] → [(v1, 5), (v2, 1)]."""
-    out: list[VersionSpan] = []
-    for span in spans:
-        if out and (out[-1].version, out[-1].digest) == (span.version, span.digest):
-            out[-1] = msgspec.structs.replace(span, tokens=out[-1].tokens + span.tokens)
-        elif span.tokens:
-            out.append(span)
-    return out
 
 
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -288,18 +224,6 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
         return [t for t in self.trajectories if t.valid]
 
 
-_COLUMNS = (("response_ids", "int32"), ("behavior_logprobs", "float32"), ("loss_mask", "uint8"))
-
-
-def _column(array: Array, name: str, dtype: str, t: Trajectory, where: str) -> np.ndarray:
-    if array.dtype == dtype and len(array.shape) == len(t.response_ids.shape) == 1:
-        values = array.numpy()
-        if values.size == t.num_tokens:
-            return values
-    shape = list(t.response_ids.shape)
-    raise RecordError(f"{where}: {name} is not {dtype} {shape}, one for each response token")
-
-
 def _are_valid(trajectories: list[Trajectory]) -> bool:
     """Returns True if `_validate_trajectory` raises for none of them."""
     if not trajectories or not _are_plain(trajectories):
@@ -346,21 +270,7 @@ def _joined(columns: list[bytes | memoryview], dtype: str) -> np.ndarray:
 
 
 def _validate_trajectory(t: Trajectory, where: str) -> None:
-    ids, logprobs, _ = (
-        _column(getattr(t, name), name, dtype, t, where) for name, dtype in _COLUMNS
-    )
-    if not ids.size:
-        raise RecordError(f"{where}: empty response")
-    # A NaN fails either comparison.
-    if not (logprobs.min() > -np.inf and logprobs.max() <= LARGEST_LOGPROB):
-        bad = np.flatnonzero(~(np.isfinite(logprobs) & (logprobs <= LARGEST_LOGPROB)))[0]
-        raise RecordError(f"{where}, token {bad}: behaviour log-prob is {logprobs[bad]}")
-    if ids.min() < 0:
-        raise RecordError(f"{where}: negative token id")
-    if any(s.tokens < 1 for s in t.spans) or sum(s.tokens for s in t.spans) != t.num_tokens:
-        raise RecordError(
-            f"{where}: version spans cover {sum(s.tokens for s in t.spans)} of {t.num_tokens} tokens"
-        )
+    validate_tokens(t, where)
     if not t.valid and t.failure is None:
         raise RecordError(f"{where}: its reward is not valid, and no cause is named")
     if not abs(t.reward) <= LARGEST_REWARD:

@@ -6,7 +6,8 @@ from typing import Any, Protocol
 from msgspec import Struct, json
 
 from areal_q.errors import TaskError
-from areal_q.messages.trajectories import FailureCause, FinishReason, Ticket
+from areal_q.messages.tokens import FinishReason
+from areal_q.messages.trajectories import FailureCause, Ticket
 
 Variables = Mapping[str, bool | int | float | str]
 """Variables of a chat template, such as {"enable_thinking": False}"""
