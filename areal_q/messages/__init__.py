@@ -8,6 +8,10 @@ default, and nothing else changes. Arrays travel as raw little-endian bytes with
 """
 # ruff: noqa: I001  (isort would give each of these names an import of its own)
 
+from areal_q.messages.branches import (
+    MOST_BRANCHES as MOST_BRANCHES,
+    Branch as Branch,
+)
 from areal_q.messages.codec import (
     MAX_RECORD_BYTES as MAX_RECORD_BYTES,
     MessageDecoder as MessageDecoder,
@@ -23,6 +27,7 @@ from areal_q.messages.codec import (
     encode as encode,
     encode_group as encode_group,
 )
+from areal_q.messages.paths import parts as parts, with_teacher as with_teacher
 from areal_q.messages.tokens import (
     Array as Array,
     Dtype as Dtype,

@@ -10,6 +10,7 @@ import numpy as np
 
 from areal_q.config import Sampling
 from areal_q.errors import RecordError
+from areal_q.messages.branches import Branch, validate_branches
 from areal_q.messages.tokens import (
     LARGEST_LOGPROB,
     Array,
@@ -123,10 +124,23 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     teacher_logprobs: Array | None = None
     """float32 [T] nats: log π_T of `learner.teacher`, which the learner adds; None without one."""
+    branches: tuple[Branch, ...] = ()
+    """What else the episode drew (branches.py); all the fields above but the reward are of the first path."""
 
     @property
     def num_tokens(self) -> int:
+        """Number of the first path's tokens"""
         return self.response_ids.shape[0]
+
+    @property
+    def all_spans(self) -> list[VersionSpan]:
+        """The version spans of all paths, one path after the other"""
+        return [*self.spans, *(span for branch in self.branches for span in branch.spans)]
+
+    @property
+    def all_tokens(self) -> int:
+        """Number of tokens of all paths, those that are shared counted once"""
+        return self.num_tokens + sum(b.response_ids.shape[0] for b in self.branches)
 
 
 class PartialResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -216,6 +230,10 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
             if t.routes is not None:
                 tokens = prompt.shape[0] + t.num_tokens
                 _validate_routes(t.routes, tokens, f"{where}, trajectory {t.index}")
+            if t.branches:
+                budget = self.ticket.sampling.max_tokens
+                place = f"{where}, trajectory {t.index}"
+                validate_branches(t, t.branches, prompt.shape[0], budget, place)
         return self
 
     @property

@@ -108,7 +108,7 @@ class Witness:
         number, seen = group.ticket.number, self.seen
         foreign = group.worker == FOREIGN or group.ticket.run_id in self._cluster.ended
         if number < FORGED and number not in seen.committed and not foreign:
-            seen.committed[number] = [s for t in group.trajectories for s in t.spans]
+            seen.committed[number] = [s for t in group.trajectories for s in t.all_spans]
             seen.order.append(number)
 
     def _quarantine(self) -> None:
@@ -259,7 +259,7 @@ def _none_lost(left: Left, seen: Seen, notes: Notes) -> Iterator[str]:
 def _bound(left: Left) -> Iterator[str]:
     for step, taken in left.log:
         for group in taken:
-            spans = [s for t in group.validate().trajectories for s in t.spans]
+            spans = [s for t in group.validate().trajectories for s in t.all_spans]
             worst = max(left.lag(s, step) for s in spans)
             if worst > left.max_lag:
                 yield f"step {step}, ticket {group.ticket.number}: a token {worst} versions old"

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from areal_q.config import parse
 from areal_q.errors import UserError
-from areal_q.messages import Group, Trajectory
+from areal_q.messages import Branch, Group, Trajectory
 from areal_q.system.command import escaped
 from areal_q.system.disk import size
 from areal_q.tasks import Tokenizer, build_tokenizer
@@ -100,9 +100,22 @@ def group_facts(group: Group) -> _Row:
                 "response_ids": t.response_ids.numpy().tolist(),
                 "behavior_logprobs": t.behavior_logprobs.numpy().tolist(),
                 "loss_mask": t.loss_mask.numpy().tolist(),
+                **({"branches": [_branch_facts(b) for b in t.branches]} if t.branches else {}),
             }
             for t in group.trajectories
         ],
+    }
+
+
+def _branch_facts(branch: Branch) -> _Row:
+    return {
+        "parent": branch.parent,
+        "at": branch.at,
+        "finish_reason": branch.finish_reason,
+        "spans": branch.spans,
+        "response_ids": branch.response_ids.numpy().tolist(),
+        "behavior_logprobs": branch.behavior_logprobs.numpy().tolist(),
+        "loss_mask": branch.loss_mask.numpy().tolist(),
     }
 
 
@@ -122,6 +135,8 @@ def group_view(group: Group, tokenizer: Tokenizer | None) -> RenderableType:
     parts: list[RenderableType] = [lines]
     for t in group.trajectories:
         parts += [_response(t, tokenizer), _tokens(t, tokenizer)]
+        for number, branch in enumerate(t.branches, 1):
+            parts += [_branch(number, branch, tokenizer), _tokens(branch, tokenizer)]
     return Lines(*parts)
 
 
@@ -159,14 +174,14 @@ def _rows(client: redis.Redis, run: str, what: str) -> Iterator[_Row]:
 
 
 def _group_row(entry: str, group: Group) -> _Row:
-    versions = sorted({s.version for t in group.trajectories for s in t.spans})
+    versions = sorted({s.version for t in group.trajectories for s in t.all_spans})
     rewards = [t.reward for t in group.valid_trajectories]
     return {
         "entry": entry,
         "ticket": group.ticket.number,
         "worker": group.worker,
         "responses": len(group.trajectories),
-        "tokens": sum(t.num_tokens for t in group.trajectories),
+        "tokens": sum(t.all_tokens for t in group.trajectories),
         "reward": sum(rewards) / len(rewards) if rewards else None,
         "failed": len(group.trajectories) - len(rewards),
         "versions": f"{versions[0]}–{versions[-1]}",
@@ -197,6 +212,16 @@ def _response(t: Trajectory, tokenizer: Tokenizer | None) -> Text:
     return text
 
 
+def _branch(number: int, branch: Branch, tokenizer: Tokenizer | None) -> Text:
+    text = Text(f"branch {number}  ", style="bold")
+    said = f"after {branch.at} tokens of path {branch.parent}, {branch.finish_reason}"
+    text.append(said, style="not bold")
+    if tokenizer:
+        decoded = _decoded(tokenizer, branch.response_ids.numpy().tolist())
+        text.append(f"\n{decoded[:_MAX_TEXT]}", style="not bold")
+    return text
+
+
 def _decoded(tokenizer: Tokenizer, ids: list[int]) -> str:
     try:
         return escaped(tokenizer.decode(ids))
@@ -204,7 +229,7 @@ def _decoded(tokenizer: Tokenizer, ids: list[int]) -> str:
         return "(outside the vocabulary)"
 
 
-def _tokens(t: Trajectory, tokenizer: Tokenizer | None) -> Table:
+def _tokens(t: Trajectory | Branch, tokenizer: Tokenizer | None) -> Table:
     table = _table("token", "id", "text", "log-prob", "version", "counts")
     versions = [s.version for s in t.spans for _ in range(s.tokens)]
     columns = (t.response_ids, t.behavior_logprobs, t.loss_mask)

@@ -11,9 +11,9 @@ The name of an unfinished part begins with a dot, which pyarrow and pandas ignor
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,6 +39,8 @@ class LogFormat:
     schema: pa.Schema
     key: bytes
     version: int
+    since: Mapping[str, int] = field(default_factory=dict)
+    """The versions from which on a part must have a column; `version` where none is named"""
 
 
 class ParquetLog:
@@ -107,8 +109,10 @@ class ParquetLog:
             raise self._error from error
 
     def _write(self, table: pa.Table) -> None:
+        if self._writer is not None and not self._writer.schema.equals(table.schema):
+            self._close_part()
         if self._writer is None:
-            self._writer = _writer(self._temporary, self._format.schema)
+            self._writer = _writer(self._temporary, table.schema)
         self._writer.write_table(table)
         self._steps_in_part += 1
         full = self._steps_in_part >= PART_STEPS or self._temporary.stat().st_size >= PART_BYTES
@@ -221,13 +225,14 @@ def _check_schema(found: pa.Schema, format: LogFormat) -> None:
 
 def _strange(found: pa.Schema, format: LogFormat, version: int) -> str | None:
     """Returns the name of a column that is unknown, repeated, missing or of another type; None if there is
-    none. An older version may lack columns other than `step`."""
+    none. An older version may lack the columns that came after it, but for `step`."""
     types = dict(zip(format.schema.names, format.schema.types, strict=True))
     present = dict(zip(found.names, found.types, strict=True))
-    needed = types if version == format.version else types.keys() & {format.schema.names[0]}
+    needed = {name for name in types if format.since.get(name, format.version) <= version}
+    needed.add(format.schema.names[0])
     unknown = (name for name, type in present.items() if types.get(name) != type)
     twice = (name for name in found.names if found.names.count(name) > 1)
-    return next(iter([*unknown, *twice, *sorted(set(needed) - present.keys())]), None)
+    return next(iter([*unknown, *twice, *sorted(needed - present.keys())]), None)
 
 
 def _unfinished(part: Path) -> Path:

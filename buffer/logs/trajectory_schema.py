@@ -9,6 +9,7 @@ Of the trajectory:  index, response_ids, behavior_logprobs, loss_mask, spans, fi
                     reward_parts, reward_notes, routes (raw little-endian bytes, empty where there are none),
                     routes_shape ([N, L, K]; [] where there are none), valid, failure (the cause; empty where
                     the reward did not fail), teacher_logprobs (empty without a teacher)
+Of its branches:    branches, a list of structs; the column is left out while no episode of the run has any
 
 The names are those of areal_q.messages, which gives their units and shapes. After the first release a column
 that is added needs a default for the files that lack it, and a higher _SCHEMA_VERSION.
@@ -26,10 +27,12 @@ import pyarrow as pa
 from areal_q.config import Sampling
 from areal_q.decode_errors import in_words
 from areal_q.errors import RecordError
-from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan
+from areal_q.messages import Array, Branch, Group, Ticket, Trajectory, VersionSpan
 from buffer.logs.parquet_log import LogFormat
 
-_SCHEMA_VERSION = 2
+_SCHEMA_VERSION = 3
+_UNBRANCHED_VERSION = 2
+"""The version of a part without branches, which is as it was before there were any"""
 _METADATA_KEY = b"areal-q-log-schema"
 
 _SAMPLING = pa.struct(
@@ -88,9 +91,31 @@ TRAJECTORY_SCHEMA = pa.schema(
         ("why", pa.string()),
         ("teacher_logprobs", pa.list_(pa.float32())),
     ],
-    metadata={_METADATA_KEY: str(_SCHEMA_VERSION)},
+    metadata={_METADATA_KEY: str(_UNBRANCHED_VERSION)},
 )
-TRAJECTORY_LOG_FORMAT = LogFormat(TRAJECTORY_SCHEMA, _METADATA_KEY, _SCHEMA_VERSION)
+_BRANCHES = pa.list_(
+    pa.struct(
+        [
+            ("parent", pa.int32()),
+            ("at", pa.int32()),
+            ("response_ids", pa.list_(pa.int32())),
+            ("behavior_logprobs", pa.list_(pa.float32())),
+            ("loss_mask", pa.list_(pa.uint8())),
+            ("spans", _SPANS),
+            ("finish_reason", pa.string()),
+            ("teacher_logprobs", pa.list_(pa.float32())),
+        ]
+    )
+)
+BRANCHED_SCHEMA = TRAJECTORY_SCHEMA.append(pa.field("branches", _BRANCHES)).with_metadata(
+    {_METADATA_KEY: str(_SCHEMA_VERSION)}
+)
+TRAJECTORY_LOG_FORMAT = LogFormat(
+    BRANCHED_SCHEMA,
+    _METADATA_KEY,
+    _SCHEMA_VERSION,
+    dict.fromkeys(TRAJECTORY_SCHEMA.names, _UNBRANCHED_VERSION),
+)
 
 _TICKET_FIELDS = (
     *("run", "run_id", "number", "purpose", "prompt", "answer", "group_size", "seed"),
@@ -103,8 +128,11 @@ _TRAJECTORY_FIELDS = ("index", "finish_reason", "reward", "valid")
 _TOKEN_FIELDS = ("response_ids", "behavior_logprobs", "loss_mask")
 
 
-def groups_to_table(step: int, version: int, groups: Sequence[Group]) -> pa.Table:
-    """Returns the rows of one step's groups, in order. The groups must be valid (Group.validate)."""
+def groups_to_table(
+    step: int, version: int, groups: Sequence[Group], branched: bool = False
+) -> pa.Table:
+    """Returns the rows of one step's groups, in order, with the column `branches` if `branched` or one of them
+    has any. The groups must be valid (Group.validate)."""
     rows = [(place, g, t) for place, g in enumerate(groups) for t in g.trajectories]
     tickets = [g.ticket for _, g, _ in rows]
     columns: dict[str, Any] = {
@@ -133,9 +161,11 @@ def groups_to_table(step: int, version: int, groups: Sequence[Group]) -> pa.Tabl
     columns |= {name: [getattr(g, name) for _, g, _ in rows] for name in _GROUP_FIELDS}
     columns |= {name: [getattr(t, name) for _, _, t in rows] for name in _TRAJECTORY_FIELDS}
     columns |= {name: _lists([getattr(t, name) for _, _, t in rows]) for name in _TOKEN_FIELDS}
-    return pa.Table.from_arrays(
-        [_column(columns[f.name], f) for f in TRAJECTORY_SCHEMA], schema=TRAJECTORY_SCHEMA
-    )
+    schema = TRAJECTORY_SCHEMA
+    if branched or any(t.branches for _, _, t in rows):
+        schema = BRANCHED_SCHEMA
+        columns["branches"] = [[_branch_row(b) for b in t.branches] for _, _, t in rows]
+    return pa.Table.from_arrays([_column(columns[f.name], f) for f in schema], schema=schema)
 
 
 def groups_from_table(table: pa.Table, validate: bool = True) -> list[Group]:
@@ -199,8 +229,37 @@ def _trajectory(row: dict[str, Any]) -> Trajectory:
         routes=_routes(row),
         failure=row["failure"] or None,
         teacher_logprobs=Array.of(given, "float32") if given else None,
+        branches=tuple(_branch(branch) for branch in row.get("branches", ())),
         **{name: row[name] for name in (*_TRAJECTORY_FIELDS, *_TOKEN_FIELDS)},
     )
+
+
+def _branch_row(branch: Branch) -> dict[str, Any]:
+    return {
+        "parent": branch.parent,
+        "at": branch.at,
+        "spans": msgspec.to_builtins(branch.spans),
+        "finish_reason": branch.finish_reason,
+        "teacher_logprobs": _numbers(branch.teacher_logprobs),
+        **{name: getattr(branch, name).numpy() for name in _TOKEN_FIELDS},
+    }
+
+
+def _branch(row: dict[str, Any]) -> Branch:
+    given = row["teacher_logprobs"]
+    try:
+        return Branch(
+            parent=row["parent"],
+            at=row["at"],
+            response_ids=Array.of(row["response_ids"], "int32"),
+            behavior_logprobs=Array.of(row["behavior_logprobs"], "float32"),
+            loss_mask=Array.of(row["loss_mask"], "uint8"),
+            spans=[VersionSpan(**span) for span in row["spans"]],
+            finish_reason=row["finish_reason"],
+            teacher_logprobs=Array.of(given, "float32") if given else None,
+        )
+    except (TypeError, ValueError) as error:
+        raise RecordError(f"a branch lacks values: {error}") from error
 
 
 def _routes(row: dict[str, Any]) -> Array | None:

@@ -42,6 +42,7 @@ class _GroupOf(msgspec.Struct):
 
 class _Drawn(msgspec.Struct):
     spans: list[VersionSpan]
+    branches: "tuple[_Drawn, ...]" = ()
 
 
 class _SpansOf(msgspec.Struct):
@@ -151,7 +152,8 @@ class GroupStream:
         """Returns the digest of each version that drew groups after `position`; where they differ, the one in
         the newest group."""
         found = records(self._connection, self._stream, self.position, _decode_spans)
-        spans = (span for _, group in found for drawn in group.trajectories for span in drawn.spans)
+        drawn = (part for _, it in found for t in it.trajectories for part in (t, *t.branches))
+        spans = (span for part in drawn for span in part.spans)
         return {span.version: span.digest for span in spans}
 
     def rewind(self) -> bool:

@@ -106,7 +106,7 @@ class Steps:
         """Returns the group with its tokens in this history: those of a run's own log as they are, others as
         drawn by this history's version of the same number, or by the newest."""
         if self.step in self._recorded and all(
-            s.digest for t in group.trajectories for s in t.spans
+            s.digest for t in group.trajectories for s in t.all_spans
         ):
             return group
 
@@ -115,7 +115,12 @@ class Steps:
             digest = self._history.digests.setdefault(version, "")
             return VersionSpan(version, span.tokens, digest)
 
-        trajectories = [replace(t, spans=[*map(placed, t.spans)]) for t in group.trajectories]
+        def moved(tokens: Any) -> Any:
+            return replace(tokens, spans=[*map(placed, tokens.spans)])
+
+        trajectories = [
+            replace(moved(t), branches=tuple(map(moved, t.branches))) for t in group.trajectories
+        ]
         return replace(group, trajectories=trajectories)
 
     @property

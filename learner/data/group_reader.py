@@ -154,7 +154,7 @@ class GroupReader:
 
     def lag(self, group: Group, version: int) -> int:
         """Returns the largest lag of any token in `group`."""
-        return max(self._history.lag(s, version) for t in group.trajectories for s in t.spans)
+        return max(self._history.lag(s, version) for t in group.trajectories for s in t.all_spans)
 
     def _read(self) -> list[Entry]:
         """Reads as many groups as the pool asks for, and waits only if it has too few for a step."""
@@ -172,7 +172,9 @@ class GroupReader:
             logger.info("ticket %d counted already: its second group is passed over", number)
             return
         self.groups += 1
-        self._newest = max(self._newest, *(s.version for t in group.trajectories for s in t.spans))
+        self._newest = max(
+            self._newest, *(s.version for t in group.trajectories for s in t.all_spans)
+        )
         self.failures.add(group)
         if len(group.valid_trajectories) < self._cfg.fewest_valid:
             self.invalid += 1

@@ -6,7 +6,15 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from areal_q.config import Sampling
-from areal_q.messages import Array, Group, PartialResponse, Ticket, Trajectory, VersionSpan
+from areal_q.messages import (
+    Array,
+    Branch,
+    Group,
+    PartialResponse,
+    Ticket,
+    Trajectory,
+    VersionSpan,
+)
 
 INT64 = st.integers(0, 2**63 - 1)
 SECONDS = st.floats(0, 1e12)
@@ -36,7 +44,30 @@ def trajectories(draw, index: int) -> Trajectory:
 
 
 @st.composite
-def groups(draw, numbers=INT64, purposes=PURPOSES) -> Group:
+def branched(draw, prompt: int, t: Trajectory) -> Trajectory:
+    """`t` after a prompt of so many tokens, with up to three branches anywhere on its paths."""
+    lengths, branches = [prompt + t.num_tokens], list[Branch]()
+    for number in range(draw(st.integers(0, 3))):
+        own, parent = draw(trajectories(0)), draw(st.integers(0, number))
+        mask = [*own.loss_mask.numpy().tolist()[:-1], 1]
+        at = draw(st.integers(1, lengths[parent]))
+        branches.append(
+            Branch(
+                parent=parent,
+                at=at,
+                response_ids=own.response_ids,
+                behavior_logprobs=own.behavior_logprobs,
+                loss_mask=Array.of(mask, "uint8"),
+                spans=own.spans,
+                finish_reason=own.finish_reason,
+            )
+        )
+        lengths.append(at + own.num_tokens)
+    return replace(t, branches=tuple(branches))
+
+
+@st.composite
+def groups(draw, numbers=INT64, purposes=PURPOSES, branches: bool = False) -> Group:
     """Groups of any valid content, their tickets of these numbers and purposes."""
     size = draw(st.integers(1, 3))
     ticket = Ticket(
@@ -64,12 +95,15 @@ def groups(draw, numbers=INT64, purposes=PURPOSES) -> Group:
         problem=draw(st.integers(-1, 9)),
         why=draw(st.sampled_from(["", "hard: pass rate 0.00 after 1 group"])),
     )
+    found = [draw(trajectories(i)) for i in range(size)]
+    if branches:
+        found = [draw(branched(ticket.prompt_ids.shape[0], t)) for t in found]
     return Group(
         ticket=ticket,
         worker=draw(st.text(max_size=5)),
         engine="scripted",
         weight_format=draw(st.sampled_from(["bf16", "int8"])),
-        trajectories=[draw(trajectories(i)) for i in range(size)],
+        trajectories=found,
         started_s=draw(SECONDS),
         finished_s=draw(SECONDS),
     )

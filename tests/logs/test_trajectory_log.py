@@ -190,7 +190,7 @@ def test_an_error_of_the_writer_reaches_the_learner(tmp_path, make_group, monkey
 
 def test_a_part_of_a_newer_schema_or_of_somebody_else_is_refused(tmp_path, make_group):
     table = groups_to_table(0, 0, [make_group()])
-    newer = {b"areal-q-log-schema": b"3"}
+    newer = {b"areal-q-log-schema": b"4"}
     for metadata in (newer, None):
         pq.write_table(table.replace_schema_metadata(metadata), tmp_path / "part-000000.parquet")
         with pytest.raises(RecordError, match="log schema"):

@@ -1,0 +1,42 @@
+"""The paths of an episode, each as a trajectory of its own tokens (branches.py)."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from msgspec.structs import replace
+
+from areal_q.messages.tokens import Array
+from areal_q.messages.trajectories import Trajectory
+
+
+def parts(prompt: np.ndarray, t: Trajectory) -> Iterator[tuple[np.ndarray, Trajectory]]:
+    """Yields each path of an episode as what stands before its own tokens, int32 [P], and these as a trajectory
+    of the same index and reward: first `prompt` and `t` itself, then each branch. All their tokens together are
+    the episode's, each once."""
+    yield prompt, t
+    paths = [np.concatenate((prompt, t.response_ids.numpy()))] if t.branches else []
+    for branch in t.branches:
+        before = paths[branch.parent][: branch.at]
+        paths.append(np.concatenate((before, branch.response_ids.numpy())))
+        yield (
+            before,
+            replace(
+                t,
+                response_ids=branch.response_ids,
+                behavior_logprobs=branch.behavior_logprobs,
+                loss_mask=branch.loss_mask,
+                spans=branch.spans,
+                finish_reason=branch.finish_reason,
+                teacher_logprobs=branch.teacher_logprobs,
+                routes=None,
+                branches=(),
+            ),
+        )
+
+
+def with_teacher(t: Trajectory, logprobs: Sequence[np.ndarray]) -> Trajectory:
+    """Returns `t` with log π_T of the tokens of each of its `parts`, float32 [T] each, in their order."""
+    own, *others = (Array.of(part, "float32") for part in logprobs)
+    pairs = zip(t.branches, others, strict=True)
+    branches = tuple(replace(branch, teacher_logprobs=found) for branch, found in pairs)
+    return replace(t, teacher_logprobs=own, branches=branches)
