@@ -14,6 +14,7 @@ import numpy as np
 from areal_q.config import Sampling
 from areal_q.messages import (
     Array,
+    Branch,
     FinishReason,
     PartialResponse,
     Ticket,
@@ -49,6 +50,12 @@ class Response:
     """Experts of the tokens of prompt and response, turn after turn, as in Completion.routes"""
     prompt: list[int] | None = None
     """The tokens before the response, where an agent brought its own; None means the ticket's"""
+    branches: list["Response"] = field(default_factory=list)
+    """What else the episode drew, with own tokens only (episode_tree.py); all above is of the first path"""
+    parent: int = 0
+    """The path that a branch hangs off: 0 is the first, k that of branch k, counted from 1"""
+    at: int = 0
+    """Number of tokens of that path, those of the prompt included, that a branch shares"""
 
     def context(self, ticket: Ticket) -> list[int]:
         """Returns all tokens so far, those of the prompt included."""
@@ -57,8 +64,8 @@ class Response:
 
     @property
     def drawn(self) -> int:
-        """Number of tokens that the model drew."""
-        return sum(self.mask)
+        """Number of tokens that the model drew, on all paths."""
+        return sum(self.mask) + sum(branch.drawn for branch in self.branches)
 
     def text(self, tokenizer: Tokenizer, sampling: Sampling) -> str:
         """Returns the text that rewards judge: the beginning that the chat template gave the reply and all that
@@ -118,10 +125,23 @@ class Response:
             valid=score.valid,
             failure=score.failure,
             routes=Array.of(self.routes) if routes and self.routes is not None else None,
+            branches=tuple(
+                Branch(
+                    parent=branch.parent,
+                    at=branch.at,
+                    response_ids=Array.of(branch.ids, "int32"),
+                    behavior_logprobs=Array.of(branch.logprobs, "float32"),
+                    loss_mask=Array.of(branch.mask, "uint8"),
+                    spans=list(branch.spans),
+                    finish_reason=branch.finish_reason,
+                )
+                for branch in self.branches
+            ),
         )
 
     def partial(self) -> PartialResponse:
-        """Returns a record of the response so far, from which another worker can continue it."""
+        """Returns a record of the response so far, from which another worker can continue it. Branches are left
+        out: only external agents make them, whose episodes begin again with another worker."""
         return PartialResponse(
             response_ids=Array.of(self.ids, "int32"),
             behavior_logprobs=Array.of(self.logprobs, "float32"),

@@ -9,23 +9,26 @@
 | `__call__`    | an end of each of the G episodes       | `end`, `fail`, agents that stay silent;     |
 |               |                                        | cancelled when the ticket is lost           |
 | `begin`       | an episode that nobody plays           | a new ticket; a silent agent; its timeout   |
+| `turn`        | tokens of `max_tokens` that may be     | the end of another turn of the episode that |
+|               | drawn                                  | may still draw them                         |
 """
 
 import asyncio
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from areal_q.config import External
 from areal_q.errors import RecordError
-from areal_q.messages import FailureCause, Ticket, VersionSpan
+from areal_q.messages import MOST_BRANCHES, FailureCause, Ticket
 from areal_q.tasks import Score
 from areal_q.tasks.base import Message, Tool
 from rollout.engines.base import Completion, TokenCallback
 from rollout.environments.base import Response
 from rollout.environments.engine_client import EngineClient
+from rollout.environments.episode_tree import State, path_of, record
 
 EPISODE = "ep-"
 """Beginning of every episode's id, which tells it from other keys"""
@@ -43,56 +46,51 @@ class Talk(NamedTuple):
 Said = str | Talk | None
 """What an agent has sent of an episode, from its beginning to the turn that it asks for: a text, or a
 conversation; None for ids"""
-UNDRAWN = VersionSpan(-1, 0, "")
-"""Version span of tokens that an agent gave before the model drew its first one. It is replaced by the version
-that draws that token."""
-
-
-class Given(NamedTuple):
-    """What an agent puts before a turn."""
-
-    ids: list[int]
-    """Tokens after those that are recorded"""
-    prompt: list[int] | None = None
-    """All that is before the first draw, where that is not the ticket's prompt"""
-
-    def after(self, episode: "Episode") -> list[int]:
-        """Returns all that the turn is drawn after."""
-        return [*(episode.ids if self.prompt is None else self.prompt), *self.ids]
 
 
 @dataclass(eq=False)
 class Episode:
-    """One response that an agent plays. `ids` are what the learner trains on; `text` or `messages` are the same
-    content as the agent has sent and received it. Once it has sent one kind, the other is None."""
+    """One response that an agent plays, as a tree of what its requests drew."""
 
     ticket: Ticket
     index: int
     done: "asyncio.Future[Response]"
     id: str = ""
     response: Response = field(default_factory=Response)
-    text: str | None = field(init=False)
-    messages: list[Message] | None = field(init=False)
-    tools: list[Tool] = field(default_factory=list)
-    """Those that the model read before its first draw"""
-    busy: bool = False
+    """What the learner trains on"""
+    states: list[State] = field(default_factory=list)
+    """The same content as the agent has sent and received it: one state for each turn, in the order of their
+    ends"""
+    begun: int = 0
+    """Number of turns that have begun; each draws from its own stream of random numbers."""
+    reserved: dict[int, int] = field(default_factory=dict)
+    """Tokens that each turn under way may draw, by its number"""
+    freed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set as a turn ends, which may leave some of them to others"""
     attempt: int = 1
     """Number of agents that have begun the episode, the present one included. An agent that gave it back does
     not count."""
     seen_s: float = 0.0
 
-    def __post_init__(self) -> None:
-        self.text = self.ticket.prompt
-        self.messages = [{"role": "user", "content": self.ticket.prompt}]
+    @property
+    def prompt(self) -> list[int]:
+        """The ticket's"""
+        return self.ticket.prompt_ids.numpy().tolist()
+
+    def ids(self, state: State) -> list[int]:
+        """Returns all tokens up to the end of a state's turn."""
+        return path_of(self.response, self.prompt, state.path)[: state.length]
 
     @property
-    def ids(self) -> list[int]:
-        return self.response.context(self.ticket)
+    def busy(self) -> bool:
+        """True while a turn is under way"""
+        return bool(self.reserved)
 
     @property
     def left(self) -> int:
-        """Number of the ticket's `max_tokens` that may still be drawn."""
-        return self.ticket.sampling.max_tokens - self.response.drawn
+        """Number of the ticket's `max_tokens` that may still be drawn, by turns that have not begun."""
+        drawn = self.response.drawn + sum(self.reserved.values())
+        return self.ticket.sampling.max_tokens - drawn
 
 
 class Episodes:
@@ -179,77 +177,81 @@ class Episodes:
         self,
         episode: Episode,
         said: Said,
-        given: Given,
+        context: list[int],
         stop_ids: frozenset[int],
         max_tokens: int | None,
         stop: tuple[str, ...] = (),
         on_token: TokenCallback | None = None,
         view: Callable[[Completion], Message] | None = None,
     ) -> Completion:
-        """Appends what is `given`, with loss mask 0, and draws the next turn after it. With it `said` is all
-        that the agent has sent, and `view` returns the turn as the message that the agent receives.
+        """Draws a turn after the tokens `context`, which are all that is before it, and records it; what of
+        them was not recorded yet has loss mask 0. With it `said` is all that the agent has sent, and `view`
+        returns the turn as the message that the agent receives.
 
         Tokens, and text or messages, change together once the turn has ended, whether or not the agent still
-        waits for it. A turn that fails or is cancelled leaves the episode as it was. Raises RecordError if no
-        token budget is left, another turn is under way, or a prompt of the agent's own begins otherwise than
-        the ticket's: the prompts of a group share at least their first token.
+        waits for it. A turn that fails or is cancelled leaves the episode as it was. Turns may be drawn at the
+        same time, each of what the others may not draw. Raises RecordError if no token budget is left, or
+        `context` begins otherwise than the ticket's prompt: a group's prompts share at least their first token.
         """
-        if episode.busy:
-            raise RecordError("a turn of this episode is under way")
-        if episode.left <= 0:
-            raise RecordError("the episode's budget of tokens is spent")
-        asked = given.after(episode)
-        if asked[0] != episode.ids[0]:
+        if context[0] != episode.prompt[0]:
             raise RecordError(
                 "the prompt does not begin with the first token of the ticket's prompt"
             )
-        room = self._longest - len(asked)
+        room = self._longest - len(context)
         if room <= 0:
             raise RecordError(
                 f"the episode would have more than learner.microbatch_tokens = {self._longest} tokens"
             )
-        before = episode.response
-        response = replace(
-            before,
-            ids=[*before.ids],
-            logprobs=[*before.logprobs],
-            mask=[*before.mask],
-            spans=[*before.spans],
-            prompt=before.prompt if given.prompt is None else given.prompt,
-        )
-        response.add_given(given.ids, response.spans[-1] if response.spans else UNDRAWN)
-        episode.busy = True
+        if len(episode.response.branches) + len(episode.reserved) >= MOST_BRANCHES:
+            raise RecordError(f"the episode would have more than {MOST_BRANCHES} branches")
+        number = await self._reserved(episode, min(max_tokens or room, room))
         try:
-            budget = min(max_tokens or episode.left, episode.left, room)
             done = await self._client.generate_turn(
                 episode.ticket,
                 episode.index,
-                response,
+                Response(prompt=context, turns=number),
                 stop_ids,
-                budget,
+                episode.reserved[number],
                 stop=stop,
                 on_token=on_token,
             )
         finally:
-            episode.busy, episode.seen_s = False, time.monotonic()
-        if (
-            response.spans[0].version == UNDRAWN.version
-        ):  # now it is known which version they came before
-            first = done.spans[0]
-            tokens = len(given.ids) + first.tokens
-            response.spans = [VersionSpan(first.version, tokens, first.digest), *done.spans[1:]]
+            del episode.reserved[number]
+            episode.freed.set()
+            episode.seen_s = time.monotonic()
+        state = record(episode.response, episode.prompt, context, done)
+        episode.states.append(self._after(state, said, context, done, view))
+        return done
+
+    async def _reserved(self, episode: Episode, most: int) -> int:
+        """Returns the number of a new turn, for which at most so many of the tokens are reserved that may still
+        be drawn. While other turns may draw them all, it waits. Raises RecordError if none is left."""
+        while episode.left <= 0:
+            if not episode.busy:
+                raise RecordError("the episode's budget of tokens is spent")
+            episode.freed.clear()
+            await episode.freed.wait()
+        number, episode.begun = episode.begun, episode.begun + 1
+        episode.reserved[number] = min(most, episode.left)
+        return number
+
+    def _after(
+        self,
+        state: State,
+        said: Said,
+        context: list[int],
+        done: Completion,
+        view: Callable[[Completion], Message] | None,
+    ) -> State:
+        """Returns the state with what the agent has sent and received."""
         tokenizer = self._client.tokenizer
         drawn = done.response_ids.tolist()
         reply = tokenizer.decode([i for i in drawn if i not in tokenizer.special_ids])
         if isinstance(said, Talk):
             answer = view(done) if view else {"role": "assistant", "content": reply}
-            episode.text, episode.messages = None, [*said.messages, answer]
-            episode.tools = said.tools
-        else:
-            text = tokenizer.decode(asked) if said is None else said
-            episode.text, episode.messages = text + reply, None
-        episode.response = response
-        return done
+            return state._replace(messages=[*said.messages, answer], tools=said.tools)
+        before = tokenizer.decode(context) if said is None else said
+        return state._replace(text=before + reply)
 
     def end(self, episode: Episode, reward: float, parts: dict[str, float]) -> None:
         """Ends the episode with its reward; the group is committed once all of its episodes have ended. Raises

@@ -21,15 +21,15 @@ from areal_q.system.ports import most_connections
 from areal_q.tasks import Tokenizer
 from rollout.engines.base import Completion, Engine, Request, TokenCallback
 from rollout.engines.stop_conditions import stop_strings
-from rollout.environments.external import Episode, Episodes, Given, Said, Talk
+from rollout.environments.external import Episode, Episodes, Said, Talk
 from rollout.openai_server.access import bound_to, denied, episode_key
 from rollout.openai_server.connections import Connections
 from rollout.openai_server.dialects import messages, responses
 from rollout.openai_server.episode_turns import (
     asked_sampling,
+    context_of_messages,
+    context_of_prompt,
     fixed_sampling,
-    new_of_messages,
-    new_of_prompt,
 )
 from rollout.openai_server.replies import Reply
 from rollout.openai_server.request_fields import B, decoded_request
@@ -164,16 +164,14 @@ class Endpoint:
 
     async def _complete(self, request: Any, body: CompletionBody, kind: type[Reply] = Reply) -> Any:
         episode = self._episode(request)
-        given: Given | None = None
         if episode is not None:
-            given = new_of_prompt(self._tokenizer, episode, body.prompt)
-            prompt = given.after(episode)
+            prompt = context_of_prompt(self._tokenizer, episode, body.prompt)
         elif isinstance(body.prompt, str):
             prompt = self._tokenizer.encode_prompt(body.prompt)
         else:
             prompt = body.prompt
         said = body.prompt if isinstance(body.prompt, str) else None
-        return await self._answer(request, body, prompt, given, episode, said, kind)
+        return await self._answer(request, body, prompt, episode, said, kind)
 
     async def _chat(self, request: Any) -> Any:
         return await self._talk(request, await self._body(request, ChatBody))
@@ -188,16 +186,15 @@ class Endpoint:
 
     async def _talk(self, request: Any, body: ChatBody, kind: type[Reply] = Reply) -> Any:
         episode = self._episode(request)
-        given: Given | None = None
         said = [m.plain() for m in body.messages]
         talk = Talk(said, [tool.plain() for tool in body.tools or ()])
         variables = body.chat_template_kwargs or {}
         if episode is not None:
-            given = new_of_messages(self._tokenizer, episode, talk, variables, self._reader.ends)
-            prompt = given.after(episode)
+            ends = self._reader.ends
+            prompt = context_of_messages(self._tokenizer, episode, talk, variables, ends)
         else:
             prompt = self._tokenizer.encode_messages(said, variables, talk.tools)
-        return await self._answer(request, body, prompt, given, episode, talk, kind)
+        return await self._answer(request, body, prompt, episode, talk, kind)
 
     async def _body(self, request: Any, type: type[B]) -> B:
         """Returns the decoded body. A request need not name a model; raises HTTPNotFound if it names another
@@ -232,7 +229,6 @@ class Endpoint:
         request: Any,
         body: CompletionBody | ChatBody,
         prompt: list[int],
-        given: Given | None,
         episode: Episode | None,
         said: Said,
         kind: type[Reply] = Reply,
@@ -246,7 +242,7 @@ class Endpoint:
         no_text = self._tokenizer.special_ids
         if isinstance(body, ChatBody):
             stops, no_text = stops | self._reader.ends, self._reader.no_text
-        # In an episode the agent needs the whole text, its stops included, for its next turn must extend it.
+        # In an episode the agent needs the whole text, its stops included, for its next turn to extend it.
         kept = body.include_stop_str_in_output or episode is not None
         hidden = () if kept else stop_strings(sampling)
         reply = kind(
@@ -254,9 +250,9 @@ class Endpoint:
         )
 
         async def generate(on_token: TokenCallback | None) -> list[Completion]:
-            if episode is not None and given is not None:
+            if episode is not None:
                 turn = self._required().turn
-                asked = (episode, said, given, stops, body.limit, body.stops, on_token)
+                asked = (episode, said, prompt, stops, body.limit, body.stops, on_token)
                 return [await turn(*asked, view=reply.message)]
             asked = Request(
                 prompt_ids=np.array(prompt, np.int32),
@@ -305,7 +301,8 @@ class Endpoint:
             episodes.fail(episode, body.failed)
         elif body.reward is not None:
             episodes.end(episode, body.reward, body.parts)
-        return self._json({"id": episode.id, "tokens": len(episode.response.ids)})
+        tokens = sum(len(path.ids) for path in (episode.response, *episode.response.branches))
+        return self._json({"id": episode.id, "tokens": tokens})
 
     async def _drop(self, request: Any) -> Any:
         episodes = self._required()

@@ -1,7 +1,7 @@
-"""The rules for a request that continues an episode: it extends the recorded turns token for token, only what
-is new is tokenised, and it draws with the ticket's settings; others draw with the request's."""
+"""The rules for a request of an episode: what it repeats of recorded turns stays as it was drawn, token for
+token; only what is new is tokenised. It draws with the ticket's settings; others draw with the request's."""
 
-from collections.abc import Set
+from collections.abc import Iterable, Sequence, Set
 
 import msgspec
 
@@ -10,66 +10,63 @@ from areal_q.decode_errors import in_words
 from areal_q.errors import RecordError
 from areal_q.tasks import Tokenizer
 from areal_q.tasks.base import Message, Variables
-from rollout.environments.external import Episode, Given, Talk
+from rollout.environments.episode_tree import State
+from rollout.environments.external import Episode, Talk
 from rollout.openai_server.schema import ChatBody, CompletionBody
 
-_LONGEST = 120
-"""Characters of a message that an error repeats"""
 KNOBS = ("temperature", "top_k", "top_p", "min_p")
 
 
-def new_of_prompt(tokenizer: Tokenizer, episode: Episode, prompt: str | list[int]) -> Given:
-    """Returns the tokens of the prompt after those that are recorded or, before the first draw, a prompt of the
-    agent's own. Raises RecordError if the prompt does not begin with the recorded tokens or text."""
-    known = episode.text if isinstance(prompt, str) else episode.ids
-    if known is None or prompt[: len(known)] != known:
-        if not episode.response.drawn:
-            return _own(tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt)
-        raise RecordError("the prompt does not extend what is recorded of the episode")
-    new = prompt[len(known) :]
-    return Given(tokenizer.encode(new) if isinstance(new, str) else list(new))
+def context_of_prompt(tokenizer: Tokenizer, episode: Episode, prompt: str | list[int]) -> list[int]:
+    """Returns the tokens after which a turn is drawn that is asked for by ids or a text. Of a text only what
+    follows the longest recorded one, or the ticket's prompt, is tokenised."""
+    if isinstance(prompt, str):
+        before, known = episode.prompt, episode.ticket.prompt
+        if found := _longest(s for s in episode.states if _begins(prompt, s.text)):
+            before, known = episode.ids(found), found.text or ""
+        if prompt.startswith(known):
+            return [*before, *tokenizer.encode(prompt[len(known) :])]
+        return tokenizer.encode_prompt(prompt)
+    return prompt
 
 
-def new_of_messages(
+def context_of_messages(
     tokenizer: Tokenizer,
     episode: Episode,
     talk: Talk,
     variables: Variables,
     ends: Set[int],
-) -> Given:
-    """Returns the tokens of the messages after those that are recorded or, before the first draw, a prompt of
-    the agent's own. `ends` are tokens that end a reply beside the tokenizer's stops. Raises RecordError if the
-    messages do not begin with those recorded, or the tools are others than those of the first draw."""
-    known, messages = episode.messages, talk.messages
-    drawn = episode.response.ids
-    if not drawn:
-        if messages == known and not talk.tools and not variables:
-            return Given([])
-        return _own(tokenizer.encode_messages(tokenizer.opened(messages), variables, talk.tools))
-    if talk.tools != episode.tools:
-        raise RecordError(
-            "`tools` are not those of the episode's first turn, which the model has read"
-        )
-    if known is None:
-        raise RecordError(
-            "the messages do not extend what is recorded of the episode, ids or a text"
-        )
-    for i, recorded in enumerate(known):
-        if i >= len(messages) or not _is_said_again(recorded, messages[i]):
-            sent = repr(messages[i])[:_LONGEST] if i < len(messages) else "nothing"
-            raise RecordError(
-                f"the messages do not extend those recorded of the episode: messages[{i}] is {sent}, and "
-                f"was {repr(recorded)[:_LONGEST]}"
-            )
-    ended = drawn[-1] in tokenizer.stops or drawn[-1] in ends
-    calls = known[-1].get("tool_calls", ())
-    return Given(tokenizer.encode_turn(messages[len(known) :], ended, variables, calls))
+) -> list[int]:
+    """Returns the tokens after which a turn is drawn that is asked for by messages. Only those are rendered
+    that follow the longest recorded conversation with these tools; all of them where they begin otherwise than
+    every recorded one. `ends` are tokens that end a reply beside the tokenizer's stops."""
+    messages = talk.messages
+    said = (s for s in episode.states if s.messages and s.tools == talk.tools)
+    if found := _longest(s for s in said if _are_said_again(s.messages or [], messages)):
+        known, before = found.messages or [], episode.ids(found)
+        ended = before[-1] in tokenizer.stops or before[-1] in ends
+        calls = known[-1].get("tool_calls", ())
+        rest = messages[len(known) :]
+        return [*before, *tokenizer.encode_turn(rest, ended, variables, calls)]
+    asked = [{"role": "user", "content": episode.ticket.prompt}]
+    if messages == asked and not talk.tools and not variables:
+        return episode.prompt
+    return tokenizer.encode_messages(tokenizer.opened(messages), variables, talk.tools)
 
 
-def _own(prompt: list[int]) -> Given:
-    if not prompt:
-        raise RecordError("the prompt is empty")
-    return Given([], prompt)
+def _longest(states: Iterable[State]) -> State | None:
+    """Returns the state that says the most, the newest of several."""
+    found = [*states][::-1]
+    return max(found, key=lambda s: len(s.text or s.messages or ""), default=None)
+
+
+def _begins(prompt: str, text: str | None) -> bool:
+    return text is not None and prompt.startswith(text)
+
+
+def _are_said_again(known: Sequence[Message], messages: Sequence[Message]) -> bool:
+    pairs = zip(known, messages, strict=False)
+    return len(known) <= len(messages) and all(_is_said_again(*pair) for pair in pairs)
 
 
 def _is_said_again(recorded: Message, sent: Message) -> bool:

@@ -164,20 +164,6 @@ async def test_an_agent_with_instructions_and_tools_is_learnt_exactly(world: Cal
         assert between == f"\n{result * 2}<|im_start|>assistant\n"
 
 
-async def test_tools_stay_those_of_the_first_turn(world: Callable[..., World]):
-    here = world("hm")
-    async with here.served() as create:
-        heads = {"X-Episode": (await here.post("/episodes"))["id"]}
-        said = {**ASKED, "extra_headers": heads}
-        reply = (await create(**said, tools=[ADD])).choices[0].message
-        talk = [*ASKED["messages"], reply.model_dump(), *ASKED["messages"]]
-        with pytest.raises(openai.BadRequestError, match="not those of the episode's first turn"):
-            await create(**{**said, "messages": talk})
-        talk[1] = {"role": "assistant", "content": "something else"}
-        with pytest.raises(openai.BadRequestError, match=r"messages\[1\] is .*'something else'"):
-            await create(**{**said, "messages": talk}, tools=[ADD])
-
-
 @pytest.mark.parametrize("way", ["header", "URL", "key"])
 async def test_an_episode_has_three_names(world: Callable[..., World], way: str):
     here = world("so", "and so", "no")

@@ -41,7 +41,7 @@ from rollout.engines import build_engine
 from rollout.engines.base import Completion, Engine, Request
 from rollout.environments.base import Response
 from rollout.environments.engine_client import EngineClient
-from rollout.environments.external import Episodes, Given
+from rollout.environments.external import Episodes
 from rollout.environments.registry import build_environment
 from rollout.openai_server.app import MAX_BODY_BYTES, Endpoint
 from rollout.openai_server.request_fields import NEUTRAL, WITHOUT_EFFECT
@@ -548,7 +548,7 @@ async def play(url: str, turns: list[str]) -> tuple[dict[str, Any], list[Any]]:
             )
             found.append(reply)
             prompt += reply.choices[0].text
-        with pytest.raises(openai.BadRequestError, match="does not extend"):
+        with pytest.raises(openai.BadRequestError, match="first token of the ticket"):
             await client.completions.create(model="run", prompt="9", extra_headers=heads)
         with pytest.raises(openai.BadRequestError, match="temperature"):
             await client.completions.create(
@@ -671,12 +671,12 @@ async def test_an_episode_given_up_begins_again_with_whoever_asks_next(
     task = asyncio.create_task(episodes(ticket, responses))
     first = await episodes.begin(5.0)
     assert first is not None
-    await episodes.turn(first, None, Given([]), frozenset(), 2)
+    await episodes.turn(first, None, first.prompt, frozenset(), 2)
     assert await episodes.begin(0.0) is None
     first.seen_s -= 601  # its agent has been silent
     second = await episodes.begin(0.0)
     assert second is not None and second.id != first.id and not second.response.ids
-    await episodes.turn(second, None, Given([5]), frozenset(), 2)
+    await episodes.turn(second, None, [*second.prompt, 5], frozenset(), 2)
     assert [second.response.mask, second.response.spans[0].tokens] == [[0, 1, 1], 3]
     episodes.end(second, 1.0, {})
     await task
@@ -727,7 +727,7 @@ async def test_an_episode_left_too_often_has_no_reward(
     for _ in range(2):
         episode = await episodes.begin(30.0)
         assert episode is not None
-        await episodes.turn(episode, None, Given([]), frozenset(), 2)
+        await episodes.turn(episode, None, episode.prompt, frozenset(), 2)
     await task
     score = responses[0].score
     assert score is not None and (score.valid, score.failure) == (valid, "timeout")

@@ -15,7 +15,7 @@ from areal_q.tasks import CharTokenizer
 from rollout.engines.base import Completion, Request, ResponseCallback, TokenCallback
 from rollout.environments.base import Response
 from rollout.environments.engine_client import EngineClient
-from rollout.environments.external import Episodes, Given
+from rollout.environments.external import Episodes
 from rollout.openai_server.app import Endpoint
 
 MANY = 20_000
@@ -86,7 +86,9 @@ async def asking(
             async with http.post(f"{url}/episodes") as reply:
                 episode = await reply.json()
 
-            def post(turn: dict[str, Any], **more: Any) -> Any:
+            def post(turn: dict[str, Any], path: str = "", **more: Any) -> Any:
+                if path:
+                    return http.post(f"{url}/episodes/{episode['id']}/{path}", json={"reward": 1.0})
                 path = "chat/completions" if "messages" in turn else "completions"
                 body = turn | more
                 return http.post(f"{url}/{path}", json=body, headers={"X-Episode": episode["id"]})
@@ -107,10 +109,8 @@ def beginnings(episode: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("way", ["text", "ids", "messages"])
-async def test_an_agent_that_lost_a_turn_cannot_go_on_without_it(
-    ticket: Ticket, way: str, stream: bool
-):
-    """A stream is left after its first line, a whole reply unread."""
+async def test_a_turn_that_was_lost_is_drawn_anew(ticket: Ticket, way: str, stream: bool):
+    """A stream is left after its first line, a whole reply unread. What was drawn for it stays recorded."""
     engine = AtOnce()
     async with asking(ticket, engine) as (post, episode):
         turn = beginnings(episode)[way]
@@ -119,21 +119,23 @@ async def test_an_agent_that_lost_a_turn_cannot_go_on_without_it(
             await reply.content.readline() if stream else None
             reply.close()
         async with post(turn, max_tokens=2) as again:
-            assert again.status == 400 and "extend" in await again.text()
-    assert engine.asked == [episode["prompt_token_ids"]]
+            assert again.status == 200, await again.text()
+        async with post({}, path="reward") as ended:
+            assert (await ended.json())["tokens"] == MANY + 2
+    assert engine.asked == [episode["prompt_token_ids"]] * 2
 
 
 @pytest.mark.parametrize("first", ["text", "ids", "messages"])
 @pytest.mark.parametrize("second", ["text", "ids", "messages"])
-async def test_no_kind_of_prompt_goes_on_from_before_a_turn_of_another(
+async def test_any_kind_of_prompt_may_ask_for_a_turn_of_another_again(
     ticket: Ticket, first: str, second: str
 ):
     engine = AtOnce()
     async with asking(ticket, engine) as (post, episode):
-        async with post(beginnings(episode)[first], max_tokens=2) as reply:
-            assert reply.status == 200
-        async with post(beginnings(episode)[second], max_tokens=2) as again:
-            assert again.status == 400 and "extend" in await again.text()
+        for way in (first, second):
+            async with post(beginnings(episode)[way], max_tokens=2) as reply:
+                assert reply.status == 200
+    assert engine.asked == [episode["prompt_token_ids"]] * 2
 
 
 async def test_the_experts_of_earlier_turns_are_kept(ticket: Ticket):
@@ -144,7 +146,8 @@ async def test_the_experts_of_earlier_turns_are_kept(ticket: Ticket):
         assert episode is not None
         for given in ([], [4, 5]):
             oracle.add_given(given, VersionSpan(0, 0, "ab"))
-            oracle.add_drawn(await episodes.turn(episode, None, Given(given), frozenset(), 2))
+            context = oracle.context(ticket)
+            oracle.add_drawn(await episodes.turn(episode, None, context, frozenset(), 2))
         episodes.end(episode, 1.0, {})
         await asyncio.sleep(0)
         played = episode.response

@@ -1,7 +1,7 @@
 """An endpoint whose engine draws what a test has written, and the episodes of one ticket."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,9 @@ class Scripted:
         self.tokenizer, self.script = tokenizer, script
         self.drawn: list[tuple[list[int], list[int]]] = []
         """Prompt and reply of each request"""
+        self.seeds: list[int] = []
+        self.wait: Callable[[], Awaitable[Any]] | None = None
+        """What each request waits for, once it has its line"""
 
     async def generate(
         self,
@@ -47,6 +50,9 @@ class Scripted:
         on_response: ResponseCallback | None = None,
     ) -> list[Completion]:
         line = self.script.pop(0)
+        self.seeds.append(request.seed)
+        if self.wait:
+            await self.wait()
         ids = [*self.tokenizer.encode(line), self.tokenizer.eos_id]
         ids = ids[: request.sampling.max_tokens]
         ended = ids[-1] in request.stop_ids
