@@ -194,9 +194,9 @@ def launch(
 
 def _read_model(run: Run, view: View) -> None:
     """Says what a pretrained model is, as the learner will read it. Raises UserError for one, or for an
-    objective, advantage or environment of the user's own, that it or a worker would refuse."""
-    environment = isinstance(run.rollout.environment, PythonEnvironment)
-    if not (isinstance(run.model, PretrainedModel) or run.learner.has_own_code or environment):
+    objective, advantage, order or environment of the user's own, that it or a worker would refuse."""
+    own = isinstance(run.rollout.environment, PythonEnvironment) or run.learner.has_own_code
+    if not (isinstance(run.model, PretrainedModel) or own):
         return
     command = module_command("areal_q.checks")
     done = subprocess.run(command, input=dump_toml(run), capture_output=True, encoding="utf-8")

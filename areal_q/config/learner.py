@@ -279,8 +279,8 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
 
     @property
     def has_own_code(self) -> bool:
-        """True if the objective or the advantage is a function of the user's own."""
-        own = (self.objective, *parts_of(self.advantage).values())
+        """True if the objective, an advantage or the order is a function of the user's own."""
+        own = (self.objective, self.order, *parts_of(self.advantage).values())
         return any(isinstance(it, PythonCode) for it in own)
 
     @property

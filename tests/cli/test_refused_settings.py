@@ -135,6 +135,15 @@ def test_a_refused_run_leaves_an_earlier_one_where_it_is(tmp_path: Path, taken: 
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run"]
 
 
+def test_an_order_that_raises_is_refused_before_anything_starts(tmp_path: Path):
+    (tmp_path / "mine.py").write_text(
+        "def order(number, problems, seed):\n    return problems[0].level"
+    )
+    done = areal_q(tmp_path, "learner.order.path=mine.py")
+    refused(done, "mine.py:2: AttributeError")
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.parametrize(("prompt", "answer"), [("say 1", "1"), ("1+1=", "two")])
 def test_unreadable_problems_leave_an_earlier_run_in_place(
     tmp_path: Path, prompt: str, answer: str
