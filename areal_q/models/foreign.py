@@ -10,6 +10,8 @@ COMPUTED_BY = "computed_by"
 TRANSFORMERS = "transformers"
 NO_LIMIT = 1 << 17
 """Positions of a model that names no bound, as with ALiBi"""
+_BY_LENGTH = ("dynamic", "longrope")
+"""Ways to stretch RoPE that depend on how long a text is"""
 _NAMES = {
     "vocab_size": ("vocab_size",),
     "width": ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"),
@@ -22,8 +24,15 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
 
 
 def sizes_of(hf: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a DecoderConfig, but for `foreign`. Raises CheckpointError for a size that is
-    missing: a model that is more than a causal language model has its sizes in a table below."""
+    """Returns the fields of a DecoderConfig, but for `foreign`. Raises CheckpointError for RoPE that depends on
+    how long a text is, and for a size that is missing: a model that is more than a causal language model has
+    its sizes in a table below."""
+    rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    for table in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+        if (kind := table.get("rope_type", table.get("type"))) in _BY_LENGTH:
+            raise CheckpointError(
+                f"rope type {kind!r}: a token's log-prob would change as its text grows"
+            )
     sizes: dict[str, Any] = {field: _first(hf, names) for field, names in _NAMES.items()}
     if missing := [field for field, size in sizes.items() if size is None]:
         raise CheckpointError(

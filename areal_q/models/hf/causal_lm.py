@@ -215,11 +215,15 @@ def empty_foreign(config: DecoderConfig) -> HfDecoder:
 
 
 def _decoder(config: DecoderConfig, net: Any) -> HfDecoder:
-    if net._is_stateful:
-        raise CheckpointError(
-            f"{config.family}: a state in place of keys and values is computed by neither backend"
-        )
+    check_cache(type(net), config.family)
     return HfDecoder(config, net.eval())
+
+
+def check_cache(kind: Any, family: str) -> None:
+    """Raises CheckpointError for a class of models that keep a state in place of keys and values: the engine
+    could not repeat it for a group, nor the learner pad behind it."""
+    if kind._is_stateful:
+        raise CheckpointError(f"{family} keeps a state in place of keys and values")
 
 
 def without_values(model: HfDecoder) -> HfDecoder:
