@@ -57,8 +57,10 @@ def failed_text(failed: int, causes: Counter[str], responses: int) -> str:
 
 
 def reward_name(task: TaskConfig, reward: RewardConfig) -> str:
-    """Returns the path of the reward's file, or else the task whose grader gives the rewards."""
+    """Returns the judge, or the path of the reward's file, or the task whose grader gives the rewards."""
     if isinstance(task, Mix):
         return "of a task of the mixture"
+    if reward.judge:
+        return f"by judge {reward.judge.model}"
     path = task.path if isinstance(task, Python) else reward.path
     return path or f"of task.type={task.__struct_config__.tag}"

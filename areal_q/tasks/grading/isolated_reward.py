@@ -45,7 +45,8 @@ _START_S = 60.0
 class Isolated:
     """A reward that runs in at most `processes` processes, which are started when they are needed.
 
-    `source` is what the child loads: ("grader", "math", "") or ("file", path, function).
+    `source` is what the child loads: ("grader", "math", ""), ("file", path, function) or ("judge", its
+    settings as JSON, "").
     """
 
     def __init__(

@@ -199,7 +199,7 @@ def _as_trl(
 
     def arguments(problem: Problem, responses: Responses, index: int) -> Given:
         texts = [r.text for r in responses]
-        row = {"answer": problem.answer} | _row(problem)
+        row = {"answer": problem.answer} | row_of(problem)
         offered = {n: [v] * len(texts) for n, v in row.items() if n not in _NOT_BY_NAME}
         offered["prompts"] = [problem.asked] * len(texts)
         offered["completions"] = [[_said(text)] for text in texts] if problem.messages else texts
@@ -216,7 +216,8 @@ def _said(text: str) -> Message:
     return {"role": "assistant", "content": text}
 
 
-def _row(problem: Problem) -> dict[str, Any]:
+def row_of(problem: Problem) -> dict[str, Any]:
+    """Returns the columns of the problem's row that it carries."""
     return json.decode(problem.columns) if problem.columns else {}
 
 
@@ -229,7 +230,7 @@ def _offered(
         "prompt": lambda: problem.prompt,
         "response": lambda: completed.text,
         "answer": lambda: problem.answer,
-        "row": lambda: _row(problem) or {"prompt": problem.asked, "answer": problem.answer},
+        "row": lambda: row_of(problem) or {"prompt": problem.asked, "answer": problem.answer},
         "messages": lambda: [*problem.messages] or [{"role": "user", "content": problem.prompt}],
         "completion_ids": lambda: [*completed.ids],
         "finish_reason": lambda: completed.finish_reason,

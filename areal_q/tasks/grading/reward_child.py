@@ -10,15 +10,18 @@ import importlib
 import inspect
 import os
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
+from areal_q.config.tasks import Judge
 from areal_q.errors import ConfigError, TaskError
 from areal_q.system.command import accept_any_text
 from areal_q.system.processes import limit_memory
 from areal_q.tasks.grading.child_process import failure_of, frame, private_socket
 from areal_q.tasks.grading.graders import GRADERS, check_extra
+from areal_q.tasks.grading.judge import AskedJudge
 from areal_q.tasks.grading.own_reward import Scorer, load_reward, scores_of
 from areal_q.tasks.grading.reward_process import TIMED_OUT, Answer, Ask, Graded, Ready
 
@@ -29,7 +32,7 @@ def main(kind: str, name: str, function: str, memory_mib: str, timeout_s: str) -
     parent = private_socket()
     accept_any_text()  # a reward may print what the model wrote
     try:
-        scorer = load_reward(name, function) if kind == "file" else _grader(name)
+        scorer = SCORERS[kind](name, function)
     except (ConfigError, TaskError) as error:
         ready = Ready(error=str(error), extra_missing=isinstance(error, ConfigError))
         parent.sendall(frame(ready))
@@ -43,7 +46,7 @@ def main(kind: str, name: str, function: str, memory_mib: str, timeout_s: str) -
         _one_by_one(scorer, parent)
 
 
-def _grader(name: str) -> Scorer:
+def _grader(name: str, _: str) -> Scorer:
     check_extra(name)
     if needs := GRADERS[name].needs:
         importlib.import_module(
@@ -51,6 +54,19 @@ def _grader(name: str) -> Scorer:
         )  # imported now, so that it does not count against the first timeout
     score = GRADERS[name].score
     return Scorer(lambda problem, responses, index: score(problem, responses[index].text))
+
+
+def _judge(settings: str, _: str) -> Scorer:
+    judge = AskedJudge(msgspec.json.decode(settings, type=Judge))
+    return Scorer(judge.score, at_once=True)
+
+
+SCORERS: dict[str, Callable[[str, str], Scorer]] = {
+    "file": load_reward,
+    "grader": _grader,
+    "judge": _judge,
+}
+"""What loads a reward, by the first argument"""
 
 
 def _one_by_one(scorer: Scorer, parent: socket.socket) -> None:

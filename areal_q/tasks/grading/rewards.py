@@ -7,6 +7,7 @@ Fast built-in graders run in the worker. Slow ones and those in a user's file ru
 """
 
 import asyncio
+import importlib.util
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
@@ -25,7 +26,7 @@ from areal_q.config import (
     Sampling,
     TaskConfig,
 )
-from areal_q.errors import RecordError
+from areal_q.errors import ConfigError, RecordError
 from areal_q.messages.trajectories import FailureCause
 from areal_q.plugins import digest_of, parted
 from areal_q.tasks.base import Columns, Completed, Grader, Problem, Score
@@ -49,6 +50,8 @@ STYLES: dict[str, Callable[[str], bool]] = {
 """Formats that a response can be in; the key is `reward.style`"""
 
 
+_JUDGE_S = 3600.0
+"""Seconds after which a response is given up that waits for a judge's connection to be free"""
 Opinion = Callable[[Problem, str], bool | None]
 """Says whether a response is right; None if it cannot tell"""
 
@@ -198,6 +201,12 @@ def build_reward(run: Run) -> Reward:
 
 def _reward_of(run: Run) -> Reward:
     cfg, max_tokens, grader = run.reward, run.rollout.sampling.max_tokens, run.task.grader
+    if (
+        cfg.judge
+    ):  # one process, as it remembers verdicts and counts calls; none of its failures is a reward
+        source = ("judge", msgspec.json.encode(cfg.judge).decode(), "")
+        limits = msgspec.structs.replace(cfg, processes=1, timeout_s=_JUDGE_S, zero_on=())
+        return IsolatedReward(source, limits, max_tokens)
     if file := _reward_file(run):
         return IsolatedReward(("file", file, cfg.function), cfg, max_tokens)
     if GRADERS[grader].slow:
@@ -263,7 +272,8 @@ def columns_for(run: Run) -> Columns | dict[str, Columns]:
 
 def columns_of_one(run: Run) -> Columns:
     """Returns what `columns_for` does, for a run of one task."""
-    own = _reward_file(run) is not None or isinstance(run.learner.order, PythonOrder)
+    own = _reward_file(run) is not None or run.reward.judge is not None
+    own = own or isinstance(run.learner.order, PythonOrder)
     own = own or isinstance(run.rollout.environment, PythonEnvironment)
     return run.reward.columns if own else ()
 
@@ -280,12 +290,34 @@ def check_reward(run: Run) -> None:
 
 def _check_reward(run: Run) -> None:
     file = _reward_file(run)
-    if file is None:
+    if run.reward.judge:
+        _check_judge(run.reward)
+    elif file is None:
         check_extra(run.task.grader)
     elif isinstance(run.task, Python):  # the learner loads the problems from the same file
         load_reward(file, run.reward.function)
     else:
         digest_of(file)
+
+
+def _check_judge(cfg: RewardConfig) -> None:
+    assert cfg.judge
+    if cfg.path:
+        raise ConfigError(
+            "reward.judge, reward.path: a response has one reward, so give one of them"
+        )
+    if "{response}" not in cfg.judge.prompt:
+        raise ConfigError(
+            "reward.judge.prompt: {response} is not in it, so every response is the same"
+        )
+    try:
+        groups = re.compile(cfg.judge.pattern).groups
+    except re.error as error:
+        raise ConfigError(f"reward.judge.pattern: {error}") from error
+    if groups != 1:
+        raise ConfigError(f"reward.judge.pattern: one group is the score, and it has {groups}")
+    if importlib.util.find_spec("aiohttp") is None:
+        raise ConfigError("reward.judge needs aiohttp: pip install 'areal-q[server]'")
 
 
 def _shaped(score: Score, response: Completed, cfg: RewardConfig, max_tokens: int) -> Score:
