@@ -28,10 +28,11 @@ import redis
 import redis.asyncio
 import uvloop
 
-from areal_q.config import Sampling
-from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan, encode
+from areal_q.messages import Array, Group, Ticket, VersionSpan, encode
 from bench.common import ROOT, commit, device, number, peer_env, publish, say, table, versions
-from bench.peers.buffer_rows import make_group, nbytes_of, summary
+from bench.peers.buffer_rows import make_group as arrays_of
+from bench.peers.buffer_rows import nbytes_of, summary
+from bench.records import make_group, make_ticket, make_trajectory
 from buffer.logs.trajectory_log import TrajectoryLog, read_log
 from buffer.logs.trajectory_schema import TRAJECTORY_SCHEMA, groups_to_table
 from buffer.redis_store import Claim, LearnerBuffer, WorkerBuffer
@@ -49,42 +50,23 @@ T = TypeVar("T")
 
 
 def ticket_of(number: int) -> Ticket:
-    return Ticket(
-        run="bench",
-        number=number,
-        step=0,
-        prompt="p",
-        answer="a",
-        prompt_ids=Array.of([1, 2, 3], "int32"),
-        group_size=RESPONSES,
-        sampling=Sampling(),
-        seed=number,
-    )
+    return make_ticket(number, run="bench", prompt="p", answer="a", group_size=RESPONSES)
 
 
 def group_of(ticket: Ticket, tokens: int) -> Group:
-    arrays = make_group(ticket.number, tokens, RESPONSES)
+    arrays = arrays_of(ticket.number, tokens, RESPONSES)
+    spans = [VersionSpan(0, tokens, "d")]
     trajectories = [
-        Trajectory(
-            index=i,
-            spans=[VersionSpan(0, tokens, "d")],
-            finish_reason="stop",
-            reward=0.0,
-            response_ids=Array.of(arrays["response_ids"][i]),
-            behavior_logprobs=Array.of(arrays["behavior_logprobs"][i]),
+        make_trajectory(
+            i,
+            arrays["response_ids"][i],
+            arrays["behavior_logprobs"][i],
             loss_mask=Array.of(arrays["loss_mask"][i]),
+            spans=spans,
         )
         for i in range(RESPONSES)
     ]
-    return Group(
-        ticket=ticket,
-        worker="w",
-        engine="e",
-        weight_format="int8",
-        trajectories=trajectories,
-        started_s=0.0,
-        finished_s=0.0,
-    )
+    return make_group(ticket, trajectories=trajectories)
 
 
 def ours(tokens: int, count: int, fsync: str, workers: int = 1) -> Result:
@@ -296,7 +278,7 @@ def measure(pythons: dict[str, Path], rounds: int) -> dict[int, dict[str, Result
 
 def rows_of(tokens: int, results: dict[str, Result]) -> list[list[str]]:
     count = SIZES[tokens]
-    payload = nbytes_of(make_group(0, tokens, RESPONSES))
+    payload = nbytes_of(arrays_of(0, tokens, RESPONSES))
     rows = []
     for name, r in results.items():
         durable_s = r["in_s"] + r["persist_s"]

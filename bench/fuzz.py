@@ -28,7 +28,7 @@ import torch
 from safetensors.torch import save_file
 
 from areal_q import messages
-from areal_q.config import Run, Sampling, dump_toml, load
+from areal_q.config import Run, dump_toml, load
 from areal_q.errors import (
     CheckpointError,
     ConfigError,
@@ -36,20 +36,18 @@ from areal_q.errors import (
     WeightVersionError,
 )
 from areal_q.messages import (
-    Array,
     Group,
     PartialGroup,
     PartialResponse,
-    Ticket,
     Trajectory,
     VersionSpan,
-    WorkerStatus,
     encode,
 )
 from areal_q.models import DecoderConfig, load_config, load_decoder
 from areal_q.observability.metrics_log import read_metrics
 from areal_q.system.run_dir import METRICS_FILE
 from areal_q.weights import delta, version
+from bench.records import make_beat, make_group, make_ticket, make_trajectory
 from buffer.logs.step_log import StepLog, StepRecord, iter_steps
 from buffer.logs.trajectory_log import TrajectoryLog, read_log
 from learner import checkpoint
@@ -98,38 +96,19 @@ class Target:
 
 
 def _group() -> Group:
-    def answer(index: int) -> Trajectory:
-        return Trajectory(
-            index=index,
-            response_ids=Array.of([5, 6, 7], "int32"),
-            behavior_logprobs=Array.of([-0.1, -0.2, -0.3], "float32"),
-            loss_mask=Array.of([1, 1, 1], "uint8"),
-            spans=[VersionSpan(0, 1, "a" * 32), VersionSpan(1, 2, "b" * 32)],
-            finish_reason="stop",
-            reward=float(index),
+    spans = [VersionSpan(0, 1, "a" * 32), VersionSpan(1, 2, "b" * 32)]
+    answers = [
+        make_trajectory(
+            i,
+            [5, 6, 7],
+            [-0.1, -0.2, -0.3],
+            spans=spans,
+            reward=float(i),
             reward_parts={"correct": 1.0},
         )
-
-    ticket = Ticket(
-        run="run",
-        number=7,
-        step=0,
-        prompt="1+1=",
-        answer="2",
-        prompt_ids=Array.of([1, 2, 3], "int32"),
-        group_size=2,
-        sampling=Sampling(),
-        seed=1,
-    )
-    return Group(
-        ticket=ticket,
-        worker="w",
-        engine="e",
-        weight_format="int8",
-        trajectories=[answer(0), answer(1)],
-        started_s=1.0,
-        finished_s=2.0,
-    )
+        for i in range(2)
+    ]
+    return make_group(make_ticket(7, seed=1), trajectories=answers)
 
 
 def _versions() -> list[version.WeightVersion]:
@@ -180,10 +159,7 @@ def _message_targets() -> Iterator[Target]:
         messages.ChunkReply(digest="d", offset=0, nbytes=64, shared=True),
         messages.Gone(digest="d"),
     ]
-    numbers = dict.fromkeys(("pid", "version", "active", "tokens", "groups", "swaps"), 1)
-    rates = dict.fromkeys(("tokens_per_s", "idle_share", "swap_s", "time_s"), 0.5)
-    given: dict[str, Any] = {**numbers, **rates}
-    beat = WorkerStatus(worker="w", **given)
+    beat = make_beat(tokens_per_s=0.5, tokens=1)
 
     def manifest(data: bytes) -> None:
         version.check_version(messages.decode_manifest(data))

@@ -15,7 +15,6 @@ from areal_q.config import LearnerConfig, Sampling, TorchEngine, VllmEngine
 from areal_q.errors import AReaLQError
 from areal_q.linear import fp8_gemm
 from areal_q.linear.registry import linear_of
-from areal_q.messages import Array, Trajectory, VersionSpan
 from areal_q.models import Decoder, DecoderConfig
 from areal_q.models.low_bit.quantized_forward import use
 from areal_q.quant import FORMATS
@@ -23,6 +22,7 @@ from areal_q.quant.activations import quantize_groups_e4m3, quantize_rows
 from areal_q.weights.version import WeightVersion
 from bench.gpu import Row
 from bench.gpu.runs import runs
+from bench.records import make_trajectory
 from bench.weights.packed import packed
 from learner.backends.precision import LINEARS
 from learner.backends.single_device import TorchPolicy
@@ -225,14 +225,8 @@ def random_sample(index: int, length: int, vocabulary: int) -> Sample:
     return Sample(
         ticket=index,
         prompt_ids=rng.integers(0, vocabulary, prompt).astype(np.int32),
-        trajectory=Trajectory(
-            index=0,
-            response_ids=Array.of(rng.integers(0, vocabulary, count), "int32"),
-            behavior_logprobs=Array.of(np.full(count, -np.log(vocabulary)), "float32"),
-            loss_mask=Array.of(np.ones(count), "uint8"),
-            spans=[VersionSpan(0, count, "0")],
-            finish_reason="length",
-            reward=0.0,
+        trajectory=make_trajectory(
+            0, rng.integers(0, vocabulary, count), -np.log(vocabulary), finish_reason="length"
         ),
         advantage=float(rng.choice((-1.0, 1.0))),
         lag=np.zeros(count, np.int64),

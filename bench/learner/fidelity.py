@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from areal_q.config import Run, load
-from areal_q.messages import Array, Group, Ticket, Trajectory
+from areal_q.messages import Group, Ticket
 from areal_q.tasks import build_task, build_tokenizer
 from bench.common import ROOT, commit, device, publish, say, table
+from bench.records import drawn_trajectory, make_group
 from buffer.sampling.replay_pool import SampledGroups
 from learner.backends.single_device import TorchPolicy
 from learner.build_policy import build_model
@@ -58,27 +59,8 @@ async def group(engine: Engine, ticket: Ticket) -> Group:
             stop_ids=frozenset({1}),
         )
     )
-    trajectories = [
-        Trajectory(
-            index=i,
-            response_ids=Array.of(c.response_ids, "int32"),
-            behavior_logprobs=Array.of(c.logprobs, "float32"),
-            loss_mask=Array("uint8", c.response_ids.shape, b"\1" * len(c.response_ids)),
-            spans=c.spans,
-            finish_reason=c.finish_reason or "length",
-            reward=float(i % 2),
-        )
-        for i, c in enumerate(done)
-    ]
-    return Group(
-        ticket=ticket,
-        worker="bench",
-        engine=engine.name,
-        weight_format="int8",
-        trajectories=trajectories,
-        started_s=0.0,
-        finished_s=1.0,
-    )
+    trajectories = [drawn_trajectory(i, c, reward=float(i % 2)) for i, c in enumerate(done)]
+    return make_group(ticket, engine=engine.name, trajectories=trajectories)
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:

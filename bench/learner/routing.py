@@ -16,12 +16,12 @@ import torch
 import typer
 
 from areal_q.config import Run, load
-from areal_q.messages import Array, Trajectory
 from areal_q.models import Decoder, load_decoder
 from areal_q.quant import FORMATS
 from areal_q.tasks import build_task, build_tokenizer
 from areal_q.weights.version import WeightVersion
 from bench.common import commit, device, number, publish, say, table
+from bench.records import drawn_trajectory
 from bench.weights.packed import packed
 from learner.backends.routing_replay import routed, routing_for
 from learner.backends.single_device import logprobs_of
@@ -97,7 +97,7 @@ def drawn(run: Run, model: Decoder, format: str, prompts: int, samples: int) -> 
             Sample(
                 i,
                 request.prompt_ids,
-                _trajectory(k, c),
+                drawn_trajectory(k, c),
                 0.0,
                 np.zeros(len(c.response_ids), np.int64),
             )
@@ -121,20 +121,6 @@ async def _generate(
         return await asyncio.gather(*map(engine.generate, requests))
     finally:
         await engine.close()
-
-
-def _trajectory(index: int, c: Completion) -> Trajectory:
-    assert c.routes is not None and c.finish_reason is not None
-    return Trajectory(
-        index=index,
-        response_ids=Array.of(c.response_ids),
-        behavior_logprobs=Array.of(c.logprobs),
-        loss_mask=Array.of(np.ones(len(c.response_ids)), "uint8"),
-        spans=c.spans,
-        finish_reason=c.finish_reason,
-        reward=0.0,
-        routes=Array.of(c.routes),
-    )
 
 
 @torch.no_grad()

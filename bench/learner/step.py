@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from areal_q.config import load
-from areal_q.messages import Array, Trajectory, VersionSpan
 from areal_q.models import load_decoder
 from areal_q.system.processes import keep_freed_memory
 from bench.learner.memory import resident_bytes
+from bench.records import make_trajectory
 from learner.backends.single_device import TorchPolicy
 from learner.data.packing import Sample
 from learner.policy_update import update_policy
@@ -64,15 +64,7 @@ def samples_of(groups: list[dict[str, Any]]) -> list[Sample]:
         rewards = torch.tensor(group["rewards"])
         advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
         for i, ids in enumerate(group["responses"]):
-            t = Trajectory(
-                index=i,
-                response_ids=Array.of(ids, "int32"),
-                behavior_logprobs=Array.of(np.full(len(ids), -9.0), "float32"),
-                loss_mask=Array.of(np.ones(len(ids)), "uint8"),
-                spans=[VersionSpan(0, len(ids), "")],
-                finish_reason="stop",
-                reward=float(rewards[i]),
-            )
+            t = make_trajectory(i, ids, -9.0, reward=float(rewards[i]))
             lag, prompt = np.zeros(len(ids), np.int64), np.array(group["prompt_ids"], np.int32)
             out.append(Sample(ticket, prompt, t, float(advantages[i]), lag))
     return out

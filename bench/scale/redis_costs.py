@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import redis
 
-from areal_q.config import Sampling
-from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan, WorkerStatus, encode
+from areal_q.messages import Array, Group, Ticket, VersionSpan, encode
+from bench.records import make_beat, make_group, make_ticket, make_trajectory
 from buffer.redis_store import Claim, LearnerBuffer, WorkerBuffer
 from buffer.redis_store.local_server import RedisServer
 
@@ -101,10 +101,7 @@ async def _beats(server: RedisServer) -> float:
     learner.admit([_ticket(n, GROUP_SIZE) for n in range(BATCH)], cursor=BATCH)
     worker = WorkerBuffer(server.url, "beats", "w")
     claims: list[Claim] = await worker.claim(BATCH, block_s=1.0)
-    status = WorkerStatus(
-        worker="w", pid=1, version=0, active=0, tokens=0, tokens_per_s=0.0, idle_share=0.0, groups=0,
-        swaps=0, swap_s=0.0, time_s=0.0,
-    )  # fmt: skip
+    status = make_beat()
     before = _cpu_s(server)
     for _ in range(BEATS):
         await worker.renew(claims)
@@ -122,24 +119,15 @@ def _cpu_s(server: RedisServer) -> float:
 
 
 def _ticket(number: int, group_size: int) -> Ticket:
-    return Ticket(
-        run="scale", number=number, step=0, prompt="p" * 200, answer="1", group_size=group_size,
-        prompt_ids=Array.of(np.arange(64), "int32"), sampling=Sampling(), seed=number,
-    )  # fmt: skip
+    prompt_ids = Array.of(np.arange(64), "int32")
+    return make_ticket(number, prompt="p" * 200, group_size=group_size, prompt_ids=prompt_ids)
 
 
 def _group(ticket: Ticket, tokens: int) -> Group:
     rng = np.random.default_rng(ticket.number)
-    return Group(
-        ticket=ticket, worker="w", engine="torch", weight_format="int8", started_s=0.0,
-        finished_s=1.0,
-        trajectories=[
-            Trajectory(
-                index=i, response_ids=Array.of(rng.integers(0, 1 << 17, tokens), "int32"),
-                behavior_logprobs=Array.of(-rng.random(tokens), "float32"),
-                loss_mask=Array.of(np.ones(tokens), "uint8"),
-                spans=[VersionSpan(0, tokens, "0" * 32)], finish_reason="stop", reward=1.0,
-            )
-            for i in range(ticket.group_size)
-        ],
-    )  # fmt: skip
+    spans = [VersionSpan(0, tokens, "0" * 32)]
+    answers = [
+        make_trajectory(i, rng.integers(0, 1 << 17, tokens), -rng.random(tokens), spans=spans)
+        for i in range(ticket.group_size)
+    ]
+    return make_group(ticket, trajectories=answers)

@@ -23,7 +23,7 @@ from typing import cast
 import numpy as np
 
 from areal_q.config import Run, Sampling, TorchEngine
-from areal_q.messages import Array, Group, Ticket, Trajectory
+from areal_q.messages import Group, Ticket, Trajectory
 from areal_q.models import Decoder
 from areal_q.quant.awq import scales_for
 from areal_q.quant.rescaling import apply_uaq
@@ -38,6 +38,7 @@ from areal_q.tasks import (
     build_tokenizer,
 )
 from areal_q.weights.version import WeightVersion
+from bench.records import drawn_trajectory, make_group
 from bench.stability.memory_buffer import MemoryBuffer, MemoryLearner
 from buffer.redis_store import LearnerBuffer
 from buffer.sampling.replay_pool import SampledGroups
@@ -102,26 +103,18 @@ class Drawer:
             )
         )
         problem = Problem.of_ticket(ticket)
-        return Group(
-            ticket=ticket,
-            worker="lab",
+        return make_group(
+            ticket,
             engine=self.engine.name,
             weight_format=self.format,
             trajectories=[await self._trajectory(problem, i, c) for i, c in enumerate(completions)],
-            started_s=0.0,
-            finished_s=0.0,
         )
 
     async def _trajectory(self, problem: Problem, index: int, completion: Completion) -> Trajectory:
         score = await self.score(problem, completion)
-        ids = completion.response_ids
-        return Trajectory(
-            index=index,
-            response_ids=Array.of(ids, "int32"),
-            behavior_logprobs=Array.of(completion.logprobs, "float32"),
-            loss_mask=Array.of(np.ones(len(ids)), "uint8"),
-            spans=completion.spans,
-            finish_reason=completion.finish_reason or "length",
+        return drawn_trajectory(
+            index,
+            completion,
             reward=score.reward,
             reward_parts={**score.parts, "correct": float(score.correct)},
             valid=score.valid,

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from areal_q.config import Run, load
-from areal_q.messages import Array, Trajectory, VersionSpan
 from areal_q.tasks import build_task, build_tokenizer
 from bench.common import ROOT, commit, device, publish, table
+from bench.records import make_trajectory
 from buffer.weight_sync import WeightServer, WeightSubscriber
 from learner.backends.single_device import TorchPolicy
 from learner.build_policy import build_model
@@ -44,15 +44,8 @@ def samples(run: Run, vocab: int) -> list[Sample]:
     rng = np.random.default_rng(0)
 
     def sample(index: int) -> Sample:
-        trajectory = Trajectory(
-            index=index % run.learner.group_size,
-            response_ids=Array.of(rng.integers(0, vocab, 4), "int32"),
-            behavior_logprobs=Array.of(-3 * rng.random(4), "float32"),
-            loss_mask=Array.of(np.ones(4), "uint8"),
-            spans=[VersionSpan(0, 4, "a")],
-            finish_reason="stop",
-            reward=0.0,
-        )
+        ids, logprobs = rng.integers(0, vocab, 4), -3 * rng.random(4)
+        trajectory = make_trajectory(index % run.learner.group_size, ids, logprobs)
         prompt = rng.integers(0, vocab, 6).astype(np.int32)
         group = index // run.learner.group_size
         return Sample(group, prompt, trajectory, float(rng.normal()), np.zeros(4, np.int64))
