@@ -33,12 +33,13 @@ from helpers.hooks.not_run import (  # noqa: F401  the closing lines, as hooks o
 from helpers.hooks.schedule import pytest_xdist_make_scheduler  # noqa: F401  likewise
 from hypothesis import settings
 
-from areal_q.config import Run, Sampling, dump_toml, load
-from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan
+from areal_q.config import Run, dump_toml, load
+from areal_q.messages import Array, Group, Ticket
 from areal_q.observability.metrics_log import MetricsLog
 from areal_q.system.ports import free_ports
 from areal_q.weights import version
 from areal_q.weights.version import WeightVersion
+from bench import records
 from buffer.logs.token_log import TokenLog, TokenScores
 from buffer.logs.trajectory_log import TrajectoryLog
 from buffer.redis_store.local_server import RedisServer
@@ -207,57 +208,14 @@ def byte_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def make_ticket() -> Callable[..., Ticket]:
     """make_ticket(7, run="run") is ticket 7; any field can be given."""
-
-    def make(number: int = 0, **fields) -> Ticket:
-        defaults = {
-            "run": "run",
-            "step": 0,
-            "prompt": f"{number}+1=",
-            "answer": str(number + 1),
-            "prompt_ids": Array.of([1, 2, 3], "int32"),
-            "group_size": 2,
-            "sampling": Sampling(max_tokens=8),
-            "seed": 1000 + number,
-        }
-        return Ticket(number=number, **(defaults | fields))
-
-    return make
+    return records.make_ticket
 
 
 @pytest.fixture
-def make_group(make_ticket: Callable[..., Ticket]) -> Callable[..., Group]:
+def make_group() -> Callable[..., Group]:
     """make_group(ticket, worker="w") is a valid answer to it: responses of 2, 3, … tokens, drawn from it by
     the ticket's seed."""
-
-    def make(ticket: Ticket | None = None, **fields) -> Group:
-        ticket = ticket or make_ticket()
-        rng = np.random.default_rng(ticket.seed)
-
-        def trajectory(index: int) -> Trajectory:
-            tokens = index + 2
-            return Trajectory(
-                index=index,
-                response_ids=Array.of(rng.integers(0, 100, tokens), "int32"),
-                behavior_logprobs=Array.of(-rng.random(tokens), "float32"),
-                loss_mask=Array.of(np.ones(tokens), "uint8"),
-                spans=[VersionSpan(0, 1, "a0"), VersionSpan(1, tokens - 1, "b1")],
-                finish_reason="stop",
-                reward=float(index % 2),
-                reward_parts={"correct": float(index % 2)},
-            )
-
-        defaults = {
-            "ticket": ticket,
-            "worker": "worker-0",
-            "engine": "scripted",
-            "weight_format": "int8",
-            "trajectories": [trajectory(i) for i in range(ticket.group_size)],
-            "started_s": 1.0,
-            "finished_s": 2.5,
-        }
-        return Group(**(defaults | fields))
-
-    return make
+    return records.make_group
 
 
 @pytest.fixture
@@ -326,18 +284,13 @@ def make_samples() -> Callable[..., list[Sample]]:
             return Sample(
                 ticket=index // 3,
                 prompt_ids=prompts[index // 3],
-                trajectory=Trajectory(
-                    index=index,
-                    response_ids=Array.of(rng.integers(0, vocab, tokens), "int32"),
-                    behavior_logprobs=Array.of(-4 * rng.random(tokens), "float32"),
+                trajectory=records.make_trajectory(
+                    index, rng.integers(0, vocab, tokens), -4 * rng.random(tokens),
                     loss_mask=Array.of(rng.random(tokens) < 0.9, "uint8"),
-                    spans=[VersionSpan(0, tokens, "a0")],
-                    finish_reason="stop",
-                    reward=0.0,
                 ),
                 advantage=float(rng.normal()),
                 lag=rng.integers(0, 3, tokens),
-            )
+            )  # fmt: skip
 
         return [sample(i) for i in range(count)]
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 import redis
 
-from areal_q.messages import Ticket, WorkerStatus, encode
+from areal_q.messages import Ticket, encode
+from bench.records import make_beat
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
 from buffer.redis_store.keys import WORKER_TTL_S, WORKERS_GROUP, Keys
 
@@ -70,11 +71,8 @@ def test_a_heartbeat_that_outlives_its_worker_is_not_counted(
     learner = LearnerBuffer(redis_url, "run")
 
     def beat(name: str, time_s: float) -> None:
-        numbers = dict.fromkeys(("pid", "version", "active", "tokens", "groups", "swaps"), 1)
-        rates = dict.fromkeys(("tokens_per_s", "idle_share", "swap_s"), 0.5)
-        status = WorkerStatus(worker=name, **numbers, **rates, time_s=time_s)  # pyright: ignore
         client.sadd(KEYS.workers, name)
-        client.set(KEYS.worker(name), encode(status), px=HOUR_MS)
+        client.set(KEYS.worker(name), encode(make_beat(name, time_s=time_s)), px=HOUR_MS)
 
     with redis.Redis.from_url(redis_url) as client:
         for name in ("alive", "dead"):

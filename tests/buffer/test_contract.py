@@ -19,6 +19,7 @@ from areal_q.messages import (
     WorkerStatus,
     encode,
 )
+from bench.records import make_beat, make_trajectory
 from bench.stability.memory_buffer import MemoryBuffer, QueuedTicket
 from buffer.interface import START, Claim
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
@@ -383,15 +384,11 @@ async def test_a_group_of_long_responses_arrives_as_it_was(buffers, make_ticket,
     tokens, rng = 300_000, np.random.default_rng(0)
     async with buffers.worker() as worker:
         [claim] = await worker.claim(1, 0.0)
-        group = make_group(claim.ticket)
-        long = replace(
-            group.trajectories[1],
-            response_ids=Array.of(rng.integers(0, 1000, tokens), "int32"),
-            behavior_logprobs=Array.of(-rng.random(tokens), "float32"),
-            loss_mask=Array.of(rng.integers(0, 2, tokens), "uint8"),
-            spans=[VersionSpan(0, tokens, "a")],
-        )
-        group = replace(group, trajectories=[group.trajectories[0], long])
+        mask = Array.of(rng.integers(0, 2, tokens), "uint8")
+        ids, logprobs = rng.integers(0, 1000, tokens), -rng.random(tokens)
+        long = make_trajectory(1, ids, logprobs, loss_mask=mask)
+        short = make_group(claim.ticket).trajectories[0]
+        group = make_group(claim.ticket, trajectories=[short, long])
         assert await worker.commit(claim, group)
     assert learner.take(1, 0.0) == [group]
 
@@ -413,19 +410,7 @@ async def test_the_learner_sees_the_last_heartbeat_of_each_worker(buffers):
     assert learner.workers() == []
 
     def status(name: str, tokens: int) -> WorkerStatus:
-        return WorkerStatus(
-            worker=name,
-            pid=1,
-            version=4,
-            active=2,
-            tokens=tokens,
-            tokens_per_s=1.5,
-            idle_share=0.25,
-            groups=3,
-            swaps=1,
-            swap_s=0.01,
-            time_s=5.0,
-        )
+        return make_beat(name, version=4, tokens=tokens, tokens_per_s=1.5, idle_share=0.25)
 
     async with buffers.worker("b") as b, buffers.worker("a") as a:
         await b.heartbeat(status("b", 1))
@@ -442,13 +427,8 @@ async def test_arrays_come_back_bit_for_bit(buffers, make_ticket, make_group):
         [claim] = await worker.claim(1, 0.0)
         group = make_group(claim.ticket)
         second = group.trajectories[1]
-        changed = second.__class__(
-            **{f: getattr(second, f) for f in second.__struct_fields__}
-            | {"behavior_logprobs": Array.of(logprobs)}
-        )
-        await worker.commit(
-            claim, make_group(claim.ticket, trajectories=[group.trajectories[0], changed])
-        )
+        changed = replace(second, behavior_logprobs=Array.of(logprobs))
+        await worker.commit(claim, replace(group, trajectories=[group.trajectories[0], changed]))
     [group] = learner.take(1, 0.0)
     got = group.trajectories[1].behavior_logprobs.numpy()
     assert got.tobytes() == logprobs.tobytes()

@@ -14,7 +14,8 @@ import redis
 from msgspec.structs import replace
 
 from areal_q.errors import BufferFull, BufferUnavailable
-from areal_q.messages import PartialGroup, WorkerStatus, encode
+from areal_q.messages import PartialGroup, encode
+from bench.records import make_beat
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
 from buffer.redis_store.keys import Keys
 from buffer.redis_store.lease import owner_of
@@ -220,19 +221,6 @@ def test_poison_groups_go_to_the_quarantine_and_do_not_count(
 async def test_no_key_is_left_that_keys_py_does_not_name(
     learner, client, redis_url, make_ticket, make_group, tmp_path
 ):
-    status = WorkerStatus(
-        worker="w",
-        pid=1,
-        version=0,
-        active=0,
-        tokens=0,
-        tokens_per_s=0.0,
-        idle_share=0.0,
-        groups=0,
-        swaps=0,
-        swap_s=0.0,
-        time_s=0.0,
-    )
     learner.acquire(owner_of("id", tmp_path))
     learner.publish_run("", {})
     learner.admit([make_ticket(n) for n in range(3)], cursor=3)
@@ -243,7 +231,7 @@ async def test_no_key_is_left_that_keys_py_does_not_name(
     for claim in claims:
         await worker.commit(claim, make_group(claim.ticket))
     await worker.release([replace(last, partial=PartialGroup(ticket=0, responses=[]))])
-    await worker.heartbeat(status)
+    await worker.heartbeat(make_beat())
     await worker.close()
     learner.take(9, 0.0)
     learner.take_eval()

@@ -21,9 +21,9 @@ from areal_q.messages import (
     PartialResponse,
     Ticket,
     VersionSpan,
-    WorkerStatus,
     encode,
 )
+from bench.records import make_beat
 from buffer.admin import actions, inspect_state
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
 from buffer.redis_store.keys import Keys
@@ -42,10 +42,7 @@ FIELDS = {
 }
 NAMES = [b"\xff\xfe", b"\xff\xfe-\xff", b"", b"\x00", b"x" * 10**5, "é".encode("latin-1")]
 """Names that are no UTF-8, or no names"""
-BEAT = WorkerStatus(
-    worker="w", pid=1, version=0, active=1, tokens=1, tokens_per_s=1.0, idle_share=0.0, groups=0,
-    swaps=0, swap_s=0.0, time_s=1.0,
-)  # fmt: skip
+BEAT = make_beat(active=1, tokens=1, tokens_per_s=1.0, time_s=1.0)
 SPOILT_BEATS = {
     "no msgpack": b"\xff\x00",
     "no UTF-8": encode(BEAT).replace(b"\xa1w", b"\xa1\xff"),

@@ -16,8 +16,9 @@ from helpers.policies import Learning
 from msgspec.structs import replace
 
 from areal_q.config import Run
-from areal_q.messages import Array, Group, Ticket, VersionSpan, WorkerStatus
+from areal_q.messages import Array, Group, Ticket, VersionSpan
 from areal_q.observability.metrics_log import read_metrics
+from bench.records import make_beat
 from buffer.interface import Memory
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
 from buffer.redis_store.keys import WORKER_TTL_S, Keys
@@ -58,13 +59,6 @@ def test_a_full_redis_lets_dead_consumers_wait(
     learner.close()
 
 
-def status(waiting: int) -> WorkerStatus:
-    return WorkerStatus(
-        worker="w", pid=1, version=0, active=0, tokens=0, tokens_per_s=0.0, idle_share=0.0, groups=0,
-        swaps=0, swap_s=0.0, time_s=0.0, waiting=waiting,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_full_redis_takes_heartbeats(servers: Callable[[str], str], kind: str):
     url = servers(kind)
@@ -72,8 +66,8 @@ async def test_a_full_redis_takes_heartbeats(servers: Callable[[str], str], kind
     with redis.Redis.from_url(url) as client:
         client.config_set("maxmemory", 1)
         for waiting in (0, 3):
-            await worker.heartbeat(status(waiting))
-            assert learner.workers() == [status(waiting)]
+            await worker.heartbeat(make_beat(waiting=waiting))
+            assert learner.workers() == [make_beat(waiting=waiting)]
         assert 0 < client.ttl(KEYS.worker("w")) <= WORKER_TTL_S  # pyright: ignore
         client.config_set("maxmemory", 0)
     await worker.close()
@@ -97,7 +91,7 @@ class Worker(threading.Thread):
                 self.left -= 1
                 sending = asyncio.create_task(worker.commit(claim, self._large(claim.ticket)))
                 while not sending.done():
-                    await worker.heartbeat(status(worker.waiting))
+                    await worker.heartbeat(make_beat(waiting=worker.waiting))
                     await asyncio.sleep(0.05)
         await worker.close()
 

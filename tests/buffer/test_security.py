@@ -19,8 +19,8 @@ from helpers.paths import ROOT
 from redis.exceptions import NoPermissionError
 
 from areal_q.errors import BufferUnavailable
-from areal_q.messages import WorkerStatus
 from areal_q.system.ports import free_ports
+from bench.records import make_beat
 from buffer.admin import inspect_state
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
 from buffer.redis_store.connection import connect
@@ -96,13 +96,6 @@ def as_user(url: str, tmp_path: Path, monkeypatch) -> Callable[[str], str]:
     return as_user
 
 
-def status(worker: str) -> WorkerStatus:
-    return WorkerStatus(
-        worker=worker, pid=1, version=0, active=0, tokens=0, tokens_per_s=0.0, idle_share=0.0,
-        groups=0, swaps=0, swap_s=0.0, time_s=0.0,
-    )  # fmt: skip
-
-
 async def test_a_whole_run_works_with_the_rights_of_each_side(
     as_user, make_ticket, make_group, tmp_path
 ):
@@ -129,7 +122,7 @@ async def test_a_whole_run_works_with_the_rights_of_each_side(
     assert await worker.renew(claims) == []
     for claim in claims[:3]:
         assert await worker.commit(claim, make_group(claim.ticket))
-    await worker.heartbeat(status("w"))
+    await worker.heartbeat(make_beat("w"))
     await worker.release(claims[3:])
     await asyncio.sleep(0.1)
     claims = await worker.claim(9, 0.0)  # the poison ticket is set aside, the silent consumer goes

@@ -22,7 +22,6 @@ from areal_q.messages import (
     PartialGroup,
     PartialResponse,
     VersionSpan,
-    WorkerStatus,
     decode_group,
     decode_ticket,
     encode,
@@ -30,6 +29,7 @@ from areal_q.messages import (
 from areal_q.observability.metrics_log import read_metrics
 from areal_q.system.run_dir import METRICS_FILE, claimed, has_checkpoint
 from bench.fuzz import Target, mutated
+from bench.records import make_beat
 from buffer.logs.trajectory_log import read_log
 from buffer.redis_store import lua_scripts
 from buffer.redis_store.keys import RECORD, RELEASED, RELEASED_IDLE_MS, WORKERS_GROUP, Keys
@@ -50,10 +50,7 @@ SETTINGS = (
     "rollout.engine.slots=8",
     "warmstart.steps=0",
 )
-BEAT = WorkerStatus(
-    worker="forged", pid=1, version=1, active=1, tokens=1, tokens_per_s=1.0, idle_share=0.5, groups=1,
-    swaps=1, swap_s=0.1, time_s=1.0,
-)  # fmt: skip
+BEAT = make_beat("forged", version=1, active=1, tokens=1, tokens_per_s=1.0, time_s=1.0)
 
 
 class ForeignHand:

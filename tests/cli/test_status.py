@@ -5,7 +5,6 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import redis
@@ -13,8 +12,8 @@ import typer
 from typer.testing import CliRunner, Result
 
 from areal_q.config import BroadcastConfig
-from areal_q.messages import WorkerStatus
 from areal_q.weights.version import WeightVersion
+from bench.records import make_beat
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
 from buffer.redis_store.keys import Keys
 from buffer.weight_sync import WeightServer, WeightSource
@@ -47,10 +46,7 @@ def publish(weight_server: WeightServer, version: WeightVersion) -> None:
 
 
 def beat(redis_url: str, name: str, **fields) -> None:
-    numbers = dict.fromkeys(("pid", "active", "tokens", "groups", "swaps"), 1)
-    rates = dict.fromkeys(("tokens_per_s", "idle_share", "swap_s", "time_s"), 0.5)
-    given: dict[str, Any] = numbers | rates | {"version": 0} | fields
-    status = WorkerStatus(worker=name, **given)
+    status = make_beat(name, **({"active": 1, "tokens": 1, "groups": 1, "time_s": 0.5} | fields))
 
     async def send() -> None:
         worker = WorkerBuffer(redis_url, "run", name)

@@ -19,10 +19,10 @@ from areal_q.config import (
     Prioritized,
     ReinforcePlusPlus,
     Rloo,
-    Sampling,
 )
 from areal_q.errors import ConfigError, RecordError, TaskError
-from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan, decode_group, encode
+from areal_q.messages import Array, Group, Trajectory, decode_group, encode
+from bench.records import make_group, make_ticket, make_trajectory
 from buffer.logs.trajectory_schema import groups_from_table, groups_to_table
 from buffer.sampling.replay_pool import SampledGroups
 from buffer.sampling.samplers import PooledGroup, PrioritizedSampler, spread
@@ -47,40 +47,17 @@ ESTIMATORS = [
 def trajectory(index: int, reward: float, seed: int = 0, finish: str = "stop") -> Trajectory:
     rng = np.random.default_rng([seed, index])
     tokens = int(rng.integers(1, 7))
-    return Trajectory(
-        index=index,
-        response_ids=Array.of(rng.integers(0, VOCAB, tokens), "int32"),
-        behavior_logprobs=Array.of(-3 * rng.random(tokens), "float32"),
-        loss_mask=Array.of(np.ones(tokens), "uint8"),
-        spans=[VersionSpan(0, tokens, "a0")],
-        finish_reason=finish,  # type: ignore[arg-type]
-        reward=reward,
-        reward_parts={"correct": float(reward >= 1), "style": reward},
+    ids, logprobs = rng.integers(0, VOCAB, tokens), -3 * rng.random(tokens)
+    parts = {"correct": float(reward >= 1), "style": reward}
+    return make_trajectory(
+        index, ids, logprobs, finish_reason=finish, reward=reward, reward_parts=parts
     )
 
 
 def group_of(number: int, trajectories: Sequence[Trajectory]) -> Group:
     """A group whose members keep their places, whoever else is there."""
-    ticket = Ticket(
-        run="run",
-        number=number,
-        step=0,
-        prompt="1+1=",
-        answer="2",
-        prompt_ids=Array.of([1, 2, 3], "int32"),
-        group_size=len(trajectories),
-        sampling=Sampling(max_tokens=8),
-        seed=number,
-    )
-    return Group(
-        ticket=ticket,
-        worker="w",
-        engine="scripted",
-        weight_format="int8",
-        trajectories=list(trajectories),
-        started_s=1.0,
-        finished_s=2.0,
-    )
+    ticket = make_ticket(number, group_size=len(trajectories))
+    return make_group(ticket, trajectories=list(trajectories))
 
 
 def failed(t: Trajectory, reward: float = 0.0, cause: str = "timeout") -> Trajectory:

@@ -23,6 +23,7 @@ from areal_q.config import External, Run, SingleTurn, load
 from areal_q.messages import Group, WorkerStatus
 from areal_q.observability.metrics_log import MetricsLog, read_metrics
 from areal_q.system.run_dir import METRICS_FILE
+from bench.records import make_beat
 from bench.stability.memory_buffer import MemoryBuffer
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
 from learner.data import group_reader as group_reader_module
@@ -58,10 +59,7 @@ class Warned(WhileWaiting):
 
 
 def beat(worker: str, waits_for: str) -> WorkerStatus:
-    return WorkerStatus(
-        worker=worker, pid=1, version=4, active=0, tokens=0, tokens_per_s=0.0, idle_share=1.0, groups=0,
-        swaps=0, swap_s=0.0, time_s=0.0, waits_for=waits_for,
-    )  # fmt: skip
+    return make_beat(worker, version=4, idle_share=1.0, waits_for=waits_for)
 
 
 async def test_a_learner_that_starves_tells_who_holds_its_tickets(

@@ -16,12 +16,13 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from areal_q.checks.model import check_experts
 from areal_q.config import TorchEngine, load
 from areal_q.errors import ConfigError, RecordError
-from areal_q.messages import Array, Dtype, Group, Trajectory, decode_group, encode
+from areal_q.messages import Array, Dtype, Group, decode_group, encode
 from areal_q.models import Decoder, DecoderConfig, Experts, init_weights
 from areal_q.models.low_bit.engine_policy import engine_policy
 from areal_q.models.low_bit.published_state import published_state
 from areal_q.quant import FORMATS
 from areal_q.weights.version import WeightVersion
+from bench.records import drawn_trajectory
 from buffer.logs.trajectory_log import TrajectoryLog, read_log
 from learner import checkpoint
 from learner.backends.data_parallel import ALONE
@@ -81,27 +82,13 @@ def samples(
         Sample(
             ticket=number,
             prompt_ids=np.array(prompt, np.int32),
-            trajectory=trajectory(index, c),
+            trajectory=drawn_trajectory(index, c),
             advantage=(1.0, -0.5, -0.5)[index],
             lag=np.zeros(len(c.response_ids), np.int64),
         )
         for number, (prompt, completions) in enumerate(zip(prompts, results, strict=True))
         for index, c in enumerate(completions)
     ]
-
-
-def trajectory(index: int, c: Completion) -> Trajectory:
-    assert c.finish_reason is not None
-    return Trajectory(
-        index=index,
-        response_ids=Array.of(c.response_ids),
-        behavior_logprobs=Array.of(c.logprobs),
-        loss_mask=Array.of(np.ones(len(c.response_ids)), "uint8"),
-        spans=c.spans,
-        finish_reason=c.finish_reason,
-        reward=0.0,
-        routes=None if c.routes is None else Array.of(c.routes),
-    )
 
 
 # The engine

@@ -14,11 +14,12 @@ from helpers.paths import REAL_MODEL
 from helpers.policies import initial_model
 
 from areal_q.config import Run, Sampling, TorchEngine
-from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan
+from areal_q.messages import Array, Group, Ticket, VersionSpan
 from areal_q.models import Decoder, PackedLayout, load_decoder
 from areal_q.models.low_bit.engine_policy import engine_policy, perturbed
 from areal_q.quant import is_quantized
 from areal_q.weights.version import WeightVersion
+from bench.records import make_group, make_trajectory
 from learner.measure.fidelity import FidelityMeter, reach
 from learner.measure.rescore import Scorer
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
@@ -46,26 +47,10 @@ def make_versions(make_run: MakeRun) -> Callable[[Run], list[WeightVersion]]:
 
 def group_of(ticket: Ticket, completions: list[Completion], engine: str, off: float) -> Group:
     trajectories = [
-        Trajectory(
-            index=i,
-            response_ids=Array.of(c.response_ids, "int32"),
-            behavior_logprobs=Array.of(c.logprobs - off, "float32"),
-            loss_mask=Array.of(np.ones(len(c.logprobs)), "uint8"),
-            spans=c.spans,
-            finish_reason=c.finish_reason or "length",
-            reward=0.0,
-        )
+        make_trajectory(i, c.response_ids, c.logprobs - off, spans=c.spans)
         for i, c in enumerate(completions)
     ]
-    return Group(
-        ticket=ticket,
-        worker="w",
-        engine=engine,
-        weight_format="int8",
-        trajectories=trajectories,
-        started_s=0.0,
-        finished_s=1.0,
-    )
+    return make_group(ticket, engine=engine, trajectories=trajectories)
 
 
 @pytest.fixture

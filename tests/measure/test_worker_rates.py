@@ -5,16 +5,14 @@ from typing import Any
 import pytest
 
 from areal_q.messages import WorkerStatus
+from bench.records import make_beat
 from learner.measure.worker_rates import WorkerRates
 
 
 def beat(worker: str, time_s: float, tokens: int, busy_s: float, **fields: Any) -> WorkerStatus:
     """A heartbeat of a worker that has drawn nothing in its last ten seconds."""
-    given: dict[str, Any] = {"pid": 1, "tokens_per_s": 0.0, "idle_share": 1.0} | fields
-    return WorkerStatus(
-        worker=worker, time_s=time_s, tokens=tokens, busy_s=busy_s, version=0, active=0, groups=0,
-        swaps=0, swap_s=0.0, **given,
-    )  # fmt: skip
+    counts = {"time_s": time_s, "tokens": tokens, "busy_s": busy_s}
+    return make_beat(worker, **({"idle_share": 1.0} | counts | fields))
 
 
 def told(rates: WorkerRates, *workers: WorkerStatus) -> tuple[float, float]:

@@ -12,7 +12,6 @@ from helpers.policies import build_policy, raw_bytes, save_at
 from torch import nn
 
 from areal_q.errors import ConfigError
-from areal_q.messages import Array, Trajectory, VersionSpan
 from areal_q.models.layers.linear import Linear
 from areal_q.models.low_bit.bf16_rounding import round_rest
 from areal_q.models.low_bit.published_state import published_state
@@ -20,6 +19,7 @@ from areal_q.models.low_bit.quantized_forward import QuantLinear, linears, use
 from areal_q.models.packed_layout import PackedLayout
 from areal_q.quant import FORMATS, is_quantized, quantize_state
 from areal_q.weights.version import WeightVersion
+from bench.records import drawn_trajectory
 from learner import checkpoint
 from learner.backends.precision import PrecisionSettings, set_precision
 from learner.backends.single_device import TorchPolicy, token_logprobs
@@ -44,15 +44,7 @@ def as_sample(prompt: np.ndarray, group: int, c: Completion) -> Sample:
     return Sample(
         ticket=group,
         prompt_ids=prompt,
-        trajectory=Trajectory(
-            index=0,
-            response_ids=Array.of(c.response_ids, "int32"),
-            behavior_logprobs=Array.of(c.logprobs, "float32"),
-            loss_mask=Array.of(np.ones(length), "uint8"),
-            spans=[VersionSpan(0, length, "a0")],
-            finish_reason="length",
-            reward=0.0,
-        ),
+        trajectory=drawn_trajectory(0, c),
         advantage=1.0,
         lag=np.zeros(length, np.int64),
     )

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from areal_q.errors import RecordError
-from areal_q.messages import WorkerStatus
 from areal_q.observability import metrics_log
 from areal_q.observability.metrics_log import MetricsLog, Tail, read_metrics, truncate_after
+from bench.records import make_beat
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 
@@ -47,11 +47,7 @@ def test_each_line_is_plain_json_on_disk_once_it_is_written(tmp_path, log):
 
 
 def test_structs_are_written_as_tables(tmp_path, log):
-    status = WorkerStatus(
-        worker="w", pid=1, version=4, active=2, tokens=9, tokens_per_s=1.5, idle_share=0.25,
-        groups=3, swaps=2, swap_s=0.01, time_s=5.0,
-    )  # fmt: skip
-    log.write("step", 1, {}, workers=[status])
+    log.write("step", 1, {}, workers=[make_beat(version=4)])
     (record,) = read_metrics(tmp_path / "metrics.jsonl")
     assert record["workers"][0]["version"] == 4
 

@@ -9,11 +9,11 @@ from rich.console import Console
 from areal_q.cli.final_screen import last_screen
 from areal_q.cli.live_view import LiveView, PlainView
 from areal_q.config import load
-from areal_q.messages import WorkerStatus
 from areal_q.observability.metrics_log import MetricsLog
 from areal_q.observability.progress import FaultWatch, ProgressLog
 from areal_q.observability.reward_signal import failed_rewards
 from areal_q.observability.run_summary import summarize
+from bench.records import make_beat
 
 RAISED = "raised ZeroDivisionError: division by zero"
 BEATS = [{"worker": "w0", "failure": RAISED}, {"worker": "w1", "failure": ""}]
@@ -57,10 +57,7 @@ def test_first_failure_of_a_reward_is_said_with_cause_and_file(own, run_dir):
 
 def test_the_learner_s_own_log_reads_heartbeats_too(own, run_dir):
     """A sink of the log gets the structs that the learner wrote, not what a reader of the file gets."""
-    beat = WorkerStatus(
-        worker="w0", pid=1, version=0, active=0, tokens=0, tokens_per_s=0.0, idle_share=0.0, groups=0,
-        swaps=0, swap_s=0.0, time_s=0.0, failure=RAISED,
-    )  # fmt: skip
+    beat = make_beat("w0", failure=RAISED)
     said: list[str] = []
     with MetricsLog(run_dir, tensorboard=False) as log:
         log.also("log", ProgressLog(own, run_dir, said.append).add)

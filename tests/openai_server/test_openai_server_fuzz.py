@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from areal_q.config import Sampling, TorchEngine
 from areal_q.errors import RecordError
-from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan
+from areal_q.messages import Group
 from areal_q.tasks import build_tokenizer
+from bench.records import make_group, make_ticket, make_trajectory
 from rollout.engines import build_engine
 from rollout.engines.base import Request
 from rollout.engines.reference.async_engine import AsyncEngine
@@ -179,24 +180,8 @@ def test_parts_of_a_reward_are_few_and_have_short_names(parts: dict[str, float])
 
 
 def group_of(body: RewardBody) -> Group:
-    ticket = Ticket(
-        run="run", number=0, step=0, prompt="1", answer="1", prompt_ids=Array.of([1], "int32"),
-        group_size=1, sampling=Sampling(), seed=0,
-    )  # fmt: skip
-    answer = Trajectory(
-        index=0,
-        response_ids=Array.of([1], "int32"),
-        behavior_logprobs=Array.of([-1.0], "float32"),
-        loss_mask=Array.of([1], "uint8"),
-        spans=[VersionSpan(0, 1, "a")],
-        finish_reason="stop",
-        reward=body.reward or 0.0,
-        reward_parts=body.parts,
-    )
-    return Group(
-        ticket=ticket, worker="w", engine="e", weight_format="int8", trajectories=[answer],
-        started_s=0.0, finished_s=1.0,
-    )  # fmt: skip
+    answer = make_trajectory(0, [1], reward=body.reward or 0.0, reward_parts=body.parts)
+    return make_group(make_ticket(group_size=1), trajectories=[answer])
 
 
 def request(**changed: Any) -> Request:

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from areal_q.config import Run, Sampling, dump_toml, load, override, settings_hash
 from areal_q.errors import LogError
-from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan
+from areal_q.messages import Array, Group, Trajectory, VersionSpan
 from areal_q.models import Decoder, DecoderConfig, init_weights
 from areal_q.observability.learning_faults import Fault
 from areal_q.observability.metrics_log import MetricsLog
@@ -26,6 +26,7 @@ from areal_q.system.run_dir import STOPS_FILE, keep_settings
 from areal_q.tasks.base import Stop
 from areal_q.tasks.encoding.tokenizer import CharTokenizer
 from areal_q.tasks.stops import write_stops
+from bench.records import make_group, make_ticket, make_trajectory
 from buffer.logs.step_log import StepLog, StepRecord
 from buffer.logs.trajectory_log import TrajectoryLog
 from buffer.sampling.replay_pool import SampledGroups
@@ -150,25 +151,17 @@ class World:
         n: int,
     ) -> Group:
         rng = np.random.default_rng([step, n])
-        ticket = Ticket(
-            run="run", number=step * GROUPS + n, step=u, prompt="1+1=", answer="2",
-            prompt_ids=Array.of(rng.integers(3, 20, 4), "int32"), group_size=SIZE,
-            sampling=Sampling(temperature=self.temperature, max_tokens=TOKENS), seed=0,
+        ticket = make_ticket(
+            step * GROUPS + n, step=u, prompt_ids=Array.of(rng.integers(3, 20, 4), "int32"),
+            group_size=SIZE, sampling=Sampling(temperature=self.temperature, max_tokens=TOKENS),
         )  # fmt: skip
-        group = Group(
-            ticket=ticket, worker="w", engine="torch", weight_format=self.run.rollout.format,
-            started_s=0.0, finished_s=1.0,
-            trajectories=[
-                Trajectory(
-                    index=i, response_ids=Array.of(self._ids(rng), "int32"),
-                    behavior_logprobs=Array.of(np.zeros(TOKENS), "float32"),
-                    loss_mask=Array.of(np.ones(TOKENS), "uint8"),
-                    spans=[VersionSpan(u, TOKENS, history.digests[u])],
-                    finish_reason="stop", reward=float(i % 2),
-                )
-                for i in range(SIZE)
-            ],
-        )  # fmt: skip
+        spans = [VersionSpan(u, TOKENS, history.digests[u])]
+        answers = [
+            make_trajectory(i, self._ids(rng), 0.0, spans=spans, reward=float(i % 2))
+            for i in range(SIZE)
+        ]
+        format = self.run.rollout.format
+        group = make_group(ticket, engine="torch", weight_format=format, trajectories=answers)
         samples = samples_of(SampledGroups([group]), policy.cfg.advantage, history, step)
         with torch.no_grad():
             batch = pack_samples(samples)

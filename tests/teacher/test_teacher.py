@@ -23,11 +23,12 @@ from areal_q.checks.memory import learner_memory
 from areal_q.checks.pass_memory import Lengths
 from areal_q.config import ModelTeacher, Run, ServerTeacher
 from areal_q.errors import ConfigError, RecordError, SettingsError, Stopped, TeacherUnavailable
-from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan
+from areal_q.messages import Array, Group, VersionSpan
 from areal_q.models import Decoder, PackedLayout, load_config, save_decoder
 from areal_q.models.shape import shape_of
 from areal_q.system.run_dir import claimed, resumed
 from areal_q.tasks import CharTokenizer
+from bench.records import make_group, make_ticket, make_trajectory
 from buffer.logs.trajectory_schema import groups_from_table, groups_to_table
 from buffer.sampling.replay_pool import SampledGroups
 from learner.data.staleness import VersionHistory
@@ -58,28 +59,21 @@ def drawn(run: Run, model: Decoder, groups: int, seed: int = 0, reward: float = 
             logprobs = torch.cat([logprobs, logp.gather(1, token)], 1)
             ids = torch.cat([ids, token], 1)
     size = run.learner.group_size
-    return [
-        Group(
-            ticket=Ticket(
-                run="r", number=n, step=0, prompt="p", answer="a", group_size=size, seed=0,
-                prompt_ids=Array.of(ids[n * size, :4], "int32"), sampling=run.rollout.sampling,
-            ),
-            worker="w", engine="torch", weight_format="bf16", started_s=0.0, finished_s=1.0,
-            trajectories=[
-                Trajectory(
-                    index=i,
-                    response_ids=Array.of(ids[n * size + i, 4:], "int32"),
-                    behavior_logprobs=Array.of(logprobs[n * size + i], "float32"),
-                    loss_mask=Array.of(np.ones(LENGTH), "uint8"),
-                    spans=[VersionSpan(0, LENGTH, "d0")],
-                    finish_reason="length",
-                    reward=reward,
-                )
-                for i in range(size)
-            ],
-        )
-        for n in range(groups)
-    ]  # fmt: skip
+    spans = [VersionSpan(0, LENGTH, "d0")]
+
+    def group(n: int) -> Group:
+        rows = range(n * size, n * size + size)
+        answers = [
+            make_trajectory(
+                i, ids[row, 4:], logprobs[row], spans=spans, reward=reward, finish_reason="length"
+            )
+            for i, row in enumerate(rows)
+        ]
+        prompt = Array.of(ids[n * size, :4], "int32")
+        ticket = make_ticket(n, group_size=size, prompt_ids=prompt, sampling=run.rollout.sampling)
+        return make_group(ticket, engine="torch", weight_format="bf16", trajectories=answers)
+
+    return [group(n) for n in range(groups)]
 
 
 def learnt(run: Run, policy, groups: list[Group]) -> dict[str, float]:

@@ -18,6 +18,7 @@ from areal_q.messages import WorkerStatus
 from areal_q.observability.metrics_log import MetricsLog
 from areal_q.weights import delta
 from areal_q.weights.version import WeightVersion
+from bench.records import make_beat
 from buffer.weight_sync.commands.inspect_weights import main
 
 CONFIG = BroadcastConfig(heartbeat_s=0.05, hold=2, hold_deltas=3)
@@ -77,12 +78,9 @@ def test_what_changed_is_told_by_tensor(run: Path, sync: WeightSync) -> None:
 
 
 def beat(name: str, version: WeightVersion | None, number: int | None = None) -> WorkerStatus:
-    return WorkerStatus(
-        worker=name,
-        version=(version.manifest.version if version else -1) if number is None else number,
-        digest=version.manifest.digest if version else "",
-        pid=1, active=0, tokens=0, tokens_per_s=0.0, idle_share=0.0, groups=0, swaps=1, swap_s=0.0, time_s=0.0,
-    )  # fmt: skip
+    known = version.manifest if version else None
+    number = number if number is not None else known.version if known else -1
+    return make_beat(name, version=number, digest=known.digest if known else "")
 
 
 def test_a_worker_with_other_bytes_than_published_is_found(run: Path, sync: WeightSync) -> None:
