@@ -275,7 +275,7 @@ class Learner(WhileWaiting):
     ) -> None:
         """Writes the metrics of the step that made version `step`. It began at `began`, by time.monotonic(),
         and waited `waited` seconds for groups."""
-        tokens = sum(t.num_tokens for g in groups for t in g.trajectories)
+        tokens = sum(t.all_tokens for g in groups for t in g.trajectories)
         total_s = time.monotonic() - began
         values |= {
             "learner/step_s": total_s,

@@ -32,7 +32,8 @@ def with_advantages(
     critic's targets. On several ranks each has whole groups of its own, and `combine` sums over the ranks.
 
     The reward of a token is -coef · KL if the KL is part of the reward, plus the response's reward at the last
-    token that counts. GAE takes the rewards of tokens; the other estimators take their sum over the response.
+    token that counts. GAE takes the rewards of tokens, and each path of an episode for itself, so that each
+    ends with the episode's reward; the other estimators take their sum over all paths.
     Advantages are multiplied by the samples' weights.
     """
     starts = accumulate((x.num_sequences for x in inputs), initial=0)
@@ -57,12 +58,18 @@ def with_advantages(
             replace(x, advantages=part, returns=part_returns)
             for x, (part, part_returns) in zip(inputs, columns, strict=True)
         ]
-    rewards = rewards - segment_sum(penalty, ids, len(samples))
-    groups = torch.tensor([s.ticket for s in samples], device=mask.device)
+    # An episode has one reward, whatever the number of its paths, and the penalties of all of them.
+    firsts = [s for s in samples if not s.branch]
+    places = {(s.ticket, s.trajectory.index): place for place, s in enumerate(firsts)}
+    of = [places[s.ticket, s.trajectory.index] for s in samples]
+    episode = torch.tensor(of, device=mask.device)
+    penalties = segment_sum(segment_sum(penalty, ids, len(samples)), episode, len(firsts))
+    own = torch.tensor([s.trajectory.reward for s in firsts], device=mask.device) - penalties
+    groups = torch.tensor([s.ticket for s in firsts], device=mask.device)
     ids_of = groups.unique(return_inverse=True)[1]
-    sources = [s.source for s in samples]
-    per_response = group_advantages(rewards, ids_of, cfg.advantage, combine, sources)
-    parts = (per_response * weights)[ids].split(sizes)
+    sources = [s.source for s in firsts]
+    per_episode = group_advantages(own, ids_of, cfg.advantage, combine, sources)
+    parts = (per_episode[episode] * weights)[ids].split(sizes)
     return [replace(x, advantages=part) for x, part in zip(inputs, parts, strict=True)]
 
 

@@ -166,14 +166,19 @@ def prepare_minibatches(
 
 
 def cut_minibatches(samples: Sequence[Sample], cfg: LearnerConfig) -> list[list[Sample]]:
-    """Cuts `samples` into at most `cfg.minibatches` lists of equally many responses; the last may have fewer.
+    """Cuts `samples` into at most `cfg.minibatches` lists of equally many responses, all paths of an episode in
+    one; the last may have fewer.
 
     If advantages within groups are still to be computed, a rank must have whole groups: then the lists have
     equally many groups instead, some of which may lack responses that could not be scored.
     """
-    whole = needs_policy(cfg) and not isinstance(cfg.advantage, Gae)
-    groups = groupby(samples, key=lambda sample: sample.ticket)
-    units = [list(members) for _, members in groups] if whole else [[s] for s in samples]
+    if needs_policy(cfg) and not isinstance(cfg.advantage, Gae):
+        groups = groupby(samples, key=lambda sample: sample.ticket)
+        units = [list(members) for _, members in groups]
+    else:
+        starts = [i for i, sample in enumerate(samples) if not sample.branch]
+        ends = [*starts[1:], len(samples)]
+        units = [list(samples[a:b]) for a, b in zip(starts, ends, strict=True)]
     size = -(-len(units) // cfg.minibatches)
     return [list(chain(*units[i : i + size])) for i in range(0, len(units), size)]
 
@@ -256,7 +261,11 @@ def loss_inputs(batch: PackedBatch, scores: Scores, reference: torch.Tensor | No
         reference_logprobs=reference,
         teacher_logprobs=batch.teacher_logprobs,
         old_values=None if values is None else values.detach(),
-        labels=tuple(f"ticket {ticket}, response {i}" for ticket, i in batch.responses),
+        share=batch.share,
+        labels=tuple(
+            f"ticket {ticket}, response {i}{f', branch {branch}' if branch else ''}"
+            for ticket, i, branch in batch.responses
+        ),
     )
 
 

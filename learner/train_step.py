@@ -34,7 +34,7 @@ def train_step(
     if kl and kl.reset_every and step and step % kl.reset_every == 0:
         updater.reset_reference()
     samples = samples_of(batch, cfg.advantage, history, step, cfg.mask)
-    rewards = [s.trajectory.reward for s in samples]
+    rewards = [s.trajectory.reward for s in samples if not s.branch]
     mean = sum(rewards) / len(rewards)
     values = updater.update(samples, recorder)
     policy.calibrate_kv_scales(samples)

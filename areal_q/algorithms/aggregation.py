@@ -33,7 +33,10 @@ def count(inputs: LossInputs, objective: ObjectiveConfig) -> Totals:
 def totals_of(counted: Tensor, x: Ratios) -> Totals:
     """Returns the counts of the tokens where `counted`, bool [T], is True."""
     lengths = x.count_by_sequence(counted)
-    return Totals(int(counted.count_nonzero()), int(lengths.count_nonzero()))
+    if x.share is None:
+        return Totals(int(counted.count_nonzero()), int(lengths.count_nonzero()))
+    episodes = (x.share / lengths.clamp(min=1)[x.sequence_ids])[counted].sum()
+    return Totals(int(counted.count_nonzero()), float(episodes))
 
 
 def counted_tokens(x: Ratios, objective: ObjectiveConfig) -> Tensor:
@@ -48,7 +51,9 @@ def token_weights(
     """Returns the weights [T] with which Σ weight · value is the aggregate; 0 where `counted` is False.
 
     token_mean: 1 / tokens; seq_mean_token_mean: 1 / (tokens of the sequence · sequences);
-    seq_mean_token_sum_norm: 1 / (length · sequences). Sequences without a counted token do not count.
+    seq_mean_token_sum_norm: 1 / (length · sequences). Sequences without a counted token do not count. An
+    episode of several paths is one sequence here: each of its tokens has the weight that it would have if they
+    stood in one row.
     """
     match aggregation:
         case TokenMean():
@@ -58,6 +63,7 @@ def token_weights(
         case SeqMeanTokenMean():
             lengths = x.count_by_sequence(counted).clamp(min=1)
             weights = (1 / (lengths * max(totals.sequences, 1))).index_select(0, x.sequence_ids)
+            weights = weights if x.share is None else weights * x.share
             return weights if x.everywhere(counted) else torch.where(counted, weights, 0.0)
 
 

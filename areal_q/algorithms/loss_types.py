@@ -63,6 +63,9 @@ class LossInputs:
     """[T] targets of the critic."""
     routed: Routed | None = None
     """What the routers did; None for a model without experts."""
+    share: Tensor | None = None
+    """[T] the share in which each token's sequence stands for its episode, whose sequences' shares add up to 1;
+    None if each is an episode of its own."""
     labels: tuple[str, ...] = ()
     """[S] names of the sequences in error messages; if empty, messages give their numbers."""
 
@@ -86,8 +89,8 @@ class Totals:
 
     tokens: int
     """Tokens that count."""
-    sequences: int
-    """Sequences with at least one such token."""
+    sequences: float
+    """Sequences with at least one such token; those of one episode count as one."""
 
     def __add__(self, other: "Totals") -> "Totals":
         return Totals(self.tokens + other.tokens, self.sequences + other.sequences)

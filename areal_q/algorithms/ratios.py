@@ -40,6 +40,8 @@ class Ratios:
     """int64 [T]: the learner's version minus that of the weights that drew the token."""
     all_count: bool
     """True if no token is masked."""
+    share: Tensor | None = None
+    """[T] the share in which each token's sequence stands for its episode; None if each is 1"""
 
     @cached_property
     def lengths(self) -> Tensor:
@@ -106,6 +108,7 @@ def ratios(inputs: LossInputs) -> Ratios:
         num_sequences=inputs.num_sequences,
         version_lag=inputs.version_lag,
         all_count=all_count,
+        share=None if inputs.share is None else inputs.share.to(dtype),
     )
 
 

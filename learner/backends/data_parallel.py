@@ -50,8 +50,9 @@ class Ranks:
         """Returns token and sequence counts summed over all ranks."""
         if self.size == 1:
             return own
-        tokens, sequences = self.add(torch.tensor([own.tokens, own.sequences])).tolist()
-        return Totals(tokens, sequences)
+        counts = torch.tensor([own.tokens, own.sequences], dtype=torch.float64)
+        tokens, sequences = self.add(counts).tolist()
+        return Totals(int(tokens), sequences)
 
     def add(self, own: Tensor) -> Tensor:
         """Sums a tensor over all ranks, in place, and returns it."""

@@ -1,6 +1,6 @@
 """Messages from rank 0 to the other ranks of a learner: one tagged union, strictly decoded."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -18,17 +18,21 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     lag: Array
     weight: float
     source: str
+    parent: int | None
+    shared: int
+    branch: int
+    share: float
 
     @classmethod
     def of(cls, s: Sample) -> "Piece":
         prompt, lag = Array.of(s.prompt_ids, "int32"), Array.of(s.lag, "int64")
-        return cls(s.ticket, prompt, s.trajectory, s.advantage, lag, s.weight, s.source)
+        tree = s.source, s.parent, s.shared, s.branch, s.share
+        return cls(s.ticket, prompt, s.trajectory, s.advantage, lag, s.weight, *tree)
 
     def sample(self) -> Sample:
-        prompt, lag = self.prompt_ids.numpy(), self.lag.numpy()
-        return Sample(
-            self.ticket, prompt, self.trajectory, self.advantage, lag, self.weight, self.source
-        )
+        fields: dict[str, Any] = {name: getattr(self, name) for name in self.__struct_fields__}
+        arrays: dict[str, Any] = {"prompt_ids": self.prompt_ids.numpy(), "lag": self.lag.numpy()}
+        return Sample(**fields | arrays)
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):

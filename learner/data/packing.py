@@ -15,7 +15,7 @@ import torch
 
 from areal_q.algorithms import group_advantages
 from areal_q.config import AdvantageConfig, Gae
-from areal_q.messages import Array, FailureCause, FinishReason, Group, Trajectory
+from areal_q.messages import Array, FailureCause, FinishReason, Group, Trajectory, parts
 from areal_q.models import PackedLayout
 from areal_q.models.layers.moe import UNRECORDED
 from buffer.sampling.replay_pool import SampledGroups
@@ -43,6 +43,15 @@ class Sample:
     """The sampler's weight of the group."""
     source: str = ""
     """The task of a mixture that asked it."""
+    parent: int | None = None
+    """Index of the sample that this one hangs off, among its group's samples, which stand consecutively; None
+    for the first path of an episode."""
+    shared: int = 0
+    """Number of leading tokens, the prompt's included, that are that one's"""
+    branch: int = 0
+    """Number of the path in its episode: 0 is the first, k that of branch k, counted from 1."""
+    share: float = 1.0
+    """Share of the episode's tokens that count, in which this sample stands for the episode"""
 
     @property
     def num_tokens(self) -> int:
@@ -76,8 +85,8 @@ class PackedBatch:
     sequence_ids: torch.Tensor
     """int64 [T] in 0 … S-1: the sequence of each token."""
     num_sequences: int
-    responses: tuple[tuple[int, int], ...]
-    """[S] (ticket, index) of each sequence."""
+    responses: tuple[tuple[int, int, int], ...]
+    """[S] (ticket, index, branch) of each sequence."""
     learns: bool
     """False if every advantage is 0: then the tokens are counted and measured, but have no gradient."""
     routes: torch.Tensor | None = None
@@ -86,6 +95,8 @@ class PackedBatch:
     """float32 [T]: log π_T in nats; None unless a teacher scored all the responses."""
     counts: bool = True
     """False for a filler that a rank computes only because the other ranks have a micro-batch more."""
+    share: torch.Tensor | None = None
+    """float32 [T]: Sample.share of each token's sequence; None where each is 1."""
 
 
 def samples_of(
@@ -95,9 +106,12 @@ def samples_of(
     version: int,
     mask: Sequence[FinishReason] = (),
 ) -> list[Sample]:
-    """Returns every valid trajectory of `batch` with its advantage and its tokens' lags, in the groups' order.
-    Invalid trajectories have no influence on the others. Responses that ended for a reason in `mask` have no
-    token that counts, though their reward is part of their group's baseline.
+    """Returns every path of every valid trajectory of `batch` with the trajectory's advantage and its tokens'
+    lags, in the groups' order: a first path, then its branches. Each has its own tokens only, behind all that
+    they were drawn after. A reward counts once in its group's baseline, however many paths its episode has.
+
+    Invalid trajectories have no influence on the others. Paths whose last turn ended for a reason in `mask`
+    have no token that counts, though their reward is part of their group's baseline.
 
     The sampler's weights multiply the groups' advantages. For a given sign of A every objective of ours is
     linear in A, so that this weights a sample's policy loss, whichever it is.
@@ -114,24 +128,58 @@ def samples_of(
         advantages = group_advantages(rewards, ids, advantage, sources=sources)
     prompts = [group.ticket.prompt_ids.numpy() for group in groups]
     weights = batch.weights or [1.0] * len(groups)
-    spans = [span for t in trajectories for span in t.spans]
+    spans = [span for t in trajectories for span in t.all_spans]
     lags = np.repeat([history.lag(span, version) for span in spans], [s.tokens for s in spans])
-    by_response = np.split(lags, np.cumsum([t.num_tokens for t in trajectories])[:-1])
-    samples = [
-        Sample(
-            groups[i].ticket.number,
-            prompts[i],
-            t,
-            advantage * weights[i],
-            lag,
-            weights[i],
-            groups[i].ticket.source,
-        )
-        for i, t, advantage, lag in zip(
-            of_group, trajectories, advantages.tolist(), by_response, strict=True
-        )
-    ]
+    by_response = np.split(lags, np.cumsum([t.all_tokens for t in trajectories])[:-1])
+    samples: list[Sample] = []
+    first = 0  # the place of the group's first sample
+    columns = zip(of_group, trajectories, advantages.tolist(), by_response, strict=True)
+    for place, (i, t, own, lag) in enumerate(columns):
+        if place and of_group[place - 1] != i:
+            first = len(samples)
+        ticket, weight = groups[i].ticket, weights[i]
+        whole = Sample(ticket.number, prompts[i], t, own * weight, lag, weight, ticket.source)
+        samples += _paths(whole, len(samples) - first, mask)
     return [masked(s) if s.trajectory.finish_reason in mask else s for s in samples]
+
+
+def _paths(whole: Sample, place: int, mask: Sequence[FinishReason] = ()) -> list[Sample]:
+    """Returns a sample for each path of an episode, of which `whole` has all lags, and the first path this
+    `place` among the samples of its group. Those that ended for a reason in `mask` stand for nothing."""
+    if not whole.trajectory.branches:
+        return [whole]
+    found = list(parts(whole.prompt_ids, whole.trajectory))
+    lags = np.split(whole.lag, np.cumsum([t.num_tokens for _, t in found])[:-1])
+    counted = [int(np.count_nonzero(t.loss_mask.numpy())) for _, t in found]
+    counted = [
+        0 if t.finish_reason in mask else n for n, (_, t) in zip(counted, found, strict=True)
+    ]
+    parents = [None, *(place + branch.parent for branch in whole.trajectory.branches)]
+    return [
+        replace(
+            whole,
+            prompt_ids=before,
+            trajectory=t,
+            lag=lags[branch],
+            parent=parents[branch],
+            shared=len(before) if branch else 0,
+            branch=branch,
+            share=counted[branch] / max(1, sum(counted)),
+        )
+        for branch, (before, t) in enumerate(found)
+    ]
+
+
+def unlearnt_samples(groups: Sequence[Group]) -> list[Sample]:
+    """Returns every path of every trajectory, in order, without an advantage: for its log-probs."""
+    samples: list[Sample] = []
+    for group in groups:
+        first, prompt = len(samples), group.ticket.prompt_ids.numpy()
+        for t in group.trajectories:
+            lag = np.zeros(t.all_tokens, np.int64)
+            whole = Sample(group.ticket.number, prompt, t, 0.0, lag)
+            samples += _paths(whole, len(samples) - first)
+    return samples
 
 
 def masked(sample: Sample) -> Sample:
@@ -156,7 +204,7 @@ def response_metrics(groups: Sequence[Group]) -> dict[str, float]:
     and the share of the groups with several valid responses whose rewards are all equal, if there are any."""
     valid = [t for group in groups for t in group.valid_trajectories]
     values = {
-        "response/tokens_mean": sum(t.num_tokens for t in valid) / len(valid),
+        "response/tokens_mean": sum(t.all_tokens for t in valid) / len(valid),
         "response/cut_off_share": sum(t.finish_reason != "stop" for t in valid) / len(valid),
     }
     if several := [group for group in groups if len(group.valid_trajectories) > 1]:
@@ -195,6 +243,7 @@ def lag_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 def part_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """Returns `reward/part_NAME`: the mean over responses of each part of the reward; a missing part is 0."""
     sums: dict[str, float] = {}
+    samples = [sample for sample in samples if not sample.branch]
     for sample in samples:
         for name, value in sample.trajectory.reward_parts.items():
             sums[name] = sums.get(name, 0.0) + value
@@ -221,7 +270,7 @@ def pack_samples(
 
     `learns` is True if they have a gradient whatever their advantages; `counts` is PackedBatch.counts.
     """
-    groups = [list(members) for _, members in groupby(samples, key=lambda sample: sample.ticket)]
+    groups = [list(members) for _, members in groupby(samples, key=_prompt_of)]
     trajectories = [sample.trajectory for sample in samples]
     lengths = np.array([t.num_tokens for t in trajectories])
     targets = Array.concatenate([t.response_ids for t in trajectories])
@@ -249,14 +298,24 @@ def pack_samples(
         version_lag=tensor(np.concatenate([sample.lag for sample in samples]), torch.int64),
         sequence_ids=tensor(np.repeat(np.arange(len(samples)), lengths), torch.int64),
         num_sequences=len(samples),
-        responses=tuple((sample.ticket, sample.trajectory.index) for sample in samples),
+        responses=tuple((s.ticket, s.trajectory.index, s.branch) for s in samples),
         learns=learns or any(sample.advantage for sample in samples),
         routes=None if routes is None else torch.from_numpy(routes).to(device, non_blocking=True),
         teacher_logprobs=None
         if None in given
         else tensor(Array.concatenate([array for array in given if array]), torch.float32),
         counts=counts,
+        share=None
+        if all(sample.share == 1 for sample in samples)
+        else tensor(np.repeat([sample.share for sample in samples], lengths), torch.float32),
     )
+
+
+def _prompt_of(sample: Sample) -> tuple[int, ...]:
+    """Returns what neighbours that share their whole prompt have in common: the ticket, of first paths. Others
+    compute what they share again."""
+    first = sample.parent is None
+    return (sample.ticket,) if first else (sample.ticket, sample.trajectory.index, sample.branch)
 
 
 def _inputs(

@@ -32,19 +32,20 @@ def fits(config: DecoderConfig, longest: int) -> Callable[[Group], None]:
             raise RecordError(f"{where}: a token of the prompt outside of {config.vocab_size}")
         prompt = len(ids)
         for t in group.trajectories:
-            if prompt + t.num_tokens > most:
+            branches = (b.at + b.response_ids.shape[0] for b in t.branches)
+            if (tokens := max(prompt + t.num_tokens, *branches, 0)) > most:
                 raise RecordError(
-                    f"{where}, trajectory {t.index}: {prompt + t.num_tokens} tokens with the prompt, more than "
+                    f"{where}, trajectory {t.index}: {tokens} tokens with the prompt, more than "
                     f"the {most} that learner.microbatch_tokens and the model's positions leave"
                 )
             _check_routes(t, config, f"{where}, trajectory {t.index}")
-        if (
-            Array.concatenate([t.response_ids for t in group.trajectories]).max()
-            >= config.vocab_size
-        ):
-            found = (t.response_ids.numpy().max() >= config.vocab_size for t in group.trajectories)
+        drawn = [
+            (t.index, path.response_ids) for t in group.trajectories for path in (t, *t.branches)
+        ]
+        if Array.concatenate([ids for _, ids in drawn]).max() >= config.vocab_size:
+            first = next(i for i, ids in drawn if ids.numpy().max() >= config.vocab_size)
             raise RecordError(
-                f"{where}, trajectory {[*found].index(True)}: a token outside of {config.vocab_size}"
+                f"{where}, trajectory {first}: a token outside of {config.vocab_size}"
             )
 
     return check

@@ -105,7 +105,10 @@ class Probe:
             cfg = policy.cfg
             samples = samples_of(batch, cfg.advantage, history, step, cfg.mask)
             sampling = [
-                g.ticket.sampling.temperature for g in batch.groups for _ in g.valid_trajectories
+                group.ticket.sampling.temperature
+                for group in batch.groups
+                for t in group.valid_trajectories
+                for _ in (t, *t.branches)
             ]
             self.parts.append(self._measure(policy, step, samples, sampling, history))
             self.responses += len(samples)

@@ -30,7 +30,7 @@ from areal_q.models import Decoder, DecoderConfig
 from areal_q.models.low_bit.engine_policy import empty_engine_policy, load_published, perturbed
 from areal_q.models.low_bit.lora import LORA_SCALE
 from areal_q.weights.version import WeightVersion
-from learner.data.packing import Sample
+from learner.data.packing import Sample, unlearnt_samples
 from learner.measure.rescore import Scorer
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class FidelityMeter:
         and temperature; noise is 0 where it was not measured, as the gap does not exceed the setting."""
         alike: dict[tuple[str, str, float], list[Sample]] = defaultdict(list)
         for group in groups:
-            for sample in _samples(group):
+            for sample in unlearnt_samples([group]):
                 digest = sample.trajectory.spans[0].digest
                 if digest in self._versions:
                     alike[group.engine, digest, group.ticket.sampling.temperature].append(sample)
@@ -140,17 +140,6 @@ class FidelityMeter:
                 told,
                 bound,
             )
-
-
-def _samples(group: Group) -> Iterator[Sample]:
-    for t in group.trajectories:
-        yield Sample(
-            ticket=group.ticket.number,
-            prompt_ids=group.ticket.prompt_ids.numpy(),
-            trajectory=t,
-            advantage=0.0,
-            lag=np.zeros(t.num_tokens, np.int64),
-        )
 
 
 def reach(noise: np.ndarray) -> float:

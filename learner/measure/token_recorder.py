@@ -10,13 +10,16 @@ from areal_q.algorithms import LossInputs, PolicyLoss
 from buffer.logs.token_log import MARKS, TokenScores
 from learner.data.packing import PackedBatch
 
+_Path = tuple[int, int, int]
+"""Ticket, index and branch, as in PackedBatch.responses"""
+
 
 class TokenRecorder:
     """Records, on the CPU, every token's scores in the last update of a step that used the token."""
 
     def __init__(self) -> None:
-        self._order: list[tuple[int, int]] = []
-        self._seen: dict[tuple[int, int], tuple[PackedBatch, dict[str, np.ndarray]]] = {}
+        self._order: list[_Path] = []
+        self._seen: dict[_Path, tuple[PackedBatch, dict[str, np.ndarray]]] = {}
 
     def begin(self, batches: Sequence[PackedBatch]) -> None:
         """Begins a new step, whose micro-batches are `batches`, and forgets the last one."""
@@ -44,17 +47,25 @@ class TokenRecorder:
         )
 
     def scores(self) -> TokenScores:
-        """Returns the scores of the step begun last, in the order of its micro-batches."""
+        """Returns the scores of the step begun last, in the order of its micro-batches. A response's paths are
+        one after the other."""
         batches, columns = zip(*(self._seen[first] for first in self._order), strict=True)
-        responses = np.array([r for batch in batches for r in batch.responses], np.int64)
+        paths = [path for batch in batches for path in batch.responses]
         joined = {name: np.concatenate([c[name] for c in columns]) for name in columns[0]}
-        lengths = [torch.bincount(b.sequence_ids, minlength=b.num_sequences) for b in batches]
-        return TokenScores(
-            number=responses[:, 0],
-            index=responses[:, 1],
-            lengths=torch.cat(lengths).cpu().numpy(),
-            **joined,
-        )
+        counts = [torch.bincount(b.sequence_ids, minlength=b.num_sequences) for b in batches]
+        lengths = torch.cat(counts).cpu().numpy()
+        if any(branch for _, _, branch in paths):
+            starts, seen = np.cumsum(lengths) - lengths, dict[tuple[int, int], int]()
+            for number, index, _ in paths:
+                seen.setdefault((number, index), len(seen))
+            order = sorted(range(len(paths)), key=lambda i: (seen[paths[i][:2]], paths[i][2]))
+            places = np.concatenate([starts[i] + np.arange(lengths[i]) for i in order])
+            joined = {name: column[places] for name, column in joined.items()}
+            rows = [seen[path[:2]] for path in paths]
+            lengths = np.bincount(rows, weights=lengths).astype(np.int64)
+            paths = [(*response, 0) for response in seen]
+        responses = np.array(paths, np.int64)
+        return TokenScores(number=responses[:, 0], index=responses[:, 1], lengths=lengths, **joined)
 
 
 def marks(out: PolicyLoss) -> Tensor:

@@ -9,7 +9,7 @@ from areal_q.config import LearnerConfig
 from areal_q.messages import Group
 from areal_q.models import Decoder
 from learner.backends.single_device import token_logprobs
-from learner.data.packing import Sample, microbatches, pack_samples
+from learner.data.packing import microbatches, pack_samples, unlearnt_samples
 from learner.teacher.scoring import with_logprobs
 
 
@@ -23,17 +23,7 @@ class ModelBeside:
 
     @torch.no_grad()
     def scored(self, groups: Sequence[Group]) -> list[Group]:
-        samples = [
-            Sample(
-                group.ticket.number,
-                group.ticket.prompt_ids.numpy(),
-                t,
-                advantage=0.0,
-                lag=np.zeros(t.num_tokens, np.int64),
-            )
-            for group in groups
-            for t in group.trajectories
-        ]
+        samples = unlearnt_samples(groups)
         found: list[np.ndarray] = []
         for cut in microbatches(samples, self._cfg.microbatch_tokens):
             batch = pack_samples(cut, self._cfg.device)

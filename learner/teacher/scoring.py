@@ -1,12 +1,13 @@
 """The interface of a teacher, and how its log-probs are put beside the responses."""
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Protocol
 
 import numpy as np
 from msgspec.structs import replace
 
-from areal_q.messages import Array, Group
+from areal_q.messages import Group, with_teacher
 
 
 class Teacher(Protocol):
@@ -20,14 +21,13 @@ class Teacher(Protocol):
 
 
 def with_logprobs(groups: Sequence[Group], logprobs: Iterable[np.ndarray]) -> list[Group]:
-    """Returns `groups` with these log-probs, [T] for each trajectory, in order."""
+    """Returns `groups` with these log-probs, [T] for each path of each trajectory, in order."""
     given = iter(logprobs)
     return [
         replace(
             group,
             trajectories=[
-                replace(t, teacher_logprobs=Array.of(next(given), "float32"))
-                for t in group.trajectories
+                with_teacher(t, [*islice(given, 1 + len(t.branches))]) for t in group.trajectories
             ],
         )
         for group in groups

@@ -20,7 +20,7 @@ import numpy as np
 
 from areal_q.config import ServerTeacher
 from areal_q.errors import ConfigError, Stopped, TeacherUnavailable
-from areal_q.messages import Group
+from areal_q.messages import Group, parts
 from areal_q.system.credentials import secret, shown
 from learner.teacher.scoring import with_logprobs
 
@@ -46,11 +46,16 @@ class Server:
         self._logprobs([1, 2])
 
     def scored(self, groups: Sequence[Group]) -> list[Group]:
-        pairs = [(group.ticket.prompt_ids, t) for group in groups for t in group.trajectories]
+        pairs = [
+            pair
+            for group in groups
+            for t in group.trajectories
+            for pair in parts(group.ticket.prompt_ids.numpy(), t)
+        ]
 
         def score(pair: Any) -> np.ndarray:
-            prompt, trajectory = (pair[0].numpy(), pair[1].response_ids.numpy())
-            return self._logprobs([*prompt.tolist(), *trajectory.tolist()])[len(prompt) :]
+            before, own = (pair[0].tolist(), pair[1].response_ids.numpy().tolist())
+            return self._logprobs([*before, *own])[len(before) :]
 
         return with_logprobs(groups, self._each(score, pairs))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from areal_q.config import Sampling
-from areal_q.messages import Group, Trajectory
+from areal_q.messages import Branch, Group, Trajectory
 
 MAX_PERIOD = 16
 MIN_LOOP_TOKENS = 16
@@ -56,14 +56,14 @@ def look_at(steps: Iterable[tuple[int, Sequence[Group]]], end_ids: Sequence[int]
             facts.formats[group.weight_format] += len(group.trajectories)
             for trajectory in group.trajectories:
                 where = f"step {step}, ticket {group.ticket.number}, response {trajectory.index}"
-                _count(
-                    facts, trajectory, end_ids, trajectory.valid and trajectory.reward < mean, where
-                )
+                negative = trajectory.valid and trajectory.reward < mean
+                for path in (trajectory, *trajectory.branches):
+                    _count(facts, path, end_ids, negative, where)
     return facts
 
 
 def _count(
-    facts: LogFacts, t: Trajectory, end_ids: Sequence[int], negative: bool, where: str
+    facts: LogFacts, t: Trajectory | Branch, end_ids: Sequence[int], negative: bool, where: str
 ) -> None:
     ids, logprobs = t.response_ids.numpy(), t.behavior_logprobs.numpy()
     counted = t.loss_mask.numpy() != 0
