@@ -33,6 +33,7 @@ class Located:
     row_group: int
 
     def read(self, columns: list[str]) -> pa.Table:
+        """Returns the rows, with those of the columns that the part has."""
         with pq.ParquetFile(self.path) as file:
             return file.read_row_group(self.row_group, columns, use_threads=False)
 

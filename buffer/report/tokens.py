@@ -1,6 +1,7 @@
 """Whole groups, token by token, for the viewer: trajectory log and token log joined, with texts for ids."""
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ _TRAJECTORY = (
     "spans",
 )
 _TOKENS = ("response_ids", "behavior_logprobs", "loss_mask")
-_COLUMNS = [*_TICKET, *_GROUP, "prompt_ids", *_TRAJECTORY, *_TOKENS]
+_COLUMNS = [*_TICKET, *_GROUP, "prompt_ids", *_TRAJECTORY, *_TOKENS, "branches"]
 
 Rows = tuple[pa.Table, pa.Table | None]
 
@@ -70,7 +71,7 @@ class Groups:
     def _rows(self, one: StepIndex) -> Rows:
         if one not in self._held:
             self._held[one] = (
-                one.rows.read(_COLUMNS),
+                _with_branches(one.rows.read(_COLUMNS)),
                 one.tokens.read(["number", "index", *_PER_TOKEN]) if one.tokens else None,
             )
             while len(self._held) > HELD_STEPS:
@@ -109,6 +110,43 @@ class Groups:
             group["prompt_pieces"] = self._pieces(group.pop("prompt_ids"))
             group["trajectories"] = trajectories[start:stop]
         return groups
+
+
+def _with_branches(rows: pa.Table) -> pa.Table:
+    """Returns the rows with the tokens of an episode's branches behind those of its first path, as the token
+    log has them. Notes say where each begins, and after what."""
+    if "branches" not in rows.column_names:
+        return rows
+    branches = rows["branches"].to_pylist()
+    for name in (*_TOKENS, "spans"):
+        joined = [
+            sum((branch[name] for branch in others), own)
+            for own, others in zip(rows[name].to_pylist(), branches, strict=True)
+        ]
+        field = rows.schema.field(name)
+        rows = rows.set_column(
+            rows.schema.get_field_index(name), field, pa.array(joined, field.type)
+        )
+    notes = [
+        [*own, *_places(len(ids) - sum(len(b["loss_mask"]) for b in others), others)]
+        for own, ids, others in zip(
+            rows["reward_notes"].to_pylist(),
+            rows["response_ids"].to_pylist(),
+            branches,
+            strict=True,
+        )
+    ]
+    field = rows.schema.field("reward_notes")
+    column = pa.array(notes, field.type)
+    return rows.set_column(rows.schema.get_field_index("reward_notes"), field, column)
+
+
+def _places(begin: int, branches: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Yields for each branch its name, and where it begins, as a note."""
+    for number, branch in enumerate(branches, 1):
+        after = f"after {branch['at']} tokens of path {branch['parent']}, the prompt's included"
+        yield f"branch {number}", f"from token {begin} on, {after}"
+        begin += len(branch["loss_mask"])
 
 
 def _trajectory(row: dict[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from msgspec.structs import replace
 
 from areal_q.config import Arithmetic, PretrainedModel, SmallModel, load
 from areal_q.errors import ConfigError, LogError, RecordError
+from areal_q.messages import Array, Branch, VersionSpan
 from areal_q.observability.metrics_log import read_metrics
 from buffer.logs.token_log import TokenLog, iter_tokens
 from buffer.logs.trajectory_log import TrajectoryLog, iter_log
@@ -285,6 +286,32 @@ def test_a_response_comes_with_the_words_of_its_reward(tmp_path, write_run, make
     meta, _ = unpack_arrays(read_runs([run])[0].groups.chunk(1))
     found = [t["notes"] for t in meta["groups"][0]["trajectories"]]
     assert found == [[["judge", f"so {i}"]] for i in range(2)]
+
+
+def test_branches_come_behind_the_first_path(tmp_path, write_run, make_group):
+    group = make_group()
+    first, second = group.trajectories
+    branch = Branch(
+        parent=0,
+        at=1,
+        response_ids=Array.of([7, 8], "int32"),
+        behavior_logprobs=Array.of([0.0, -1.5], "float32"),
+        loss_mask=Array.of([0, 1], "uint8"),
+        spans=[VersionSpan(2, 2, "c2")],
+        finish_reason="stop",
+    )
+    grown = replace(first, branches=(branch,))
+    table = groups_to_table(1, 1, [replace(group, trajectories=[grown, second])])
+    run = write_run(tmp_path / "run", 1)
+    pq.write_table(table, run / "trajectories/part-000001.parquet")
+    meta, arrays = unpack_arrays(read_runs([run])[0].groups.chunk(1))
+    told = meta["groups"][0]["trajectories"]
+    assert [t["length"] for t in told] == [first.num_tokens + 2, second.num_tokens]
+    ids = [*first.response_ids.numpy(), 7, 8, *second.response_ids.numpy()]
+    assert arrays["id"].tolist() == ids
+    assert arrays["mask"].tolist() == [1, 1, 0, 1, 1, 1, 1]
+    where = "from token 2 on, after 1 tokens of path 0, the prompt's included"
+    assert [t["notes"] for t in told] == [[["branch 1", where]], []]
 
 
 @given(
