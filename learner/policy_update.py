@@ -207,11 +207,12 @@ def _most_tokens(backend: Backend, samples: Sequence[Sample]) -> int:
     """Returns the most tokens of one of the micro-batches of `samples`. Those that are computed at once share
     `learner.microbatch_tokens`; there are several for each thread, so that none waits long for the last."""
     most, parallel = backend.cfg.microbatch_tokens, backend.parallel
-    lengths = [sample.num_tokens for sample in samples]
-    cuts = min(sum(lengths) // _FEWEST, _CUTS * parallel)
+    total = sum(sample.own_tokens for sample in samples)
+    cuts = min(total // _FEWEST, _CUTS * parallel)
     if parallel == 1 or cuts < 2:
         return most
-    return min(most // parallel, sum(lengths) // cuts + max(lengths))
+    longest = max(sample.num_tokens for sample in samples)
+    return min(most // parallel, total // cuts + longest)
 
 
 def _with_scores(

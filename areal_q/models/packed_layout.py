@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,6 +11,20 @@ from torch import Tensor
 FILL = 0.75
 """Share of the longest sequence in its bucket below which a sequence goes into the next bucket"""
 
+WORTH = 256
+"""Number of shared tokens from which on a CPU leaves out their queries, where they are at least half of a
+sequence; with fewer, a bucket of their own takes longer than the queries"""
+
+
+class Segment(NamedTuple):
+    """Consecutive tokens of a packed batch. They continue the path of an earlier segment, or begin one."""
+
+    tokens: int
+    parent: int | None = None
+    """Index of the earlier segment; None for one that begins a path"""
+    at: int = 0
+    """Number of leading tokens of the parent's path, its own ancestors' included, that this path shares"""
+
 
 @dataclass(frozen=True)
 class Bucket:
@@ -18,107 +32,117 @@ class Bucket:
 
     rows: Tensor
     """Indices into the packed tokens, int64 [sequences, longest]; padding repeats the last token"""
+    first: int
+    """The first column whose queries are computed"""
+    begins: np.ndarray
+    """The first column of each sequence that is its segment's own, int64 [sequences]"""
+    ends: np.ndarray
+    """The column after each sequence's last, int64 [sequences]"""
 
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """The layout of T tokens of S sequences, one after the other; sequences of a group share their prompt's
-    tokens.
+    """The layout of T tokens of a forest of S segments, one after the other. The path of a segment, which is
+    the beginning of its parent's and then its own tokens, is a sequence.
 
-    A shared prompt is computed only once. A token attends to no token after it, so that its hidden state is the
-    same in every sequence that begins with the prompt.
+    A token that several sequences share is computed only once. It attends to no token after it, so that its
+    hidden state is the same in every sequence that begins with it.
 
-    Example: one group with prompt a b and the responses c and d e is packed as a b c d e, with positions
-    [0, 1, 2, 2, 3]. Its sequences are a b c and a b d e, in one bucket with rows [[0, 1, 2, 2], [0, 1, 3, 4]].
+    Example: a prompt a b with the responses c and d e is packed as a b c d e, of segments a b c and, at 2, d e,
+    with positions [0, 1, 2, 2, 3]. Its sequences are a b c and a b d e, in one bucket with rows
+    [[0, 1, 2, 2], [0, 1, 3, 4]].
     """
 
     lengths: tuple[int, ...]
-    """Number of tokens in each sequence, its prompt included"""
+    """Number of tokens of each sequence, those that it shares included"""
+    paths: np.ndarray
+    """Indices into the packed tokens of all tokens of each sequence, one sequence after the other, int64"""
     positions: Tensor
-    """Position of each token in its sequence, int64 [T]"""
+    """Position of each token in its sequences, int64 [T]"""
     buckets: tuple[Bucket, ...]
     unpad: Tensor
-    """Index of each packed token in the concatenation of all buckets, int64 [T]"""
+    """Index of each packed token in the concatenation of the queries of all buckets, int64 [T]"""
 
     @property
     def longest(self) -> int:
         return max(self.lengths)
 
-    @cached_property
-    def spans(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """For each bucket: `rows`, and of each sequence the first column that is its own, and the one after the
-        last. A prompt belongs to the first sequence of its group. int64, on the CPU."""
-        spans, offset, unpad = [], 0, self.unpad.cpu()
-        for bucket in self.buckets:
-            rows = bucket.rows.cpu()
-            places = torch.arange(offset, offset + rows.numel()).view(rows.shape)
-            own = unpad[rows] == places
-            begins = own.int().argmax(1)
-            spans.append((rows.numpy(), begins.numpy(), (begins + own.sum(1)).numpy()))
-            offset += rows.numel()
-        return spans
-
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> "PackedLayout":
         """Returns the layout of sequences that share no tokens. Raises ValueError if one is empty."""
-        return cls.of_groups([(length, (0,)) for length in lengths], device)
+        return cls.of_forest([Segment(length) for length in lengths], device)
 
     @classmethod
-    def of_groups(
-        cls, groups: Sequence[tuple[int, Sequence[int]]], device: torch.device | str = "cpu"
+    def of_forest(
+        cls, segments: Sequence[Segment], device: torch.device | str = "cpu"
     ) -> "PackedLayout":
-        """Returns the layout of groups (prompt length, response lengths), each packed as prompt, response,
-        response, …
+        """Returns the layout of `segments`. One that has a parent may be empty.
 
-        Raises ValueError if a prompt is empty or a group has no responses. A response may be empty.
+        Raises ValueError if a path would be empty, or if a segment hangs off none before it or beyond its end.
         """
-        if not groups or min(prompt for prompt, _ in groups) < 1 or not all(r for _, r in groups):
-            raise ValueError("a packed batch needs prompts of at least one token, with responses")
-        sizes = torch.tensor([len(responses) for _, responses in groups])
-        prompts = torch.tensor([prompt for prompt, _ in groups])
-        responses = torch.tensor([length for _, lengths in groups for length in lengths])
-        group_of = torch.arange(len(groups)).repeat_interleave(sizes)
-        first = torch.ones(len(responses), dtype=torch.bool)
-        first[1:] = group_of[1:] != group_of[:-1]
-        prompt_of = prompts[group_of]
-        # The end of each response in the packed order gives where it and the prompt of its group begin.
-        ends = (responses + torch.where(first, prompt_of, 0)).cumsum(0)
-        own = ends - responses
-        shared = (own - prompt_of)[first][group_of]
-        lengths, total = prompt_of + responses, int(ends[-1])
-
-        positions = torch.empty(total, dtype=torch.int64)
-        unpad = torch.empty(total, dtype=torch.int64)
+        depths = _depths(segments)
+        own, at = (np.array(x) for x in zip(*[(s.tokens, s.at) for s in segments], strict=True))
+        lengths, starts = at + own, own.cumsum() - own
+        begins, paths = lengths.cumsum() - lengths, ranges(starts - at, lengths)
+        for depth in range(1, max(depths) + 1):
+            members = np.flatnonzero(np.array(depths) == depth)
+            parents = np.array([segments[i].parent for i in members.tolist()])
+            paths[ranges(begins[members], at[members])] = paths[
+                ranges(begins[parents], at[members])
+            ]
+        trims = torch.device(device).type == "cpu"  # a GPU's fast attention takes no mask
+        queries = np.zeros_like(starts)
         buckets, offset = [], 0
-        for members, longest in _similar(lengths):
-            places = torch.arange(longest)
-            prompt, length = prompt_of[members, None], lengths[members, None]
-            column = places.minimum(length - 1)
-            rows = torch.where(
-                column < prompt,
-                shared[members, None] + column,
-                own[members, None] + column - prompt,
-            )
-            # The states of a prompt are those of the first sequence in its group.
-            mine = (places < length) & ((places >= prompt) | first[members, None])
-            unpad[rows[mine]] = offset + mine.flatten().nonzero().squeeze(-1)
-            positions[rows[mine]] = column[mine]
-            offset += rows.numel()
-            buckets.append(Bucket(rows.to(device, non_blocking=True)))
+        for members, first in _similar(lengths, np.where(trims & (at >= WORTH), at, 0)):
+            longest = lengths[members].max()
+            column = np.minimum(np.arange(longest), lengths[members, None] - 1)
+            rows = torch.from_numpy(paths[begins[members, None] + column])
+            width = longest - first
+            queries[members] = offset + np.arange(len(members)) * width + at[members] - first
+            offset += len(members) * width
+            on_device = rows.to(device, non_blocking=True)
+            buckets.append(Bucket(on_device, int(first), at[members], lengths[members]))
         return cls(
             lengths=tuple(lengths.tolist()),
-            positions=positions.to(device, non_blocking=True),
+            paths=paths,
+            positions=torch.from_numpy(ranges(at, own)).to(device, non_blocking=True),
             buckets=tuple(buckets),
-            unpad=unpad.to(device, non_blocking=True),
+            unpad=torch.from_numpy(ranges(queries, own)).to(device, non_blocking=True),
         )
 
 
-def _similar(sizes: Tensor) -> Iterator[tuple[Tensor, int]]:
-    """Yields (indices of the sequences, longest length) of each bucket, the longest bucket first."""
-    order = sizes.argsort(descending=True, stable=True)
-    while order.numel():
-        longest = int(sizes[order[0]])
-        count = int((sizes[order] >= FILL * longest).sum())
-        # Within a bucket the sequences stay in packed order, so that gathers are nearly sequential.
-        yield order[:count].sort().values, longest
-        order = order[count:]
+def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Returns so many consecutive numbers from each start, one range after the other, int64 [Σ counts]."""
+    before = counts.cumsum() - counts
+    return np.repeat(starts - before, counts) + np.arange(counts.sum())
+
+
+def _depths(segments: Sequence[Segment]) -> list[int]:
+    """Returns the number of ancestors of each segment. Raises what `of_forest` raises."""
+    if not segments or any(s.tokens < 0 or s.tokens + s.at < 1 for s in segments):
+        raise ValueError("a packed batch needs sequences of at least one token")
+    depths: list[int] = []
+    for number, (_, parent, at) in enumerate(segments):
+        if parent is None:
+            depths.append(0)
+        elif 0 <= parent < number and 0 < at <= segments[parent].at + segments[parent].tokens:
+            depths.append(depths[parent] + 1)
+        else:
+            raise ValueError(f"segment {number} hangs off token {at} of segment {parent}")
+    return depths
+
+
+def _similar(lengths: np.ndarray, shared: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
+    """Yields (indices of the sequences, first query) of each bucket. The queries of the first `shared` tokens,
+    int64 [S], may be left out, which is done if these are half of a sequence: causal attention of all tokens
+    leaves out half of the products by itself."""
+    halvings = np.log2(lengths / np.maximum(lengths - shared, 1)).astype(np.int64)
+    for times in np.unique(halvings):
+        order = np.flatnonzero((halvings == times) & (lengths > shared))
+        order = order[np.argsort(-lengths[order], kind="stable")]
+        while len(order):
+            count = int((lengths[order] >= FILL * lengths[order[0]]).sum())
+            # Within a bucket the sequences stay in packed order, so that gathers are nearly sequential.
+            members = np.sort(order[:count])
+            yield members, shared[members].min() if times else 0
+            order = order[count:]

@@ -45,7 +45,7 @@ def first_of(samples: Sequence[Sample], tokens: int) -> Sequence[Sample]:
     """Returns the first samples with at least `tokens` tokens in all, or all samples if they have fewer."""
     total = 0
     for count, sample in enumerate(samples, 1):
-        total += sample.num_tokens
+        total += sample.own_tokens
         if total >= tokens:
             return samples[:count]
     return samples

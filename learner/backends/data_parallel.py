@@ -89,7 +89,7 @@ def shares(samples: Sequence[Sample], size: int) -> list[list[Sample]]:
     if size == 1:
         return [list(samples)]
     groups = [list(g) for _, g in itertools.groupby(samples, key=lambda sample: sample.ticket)]
-    tokens = [sum(sample.num_tokens for sample in group) for group in groups]
+    tokens = [sum(sample.own_tokens for sample in group) for group in groups]
     loads, members = [0] * size, [[] for _ in range(size)]
     for i in sorted(range(len(groups)), key=lambda i: -tokens[i]):
         least = loads.index(min(loads))

@@ -6,7 +6,8 @@ Notation: N tokens of all sequences (prompts and responses), T response tokens, 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from functools import cached_property
+from itertools import chain
 from typing import get_args
 
 import msgspec
@@ -18,6 +19,7 @@ from areal_q.config import AdvantageConfig, Gae
 from areal_q.messages import Array, FailureCause, FinishReason, Group, Trajectory, parts
 from areal_q.models import PackedLayout
 from areal_q.models.layers.moe import UNRECORDED
+from areal_q.models.packed_layout import Segment, ranges
 from buffer.sampling.replay_pool import SampledGroups
 from learner.data.staleness import VersionHistory
 
@@ -29,7 +31,7 @@ class Sample:
     """One sequence to learn from."""
 
     ticket: int
-    """Number of the group's ticket; neighbours of the same number share their prompt."""
+    """Number of the group's ticket; neighbours of the same number share what their prompts begin with."""
     prompt_ids: np.ndarray
     """int32 [P]"""
     trajectory: Trajectory
@@ -44,10 +46,11 @@ class Sample:
     source: str = ""
     """The task of a mixture that asked it."""
     parent: int | None = None
-    """Index of the sample that this one hangs off, among its group's samples, which stand consecutively; None
-    for the first path of an episode."""
+    """Index of the sample that this one branches off, among its group's samples, which stand consecutively;
+    None for one that branches off none. Packing finds it by its tokens, as a micro-batch may lack it."""
     shared: int = 0
-    """Number of leading tokens, the prompt's included, that are that one's"""
+    """Number of leading tokens of its path, the prompt's included, that are the parent's: they are neither
+    computed nor learnt from again."""
     branch: int = 0
     """Number of the path in its episode: 0 is the first, k that of branch k, counted from 1."""
     share: float = 1.0
@@ -55,14 +58,27 @@ class Sample:
 
     @property
     def num_tokens(self) -> int:
+        """Returns the number of tokens of its path: the prompt's and the response's."""
         return len(self.prompt_ids) + self.trajectory.num_tokens
+
+    @property
+    def own_tokens(self) -> int:
+        """Returns the number of tokens of its path that are not its parent's."""
+        return self.num_tokens - self.shared
+
+    @cached_property
+    def path(self) -> np.ndarray:
+        """Returns the tokens of the prompt and of the response, int32 [P + T]."""
+        return np.concatenate((self.prompt_ids, self.trajectory.response_ids.numpy()))
 
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Whole sequences, one after the other. Those of a group share their prompt's tokens.
+    """Whole sequences of a forest, one after the other: each has its own tokens alone, and shares those before
+    with an earlier one of its group.
 
-    The last token of a response predicts nothing and is therefore not among the inputs.
+    The last token of a response is among the inputs only if another sequence continues after it, as else it
+    predicts nothing. A token that several sequences share may predict a token of each.
     Example: prompt [5, 6], responses [7, 8] and [9]: token_ids [5, 6, 7], predict [1, 2, 1] (the
     position whose output predicts each response token), targets [7, 8, 9].
     """
@@ -79,7 +95,7 @@ class PackedBatch:
     advantages: torch.Tensor
     """float32 [T]: the advantage of each token."""
     mask: torch.Tensor
-    """bool [T]: True on tokens that count."""
+    """bool [T]: True on tokens that count, in the one sequence whose own they are."""
     version_lag: torch.Tensor
     """int64 [T]: the learner's version minus that of the weights that drew the token."""
     sequence_ids: torch.Tensor
@@ -251,16 +267,42 @@ def part_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def microbatches(samples: Sequence[Sample], max_tokens: int) -> Iterator[Sequence[Sample]]:
-    """Yields consecutive slices of `samples` with at most `max_tokens` tokens; a longer sequence stands
-    alone."""
+    """Yields consecutive slices of `samples` with at most `max_tokens` tokens; a longer sequence stands alone.
+
+    A slice may begin within a tree: what its samples share with earlier ones is then computed again.
+    """
     start, tokens = 0, 0
     for i, sample in enumerate(samples):
-        if i > start and tokens + sample.num_tokens > max_tokens:
+        saved = min(fork(samples, i, start)[1], sample.shared) if sample.shared else 0
+        if i > start and tokens + sample.num_tokens - saved > max_tokens:
             yield samples[start:i]
-            start, tokens = i, 0
-        tokens += sample.num_tokens
+            start, tokens, saved = i, 0, 0
+        tokens += sample.num_tokens - saved
     if start < len(samples):
         yield samples[start:]
+
+
+def fork(samples: Sequence[Sample], place: int, start: int = 0) -> tuple[int | None, int]:
+    """Returns the place in `samples`, not before `start`, of the sample off which that at `place` hangs, and
+    the number of leading tokens of their paths that they share; (None, 0) if there is none.
+
+    It is the earlier one of the same group that shares most, up to the end of the prompt or of the tokens that
+    are its parent's, whichever is later: also a sibling will do. So any samples may be packed together.
+    """
+    sample, owner, most = samples[place], None, 0
+    limit = max(len(sample.prompt_ids), sample.shared)
+    for i in range(place - 1, start - 1, -1):
+        if samples[i].ticket != sample.ticket or most == limit:
+            break
+        if limit == len(sample.prompt_ids) and samples[i].prompt_ids is sample.prompt_ids:
+            return i, limit
+        ours, theirs = sample.path[:limit], samples[i].path[:limit]
+        shorter = min(len(ours), len(theirs))
+        differ = ours[:shorter] != theirs[:shorter]
+        same = int(differ.argmax()) if differ.any() else shorter
+        if same > most:
+            owner, most = i, same
+    return owner, most
 
 
 def pack_samples(
@@ -270,31 +312,33 @@ def pack_samples(
 
     `learns` is True if they have a gradient whatever their advantages; `counts` is PackedBatch.counts.
     """
-    groups = [list(members) for _, members in groupby(samples, key=_prompt_of)]
     trajectories = [sample.trajectory for sample in samples]
     lengths = np.array([t.num_tokens for t in trajectories])
-    targets = Array.concatenate([t.response_ids for t in trajectories])
-    token_ids, predict = _inputs(groups, lengths, targets)
-    routes = _routes(groups)
+    prompts = np.array([len(sample.prompt_ids) for sample in samples])
+    segments = _segments(samples)
+    layout = PackedLayout.of_forest(segments, device)
+    token_ids = _inputs(samples, prompts + lengths, segments)
+    ends = np.cumsum(layout.lengths)
+    predict = layout.paths[ranges(ends - np.array(layout.lengths) + prompts - 1, lengths)]
+    shared = np.repeat([sample.shared for sample in samples], lengths)
+    mask = Array.concatenate([t.loss_mask for t in trajectories]) != 0
+    mask &= ranges(prompts, lengths) >= shared
+    routes = _routes(samples, layout)
     given = [t.teacher_logprobs for t in trajectories]
 
     def tensor(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
         return torch.from_numpy(values).to(device, dtype, non_blocking=True)
 
-    sizes = [
-        (len(members[0].prompt_ids), [s.trajectory.num_tokens - 1 for s in members])
-        for members in groups
-    ]
     return PackedBatch(
-        layout=PackedLayout.of_groups(sizes, device),
+        layout=layout,
         token_ids=tensor(token_ids, torch.int64),
         predict=tensor(predict, torch.int64),
-        targets=tensor(targets, torch.int64),
+        targets=tensor(Array.concatenate([t.response_ids for t in trajectories]), torch.int64),
         behavior_logprobs=tensor(
             Array.concatenate([t.behavior_logprobs for t in trajectories]), torch.float32
         ),
         advantages=tensor(np.repeat([s.advantage for s in samples], lengths), torch.float32),
-        mask=tensor(Array.concatenate([t.loss_mask for t in trajectories]), torch.bool),
+        mask=tensor(mask, torch.bool),
         version_lag=tensor(np.concatenate([sample.lag for sample in samples]), torch.int64),
         sequence_ids=tensor(np.repeat(np.arange(len(samples)), lengths), torch.int64),
         num_sequences=len(samples),
@@ -311,60 +355,44 @@ def pack_samples(
     )
 
 
-def _prompt_of(sample: Sample) -> tuple[int, ...]:
-    """Returns what neighbours that share their whole prompt have in common: the ticket, of first paths. Others
-    compute what they share again."""
-    first = sample.parent is None
-    return (sample.ticket,) if first else (sample.ticket, sample.trajectory.index, sample.branch)
+def _segments(samples: Sequence[Sample]) -> list[Segment]:
+    """Returns the inputs of each sample that are its own: those that predict one of its tokens, and those after
+    which another sample continues."""
+    forks: list[tuple[int | None, int]] = []
+    for place in range(len(samples)):
+        parent, at = fork(samples, place)
+        while parent is not None and at <= forks[parent][1]:  # its parent shares these tokens too
+            parent = forks[parent][0]
+        forks.append((parent, at))
+    needed = [max(s.num_tokens - 1, at) for s, (_, at) in zip(samples, forks, strict=True)]
+    for parent, at in forks:
+        if parent is not None:
+            needed[parent] = max(needed[parent], at)
+    return [Segment(n - at, parent, at) for n, (parent, at) in zip(needed, forks, strict=True)]
 
 
 def _inputs(
-    groups: Sequence[Sequence[Sample]], lengths: np.ndarray, targets: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns `token_ids` and `predict` of a PackedBatch, int64 [N] and [T]. `lengths` [S] are the numbers of
-    response tokens, which `targets` [T] are."""
-    sizes = [len(members) for members in groups]
-    prompts = [members[0].prompt_ids for members in groups]
-    begins = np.cumsum(lengths) - lengths  # the place of each response's first token among the T
-    before = np.repeat(np.cumsum([len(prompt) for prompt in prompts], dtype=np.int64), sizes)
-    places = before + begins - np.arange(len(lengths))  # the same among the N inputs
-    inputs = np.arange(len(targets)) + np.repeat(places - begins, lengths)
-    predict = inputs - 1
-    predict[begins] = np.repeat(places[np.cumsum(sizes, dtype=np.int64) - sizes], sizes) - 1
-    is_input = np.ones(len(targets), bool)
-    is_input[begins + lengths - 1] = False
-    inputs = inputs[is_input]
-    token_ids = np.empty(len(inputs) + sum(map(len, prompts)), np.int64)
-    is_prompt = np.ones(len(token_ids), bool)
-    is_prompt[inputs] = False
-    token_ids[inputs] = targets[is_input]
-    token_ids[is_prompt] = np.concatenate(prompts)
-    return token_ids, predict
+    samples: Sequence[Sample], lengths: np.ndarray, segments: Sequence[Segment]
+) -> np.ndarray:
+    """Returns the tokens of `segments`, int32 [N], of the samples' paths, which have `lengths` [S] tokens."""
+    prompts = [s.prompt_ids.astype("<i4", copy=False).data for s in samples]
+    pairs = zip(prompts, (s.trajectory.response_ids.data for s in samples), strict=True)
+    paths = np.frombuffer(bytearray().join(chain(*pairs)), "<i4")
+    own, at = (np.array(x) for x in zip(*((s.tokens, s.at) for s in segments), strict=True))
+    return paths[ranges(lengths.cumsum() - lengths + at, own)]
 
 
-def _routes(groups: Sequence[Sequence[Sample]]) -> np.ndarray | None:
-    """Returns the routes, int16 [N, L, K], of the packed tokens of `groups`; None if no routes were
-    recorded."""
-    shapes = {
-        s.trajectory.routes.shape[1:] for group in groups for s in group if s.trajectory.routes
-    }
+def _routes(samples: Sequence[Sample], layout: PackedLayout) -> np.ndarray | None:
+    """Returns the routes, int16 [N, L, K], of the packed tokens; None if no routes were recorded. A shared
+    token has those of the first sample that recorded them, and one without any has UNRECORDED."""
+    shapes = {s.trajectory.routes.shape[1:] for s in samples if s.trajectory.routes}
     if not shapes:
         return None
     (shape,) = shapes
-    parts: list[np.ndarray] = []
-    for group in groups:
-        prompt = len(group[0].prompt_ids)
-        parts.append(_known(group[0].trajectory, 0, prompt, shape))
-        for sample in group:
-            stop = prompt + sample.trajectory.num_tokens - 1
-            parts.append(_known(sample.trajectory, prompt, stop, shape))
-    return np.concatenate(parts)
-
-
-def _known(trajectory: Trajectory, start: int, stop: int, shape: tuple[int, ...]) -> np.ndarray:
-    """Returns the routes of the tokens from `start` to before `stop`, UNRECORDED where there is none."""
-    out = np.full((stop - start, *shape), UNRECORDED, np.int16)
-    if trajectory.routes:
-        known = trajectory.routes.numpy()[start:stop]
-        out[: len(known)] = known
+    out = np.full((len(layout.positions), *shape), UNRECORDED, np.int16)
+    paths = np.split(layout.paths, np.cumsum(layout.lengths)[:-1])
+    for sample, path in reversed(list(zip(samples, paths, strict=True))):
+        if sample.trajectory.routes:
+            known = sample.trajectory.routes.numpy()[: len(path)]
+            out[path[: len(known)]] = known
     return out

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.forests import grouped
 from helpers.kinds import HALF_A_BILLION, M20, QUICKSTART, SMOLLM2
 
 from areal_q.checks import memory
@@ -158,7 +159,7 @@ def test_activations_are_what_torch_keeps_for_the_backward_pass(
         model = Decoder(config)
         init_weights(model, 0)
         prepare(model)
-        kept[layers] = saved_bytes(model, PackedLayout.of_groups([(prompt, [23] * 8)] * 2, "cpu"))
+        kept[layers] = saved_bytes(model, grouped([(prompt, [23] * 8)] * 2, "cpu"))
         kept[-layers] = by_name(pass_memory(run, config, Lengths(prompt, 24)))["activations"]
     assert kept[-4] - kept[-2] == pytest.approx(kept[4] - kept[2], rel=0.08)
 

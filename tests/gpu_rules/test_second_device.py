@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.engines import ask, generate, serving
+from helpers.forests import grouped
 from helpers.policies import pack_state
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -28,7 +29,6 @@ from areal_q.models import (
     save_decoder,
 )
 from areal_q.models.logprobs import blockwise
-from areal_q.models.packed_layout import PackedLayout
 from areal_q.quant import FORMATS, quantize_state
 from areal_q.quant.aqn import with_noise
 from areal_q.quant.rescaling import apply_uaq
@@ -178,7 +178,7 @@ def test_forward_and_backward_of_a_decoder_are_the_same(kind: str, cuda: SecondD
     found = []
     for model, device in ((far, "cuda"), (near, "cpu")):
         torch.manual_seed(0)
-        layout = PackedLayout.of_groups([(3, [4, 5]), (2, [7])], device)
+        layout = grouped([(3, [4, 5]), (2, [7])], device)
         ids = torch.randint(0, 23, (21,)).to(device)
         logits = model.logits(model(ids, layout))
         logits.logsumexp(-1).sum().backward()

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from helpers.forests import grouped
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -74,7 +75,7 @@ def test_shared_prompt_gives_the_states_of_separate_sequences(
             own = torch.randint(0, model.config.vocab_size, (length,), generator=generator)
             shared.append(own)
             apart.append(torch.cat((first, own)))
-    layout = PackedLayout.of_groups(groups)
+    layout = grouped(groups)
     assert layout.lengths == tuple(map(len, apart))
     together = model(torch.cat(shared), layout)
     one_by_one = [model(ids, PackedLayout.of([len(ids)])) for ids in apart]

@@ -19,6 +19,7 @@ from areal_q.models import Decoder, DecoderConfig, Experts, PackedLayout, init_w
 from areal_q.models.fused import functions, trunk
 from areal_q.models.logprobs import head_logprobs
 from areal_q.models.low_bit.bf16_rounding import round_rest
+from areal_q.models.packed_layout import Segment
 
 ROUNDING = 2.0**-8
 """Twice the largest relative error of a number rounded to bfloat16"""
@@ -32,7 +33,12 @@ SHAPE: dict[str, Any] = {
     "mlp": 80,
     "max_positions": 64,
 }
-LAYOUT = PackedLayout.of_groups([(5, (3, 0, 9)), (1, (1,)), (20, (2, 13))])
+LAYOUT = PackedLayout.of_forest(
+    [
+        *(Segment(8), Segment(0, 0, 5), Segment(9, 0, 5), Segment(4, 2, 11), Segment(3, 3, 15)),
+        *(Segment(2), Segment(22), Segment(13, 6, 20)),
+    ]
+)
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -238,7 +244,7 @@ def test_long_sequences_give_what_short_ones_do(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(trunk, "_LONGEST", 4)
     torchs, others = states_and_gradients(other)
     assert error(hidden, torchs) < 4 * ROUNDING
-    assert all(error(g, others[name]) < 8 * ROUNDING for name, g in gradients.items())
+    assert all(error(g, others[name]) < 10 * ROUNDING for name, g in gradients.items())
 
 
 def test_a_batch_of_other_size_compiles_no_product(capfd: pytest.CaptureFixture[str]):

@@ -195,8 +195,9 @@ class Attend(torch.autograd.Function):
         lse = torch.empty(len(qkv), heads)
         shared, scale = (qkv.shape[1] - heads) // 2, qkv.shape[2] ** -0.5
         qkv_, out_, lse_ = arrays(qkv, out, lse)
-        for spans in layout.spans:
-            attention.attend(qkv_, heads, shared, *spans, scale, out_, lse_)
+        for b in layout.buckets:
+            columns = b.rows.numpy(), b.begins, b.ends
+            attention.attend(qkv_, heads, shared, *columns, scale, out_, lse_)
         ctx.save_for_backward(qkv, out, lse)
         ctx.heads, ctx.layout = heads, layout
         return out
@@ -208,8 +209,9 @@ class Attend(torch.autograd.Function):
         shared, scale = (qkv.shape[1] - ctx.heads) // 2, qkv.shape[2] ** -0.5
         grad_qkv = torch.zeros(qkv.shape)
         grad_, qkv_, out_, lse_, sums = arrays(grads[0].contiguous(), qkv, out, lse, grad_qkv)
-        for spans in ctx.layout.spans:
+        for b in ctx.layout.buckets:
+            columns = b.rows.numpy(), b.begins, b.ends
             attention.attend_backward(
-                grad_, qkv_, out_, lse_, ctx.heads, shared, *spans, scale, sums
+                grad_, qkv_, out_, lse_, ctx.heads, shared, *columns, scale, sums
             )
         return grad_qkv.to(torch.bfloat16), None, None

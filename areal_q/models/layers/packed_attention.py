@@ -21,12 +21,13 @@ def packed_attention(
     """
     outputs = []
     for bucket in layout.buckets:
+        queries = bucket.rows[:, bucket.first :]
         q_pad, k_pad, v_pad = (
-            x.index_select(0, bucket.rows.flatten()).unflatten(0, bucket.rows.shape).transpose(1, 2)
-            for x in (q, k, v)
+            x.index_select(0, rows.flatten()).unflatten(0, rows.shape).transpose(1, 2)
+            for x, rows in ((q, queries), (k, bucket.rows), (v, bucket.rows))
         )
-        longest = bucket.rows.shape[1]
-        out = _attention(q_pad, k_pad, v_pad, visible(longest, longest, window, q.device))
+        mask = visible(queries.shape[1], bucket.rows.shape[1], window, q.device)
+        out = _attention(q_pad, k_pad, v_pad, mask)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, layout.unpad)
 
