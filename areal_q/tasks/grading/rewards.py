@@ -201,9 +201,8 @@ def build_reward(run: Run) -> Reward:
 
 def _reward_of(run: Run) -> Reward:
     cfg, max_tokens, grader = run.reward, run.rollout.sampling.max_tokens, run.task.grader
-    if (
-        cfg.judge
-    ):  # one process, as it remembers verdicts and counts calls; none of its failures is a reward
+    if cfg.judge:
+        # One process, as it remembers verdicts and counts calls; none of its failures is a reward.
         source = ("judge", msgspec.json.encode(cfg.judge).decode(), "")
         limits = msgspec.structs.replace(cfg, processes=1, timeout_s=_JUDGE_S, zero_on=())
         return IsolatedReward(source, limits, max_tokens)
