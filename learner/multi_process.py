@@ -18,10 +18,11 @@ import faulthandler
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import NoReturn
 
 import msgspec
@@ -30,7 +31,7 @@ from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from areal_q.config import AdamW, LearnerConfig, MegatronBackend, Run, TorchBackend
+from areal_q.config import AdamW, MegatronBackend, Run, TorchBackend
 from areal_q.errors import ConfigError, RankLost
 from areal_q.system.processes import end_with_parent
 from learner.backends.base import Shard
@@ -53,38 +54,17 @@ JOIN_S = 120.0
 _decoder = msgspec.msgpack.Decoder(Message)
 
 
-def _fsdp(
-    begin: Begin,
-    cfg: LearnerConfig,
-    precision: PrecisionSettings,
-    ranks: Ranks,
-    whole: TorchPolicy | None,
-) -> Shard:
-    from learner.backends.fsdp import fsdp_shard
-
-    return fsdp_shard(begin, cfg, precision, ranks, whole)
-
-
-def _megatron(
-    begin: Begin,
-    cfg: LearnerConfig,
-    precision: PrecisionSettings,
-    ranks: Ranks,
-    whole: TorchPolicy | None,
-) -> Shard:
-    from learner.backends.megatron.policy import megatron_shard
-
-    return megatron_shard(begin, cfg, precision, ranks, whole)
-
-
-BACKENDS: dict[
-    type, Callable[[Begin, LearnerConfig, PrecisionSettings, Ranks, TorchPolicy | None], Shard]
-] = {TorchBackend: _fsdp, MegatronBackend: _megatron}
+BACKENDS = {
+    TorchBackend: "learner.backends.fsdp:fsdp_shard",
+    MegatronBackend: "learner.backends.megatron.policy:megatron_shard",
+}
+"""By the type of a backend's settings the function that makes a rank's Shard; its module is imported when it is
+asked for."""
 
 
 def _shard(begin: Begin, run: Run, ranks: Ranks, whole: TorchPolicy | None) -> Shard:
     """Returns this rank's part of rank 0's `whole` policy. Collective."""
-    build = BACKENDS[type(run.learner.backend)]
+    build = resolve_name(BACKENDS[type(run.learner.backend)])
     return build(begin, run.learner, PrecisionSettings.of(run), ranks, whole)
 
 

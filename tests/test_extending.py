@@ -99,10 +99,7 @@ EDITS: dict[str, Edits] = {
             )
         ],
         "rollout/engines/__init__.py": registered(
-            "ENGINES",
-            '"mine": _mine,',
-            "def _mine(config):\n    from rollout.engines.mine import my_engine\n\n"
-            "    return my_engine(config)\n\n\n",
+            "ENGINES", '"mine": "rollout.engines.mine:my_engine",'
         ),
     },
     "An environment": {
