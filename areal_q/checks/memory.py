@@ -172,24 +172,14 @@ def _kv_item(engine: object, gpu: bool) -> int:
     return 1 if getattr(engine, "kv_cache", "auto") == "fp8" else 2 if gpu else 4
 
 
-def learner_bytes(run: Run, shape: DecoderConfig, prompt: int) -> int:
-    """Returns about how much of the host's memory the learner takes, alone, with prompts of `prompt` tokens."""
-    lengths = Lengths(prompt, run.rollout.tokens_after_prompt)
-    return total(learner_memory(run, shape, lengths))
-
-
-def worker_bytes(run: Run, shape: DecoderConfig, prompt: int) -> int:
-    """Returns about how much of the host's memory one worker takes, with prompts of `prompt` tokens."""
-    return total(worker_memory(run, shape, Lengths(prompt, run.rollout.tokens_after_prompt)))
-
-
 def memory_of(run: Run, shape: DecoderConfig, prompt: int) -> Iterator[CheckResult]:
     """Yields what a run of a pretrained model takes of this machine's memory; nothing for the small one."""
     free = available_bytes()
     if not isinstance(run.model, PretrainedModel) or free is None:
         return
-    learner, workers = learner_bytes(run, shape, prompt), run.rollout.workers
-    worker = worker_bytes(run, shape, prompt)
+    lengths, workers = Lengths(prompt, run.rollout.tokens_after_prompt), run.rollout.workers
+    learner = total(learner_memory(run, shape, lengths))
+    worker = total(worker_memory(run, shape, lengths))
     says = (
         f"about {size(learner)} for the learner, {size(worker)} for each of {plural(workers, 'worker')}; "
         f"{size(free)} available"

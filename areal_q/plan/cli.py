@@ -131,13 +131,9 @@ def _add(table: Table, parts: list[Part], explain: bool) -> None:
 
 
 def _verdict(made: Estimate) -> str:
-    room = size(made.hardware.device.memory)
+    room, fits = size(made.hardware.device.memory), "it fits" if made.fits else "it does not fit"
     if made.hardware.is_cpu:
         need = total(made.learner) + made.speed.split.workers * total(made.worker)
-        return (
-            f"{'it fits' if made.fits else 'it does not fit'}: {size(need)} of {room} that are free"
-        )
+        return f"{fits}: {size(need)} of {room} that are free"
     most = max(total(made.learner, True), total(made.worker, True))
-    return (
-        f"{'it fits' if made.fits else 'it does not fit'}: {size(most)} of a GPU's {room} at most"
-    )
+    return f"{fits}: {size(most)} of a GPU's {room} at most"

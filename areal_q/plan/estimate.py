@@ -2,9 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
-
-import msgspec
 
 from areal_q.checks.automatic import settled
 from areal_q.checks.memory import learner_memory, total, worker_memory
@@ -43,9 +40,6 @@ class Estimate:
     others: list[Speed] = field(default_factory=list)
     """Other splits, the best first."""
     advice: list[str] = field(default_factory=list)
-
-    def as_json(self) -> dict[str, Any]:
-        return msgspec.to_builtins(self)
 
 
 def estimate(

@@ -54,19 +54,8 @@ from areal_q.system.files import replacing
 METRICS_FILE, RUN_ID_FILE, STOPS_FILE = "metrics.jsonl", "run-id", "stops.json"
 SETTINGS_DIR, TRACKERS_DIR, COMMIT_FILE = "settings", "trackers", "commit"
 OF_A_START = {
-    *(
-        "config.toml",
-        SETTINGS_DIR,
-        RUN_ID_FILE,
-        STOPS_FILE,
-        "problems-digest",
-        COMMIT_FILE,
-        TRACKERS_DIR,
-        METRICS_FILE,
-        "tensorboard",
-        "logs",
-        "checkpoints",
-    ),
+    *("config.toml", SETTINGS_DIR, RUN_ID_FILE, STOPS_FILE, "problems-digest", COMMIT_FILE),
+    *(TRACKERS_DIR, METRICS_FILE, "tensorboard", "logs", "checkpoints"),
     *("trajectories", "steps", "tokens", "redis"),
 }
 """Names of all that a start which fails before its first checkpoint may leave."""
