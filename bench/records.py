@@ -50,8 +50,8 @@ def make_group(ticket: Ticket | None = None, **fields: Any) -> Group:
     if "trajectories" not in fields:
         rng = np.random.default_rng(ticket.seed)
         fields["trajectories"] = [_drawn(rng, index) for index in range(ticket.group_size)]
-    told = {"worker": "worker-0", "engine": "scripted", "weight_format": "int8"}
-    return Group(ticket=ticket, **(told | {"started_s": 1.0, "finished_s": 2.5} | fields))
+    sound: dict[str, Any] = {"worker": "worker-0", "engine": "scripted", "weight_format": "int8"}
+    return Group(ticket=ticket, **{**sound, "started_s": 1.0, "finished_s": 2.5, **fields})
 
 
 def _drawn(rng: np.random.Generator, index: int) -> Trajectory:
@@ -67,4 +67,5 @@ def make_beat(worker: str = "w", **fields: Any) -> WorkerStatus:
     """Returns the heartbeat of a worker that has done nothing yet."""
     counts = dict.fromkeys(("version", "active", "tokens", "groups", "swaps"), 0)
     rates = dict.fromkeys(("tokens_per_s", "idle_share", "swap_s", "time_s"), 0.0)
-    return WorkerStatus(worker=worker, **({"pid": 1} | counts | rates | fields))
+    sound: dict[str, Any] = {"pid": 1, **counts, **rates, **fields}
+    return WorkerStatus(worker=worker, **sound)
