@@ -13,11 +13,11 @@ the end.
 import argparse
 import asyncio
 import gc
-import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from itertools import chain, starmap
 from pathlib import Path
 from typing import Any, TypeVar
@@ -137,12 +137,9 @@ def bare(tokens: int, count: int, fsync: str, workers: int = 1) -> Result:
 def peer(name: str, python: Path, tokens: int, count: int) -> Result:
     """One of bench/peers/buffer_*.py in its own environment."""
     script = ROOT / "bench" / "peers" / f"buffer_{PEERS[name]}.py"
-    directory = Path(tempfile.mkdtemp(prefix="aq-bench-"))
-    command = [str(python), str(script), *map(str, (tokens, RESPONSES, count, directory))]
-    try:
+    with tempfile.TemporaryDirectory(prefix="aq-bench-") as directory:
+        command = [str(python), str(script), *map(str, (tokens, RESPONSES, count, directory))]
         done = subprocess.run(command, env=peer_env(1), capture_output=True, text=True, timeout=300)
-    finally:
-        shutil.rmtree(directory)
     told = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if not told:
         raise RuntimeError(f"{name}: {done.stderr[-2000:]}")
@@ -178,23 +175,14 @@ def log_results(tokens: int, count: int) -> Result:
         }
 
 
-def _server(fsync: str) -> Any:
-    root = Path(tempfile.mkdtemp(prefix="aq-"))
-    return _Server(root, RedisServer.start(root / "redis", root / "s", appendfsync=fsync))
-
-
-class _Server:
-    """A Redis of its own whose files go when it stops."""
-
-    def __init__(self, root: Path, server: RedisServer) -> None:
-        self._root, self._server = root, server
-
-    def __enter__(self) -> RedisServer:
-        return self._server
-
-    def __exit__(self, *_: object) -> None:
-        self._server.stop()
-        shutil.rmtree(self._root)
+@contextmanager
+def _server(fsync: str) -> Iterator[RedisServer]:
+    """Runs a Redis of its own whose files go when it stops."""
+    with (
+        tempfile.TemporaryDirectory(prefix="aq-") as root,
+        RedisServer.start(Path(root, "redis"), Path(root, "s"), appendfsync=fsync) as server,
+    ):
+        yield server
 
 
 def _elapsed(call: Callable[[], Any]) -> float:

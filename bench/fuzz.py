@@ -218,6 +218,14 @@ def _delta_targets() -> Iterator[Target]:
     )
 
 
+def _from_file(path: Path, read: Callable[[], Any]) -> Callable[[bytes], Any]:
+    def decode(data: bytes) -> None:
+        path.write_bytes(data)
+        read()
+
+    return decode
+
+
 def _text_targets(place: Path) -> Iterator[Target]:
     model = place / "model"
     model.mkdir()
@@ -225,22 +233,15 @@ def _text_targets(place: Path) -> Iterator[Target]:
         step=3, position="1-0", cursor=9, outstanding=[7, 8], digests={3: "d"}, updates=6, skipped=0
     )
 
-    def file(path: Path, read: Callable[[], Any]) -> Callable[[bytes], Any]:
-        def decode(data: bytes) -> None:
-            path.write_bytes(data)
-            read()
-
-        return decode
-
-    toml = file(place / "x.toml", lambda: load(place / "x.toml"))
+    toml = _from_file(place / "x.toml", lambda: load(place / "x.toml"))
     yield Target("settings, TOML", toml, [dump_toml(Run()).encode()], (ConfigError,), "toml", 0.3)
     where = place / checkpoint.STATE
-    read_state = file(where, lambda: checkpoint.read_state(place))
+    read_state = _from_file(where, lambda: checkpoint.read_state(place))
     sound = [msgspec.json.encode(state)]
     yield Target("checkpoint state", read_state, sound, (CheckpointError,), "json", 0.5)
-    read_config = file(model / "config.json", lambda: load_config(model))
+    read_config = _from_file(model / "config.json", lambda: load_config(model))
     yield Target("config.json", read_config, [SMALL_MODEL], (CheckpointError,), "json", 0.5)
-    read = file(place / METRICS_FILE, lambda: read_metrics(place / METRICS_FILE))
+    read = _from_file(place / METRICS_FILE, lambda: read_metrics(place / METRICS_FILE))
     line = b'{"kind":"step","step":12,"elapsed_s":61.2,"time_s":1.5,"reward/mean":0.63}\n'
     yield Target("metrics.jsonl", read, [line * 3], (RecordError,), "", 0.3)
 
@@ -263,13 +264,7 @@ def _file_targets(place: Path) -> Iterator[Target]:
         directory: Path, read: Callable[[], Any]
     ) -> tuple[Callable[[bytes], Any], list[bytes]]:
         path = directory / "part-000000.parquet"
-        sound = path.read_bytes()
-
-        def decode(data: bytes) -> None:
-            path.write_bytes(data)
-            read()
-
-        return decode, [sound]
+        return _from_file(path, read), [path.read_bytes()]
 
     refused = (RecordError,)
     yield Target(
@@ -283,11 +278,7 @@ def _file_targets(place: Path) -> Iterator[Target]:
     (model / "config.json").write_bytes(SMALL_MODEL)
     tensors = {"model.norm.weight": torch.ones(8), "model.embed_tokens.weight": torch.ones(20, 8)}
     save_file(tensors, model / "model.safetensors")
-
-    def decoder(data: bytes) -> None:
-        (model / "model.safetensors").write_bytes(data)
-        load_decoder(model)
-
+    decoder = _from_file(model / "model.safetensors", lambda: load_decoder(model))
     sound = [(model / "model.safetensors").read_bytes()]
     yield Target("safetensors", decoder, sound, (CheckpointError,), "", 0.1)
 

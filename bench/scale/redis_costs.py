@@ -46,16 +46,15 @@ class RedisCosts:
 
 def measure() -> RedisCosts:
     small, large = 20, 2000
-    with tempfile.TemporaryDirectory() as directory:
-        server = RedisServer.start(Path(directory), Path(directory, "s"))
-        try:
-            # Whatever else the machine does only adds.
-            (a, _, a_bytes), (b, read_s, b_bytes) = (
-                min(_groups(server, n) for _ in range(ROUNDS)) for n in (small, large)
-            )
-            beat_s = asyncio.run(_beats(server))
-        finally:
-            server.stop()
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        RedisServer.start(Path(directory), Path(directory, "s")) as server,
+    ):
+        # Whatever else the machine does only adds.
+        (a, _, a_bytes), (b, read_s, b_bytes) = (
+            min(_groups(server, n) for _ in range(ROUNDS)) for n in (small, large)
+        )
+        beat_s = asyncio.run(_beats(server))
     byte_s = (b - a) / (b_bytes - a_bytes)
     # What is left for a group of no size may still be less than the noise.
     return RedisCosts(max(0.0, a - byte_s * a_bytes), byte_s, beat_s, read_s / b_bytes)
