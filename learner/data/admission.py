@@ -19,7 +19,7 @@ from typing import Self
 
 from msgspec.structs import replace
 
-from areal_q.config import EvalConfig, OrderConfig, Run, Sampling
+from areal_q.config import EvalConfig, External, OrderConfig, PythonEnvironment, Run, Sampling
 from areal_q.errors import BufferFull, RecordError
 from areal_q.messages import Array, Group, Ticket
 from areal_q.tasks import Problem, Task, Tokenizer
@@ -49,6 +49,8 @@ class AdmissionSettings:
     """The rule by which a training ticket asks for a problem."""
     eval: EvalConfig
     """What evaluations ask."""
+    own_prompts: bool
+    """True if an agent, or an environment with tools, may put another prompt before its first turn."""
 
     @classmethod
     def of(cls, run: Run) -> Self:
@@ -61,6 +63,7 @@ class AdmissionSettings:
             sampling=run.rollout.sampling,
             order=run.learner.order,
             eval=run.eval,
+            own_prompts=isinstance(run.rollout.environment, External | PythonEnvironment),
         )
 
 
@@ -141,7 +144,8 @@ class Admission:
         else:
             admitted = self._eval_ticket(self.set_of(found), found.number, found.step)
         # A run keeps its tickets under another name, or another version of this program.
-        same = {name: getattr(found, name) for name in ("schema", "run", "run_id")}
+        free = ["schema", "run", "run_id", *["prompt_ids"] * self._settings.own_prompts]
+        same = {name: getattr(found, name) for name in free}
         if replace(admitted, **same) != found:
             raise RecordError(f"group of ticket {found.number}: its ticket is not the one admitted")
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
@@ -16,7 +17,7 @@ from msgspec.structs import replace
 
 from areal_q.config import Run
 from areal_q.errors import BufferFull, RecordError, TaskError
-from areal_q.messages import Ticket, decode_ticket, encode
+from areal_q.messages import Array, Ticket, decode_ticket, encode
 from areal_q.system.run_dir import differences, with_digests
 from areal_q.tasks import Problem, build_task, build_tokenizer, columns_for, problem_at
 from areal_q.tasks.ordering.pass_rates import Drawn
@@ -170,6 +171,32 @@ def test_a_row_of_the_data_travels_with_its_ticket(
     admission.check(make_group(ticket))
     with pytest.raises(RecordError, match="its ticket is not the one admitted"):
         admission.check(make_group(replace(ticket, columns='{"level": 2}')))
+
+
+@pytest.mark.parametrize(
+    ("environment", "fits"),
+    [
+        ("{type='single'}", False),
+        ("{type='calculator'}", False),
+        ("{type='external'}", True),
+        ("{type='python', path='mine.py'}", True),
+    ],
+)
+def test_a_group_may_have_an_agents_own_prompt(
+    make_run: MakeRun, make_group: MakeGroup, environment: str, fits: bool
+):
+    """As a worker commits it: instructions and tools stand before what the ticket asks."""
+    run = make_run(f"rollout.environment={environment}", "model.max_positions=1024")
+    store = MemoryBuffer(run.name)
+    admission = admission_of(run, store)
+    admission.admit(0)
+    ticket = decode_ticket(encode(tickets_in(store)[0]))
+    ids = ticket.prompt_ids.numpy()
+    longer = replace(ticket, prompt_ids=Array.of([*ids, 1, 2, *ids], "int32"))
+    with nullcontext() if fits else pytest.raises(RecordError, match="not the one admitted"):
+        admission.check(make_group(longer))
+    with pytest.raises(RecordError, match="not the one admitted"):
+        admission.check(make_group(replace(longer, answer="another")))
 
 
 def test_evaluation_is_greedy_on_held_out_and_takes_no_place(make_run: MakeRun):
