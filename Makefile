@@ -53,9 +53,9 @@ test-peers: $(VENV)-peers/.installed
 test-notebook: $(VENV)-notebook/.installed
 	$(VENV)-notebook/bin/python -m pytest -m notebook tests/api/test_notebook.py
 
-# Loops of other libraries' agents against the endpoint: docs/endpoint.md.
+# Loops of other libraries' agents against the endpoint, and a tool that is learnt by one: docs/endpoint.md, docs/agents.md.
 test-agents: $(VENV)-agents/.installed
-	$(VENV)-agents/bin/python -m pytest -m agents tests/openai_server/test_agent_sdks.py
+	$(VENV)-agents/bin/python -m pytest -m agents tests/openai_server/test_agent_sdks.py tests/openai_server/test_agents_page.py
 
 # wandb, MLflow and trackio, offline, read back: docs/trackers.md.
 test-trackers: $(VENV)-trackers/.installed

@@ -45,6 +45,7 @@ PROGRAMS = {
 }
 """Programs of the pages that are not run here, each with the reason"""
 FRAGMENTS = {
+    "agents.md": "tests/openai_server/test_agents_page.py runs the files",
     "api.md": "tests/api has the examples as they stand",
     "commands.md": "of libraries that are not installed",
     "endpoint.md": "tests/openai_server has whole episodes",
