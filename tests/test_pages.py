@@ -1,12 +1,15 @@
 """The blocks of code on the pages: settings load, commands are ones that there are, Python runs.
 
 A block without a language is commands, one with ```text a drawing or what a command prints. YAML is built by
-tests/deploy.
+tests/deploy. The commands of areal-q are run on a small model, but for those of NOT_RUN.
 """
 
 import json
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import dropwhile, groupby
 from pathlib import Path
@@ -18,6 +21,8 @@ from helpers.paths import ROOT
 
 from areal_q.cli.app import app
 from areal_q.config import load
+from areal_q.models import Decoder, DecoderConfig, init_weights, save_decoder
+from areal_q.tasks import load_tokenizer
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -44,6 +49,26 @@ PROGRAMS = {
     "bench/gpu.sh": "a GPU",
 }
 """Programs of the pages that are not run here, each with the reason"""
+NOT_RUN = {
+    "setup": "fetches an environment",
+    "launch": "a cluster: tests/launch",
+    "track": "packages of trackers: tests/observability",
+    "rollout": "a worker of a run that goes on",
+    "learner": "the learner of one",
+    "relay": "between the two: tests/weight_sync",
+    "weights": "asks a learner that goes on: tests/weight_sync",
+    "watch": "shows what goes on: tests/cli",
+    "--follow": "the same",
+    "--watch": "the same",
+    "--serve": "serves until Ctrl-C",
+    "configs/quickstart-vllm.toml": "an engine of another environment: tests/engines",
+    "configs/quickstart-sglang.toml": "the same",
+    "rollout.engine.type=sglang": "the same",
+    "learner.device=cuda": "a GPU",
+    "0.2..0.8": "problems that a model solves at times: tests/evaluation",
+    "aime": "32 long answers to a problem: tests/evaluation",
+}
+"""Words of commands that are not run here, each with the reason"""
 FRAGMENTS = {
     "agents.md": "tests/openai_server/test_agents_page.py runs the files",
     "api.md": "tests/api has the examples as they stand",
@@ -63,6 +88,26 @@ NEEDED = {
     "": ["model={type='pretrained', path='DIR'}"],
 }
 """Settings that the tables of a page take for granted, by how its block begins"""
+
+
+FEWER = [
+    *(
+        "steps=2",
+        "warmstart.steps=2",
+        "learner.groups=2",
+        "learner.group_size=2",
+        "eval.problems=2",
+    ),
+    *("rollout.sampling.max_tokens=8", "learner.minibatches=1", "checkpoint.every=1"),
+]
+"""Settings of every run that a page begins"""
+MEANT = {
+    "runs/NAME": "runs/quickstart", "NAME": "runs/quickstart", "RUN": "runs/quickstart", "RUN2": "runs/other",
+    "RUN3": "runs/demo", "SEED0": "runs/quickstart", "SEED1": "runs/other", "SEED2": "runs/demo",
+    "MODEL": "runs/quickstart/hf", "CONFIG": "own.toml", "sums": "begun", "runs/capitals": "runs/quickstart",
+    "40": "1", "80": "3", "50": "2", "709": "8", "840": "1", "845": "3",
+}  # fmt: skip
+"""What stands for the reader's own in a command, and for the numbers of a long run"""
 
 
 class Block(NamedTuple):
@@ -144,3 +189,70 @@ def test_the_python_of_the_pages_runs(
     monkeypatch.chdir(tmp_path)
     if block.page not in FRAGMENTS:
         exec(compile(block.text, str(block), "exec"), {"__name__": "page"})
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Path) -> Path:
+    """A directory with what the reader of a page has there: runs, a model, data, and the files of the pages."""
+    desk = tmp_path_factory.mktemp("desk")
+    model = Decoder(DecoderConfig(family="llama", vocab_size=260, width=32, layers=1, heads=2, kv_heads=1,
+                                  head_dim=16, mlp=64, max_positions=4096))  # fmt: skip
+    init_weights(model, 0)
+    for name in ("DIR", "qwen"):
+        save_decoder(model, desk / name, load_tokenizer(byte_tokenizer))
+    for block in blocks("python", "toml"):
+        if named := re.match(r"# (\w+\.(py|toml))$", block.text.partition("\n")[0]):
+            (desk / named[1]).write_text(block.text)
+    task = 'type = "jsonl", path = "train.jsonl", answer = "sum", heldout = 0.25'
+    (desk / "own.toml").write_text(f'name = "own"\ntask = {{ {task} }}\n')
+    rows = [
+        {"prompt": f"{n}+2=", "sum": f"{n + 2}", "question": f"{n}+2?", "level": n,
+         "answer": f"<<{n}+2={n + 2}>> #### {n + 2}"}
+        for n in range(40)
+    ]  # fmt: skip
+    for name in ("train", "medium"):
+        (desk / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (chats,) = (block.text for block in blocks("json") if block.page == "sft.md")
+    said = (chats.replace("2+2", f"{n}+2") for n in range(40))
+    (desk / "chats.jsonl").write_text("".join(said))
+    small = [
+        "model.width=32",
+        "model.layers=1",
+        "model.mlp=64",
+        "steps=4",
+        "eval.sets.hard.samples=2",
+    ]
+    areal_q(desk, "run", "quickstart", *FEWER, *small, "checkpoint.every=2", "eval.every=2")
+    for name in ("other", "demo"):
+        shutil.copytree(desk / "runs" / "quickstart", desk / "runs" / name)
+    return desk
+
+
+def areal_q(cwd: Path, *words: str) -> None:
+    """Runs a command, which may end with 1 if it is one that looks for faults."""
+    command = [sys.executable, "-P", "-m", "areal_q", *words]
+    done = subprocess.run(command, cwd=cwd, input=b"y\n", capture_output=True)
+    well = (0, 1) if words[0] in ("check", "doctor", "status") else (0,)
+    assert done.returncode in well, f"{words}: {done.stderr.decode()}"
+
+
+def to_run(block: Block) -> list[list[str]]:
+    """Returns the commands of a block that are run, as they would be typed at the desk."""
+    found = [w[1:] for w in lines(block) if w[0] == "areal-q" and not NOT_RUN.keys() & {*w[1:]}]
+    for words in found:
+        words[:] = [MEANT.get(word, word) for word in words]
+        words[:] = [word if word != "DIR" else f"out-{words[0]}" for word in words]
+        if words[0] in ("run", "sft"):
+            words += (
+                ["steps=5"] if "--resume" in words else FEWER if words[0] == "run" else ["steps=2"]
+            )
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("block", [*filter(to_run, blocks(""))], ids=str)
+def test_the_commands_of_the_pages_do_not_fail(desk: Path, tmp_path: Path, block: Block):
+    here = shutil.copytree(desk, tmp_path / "desk")
+    for words in to_run(block):
+        areal_q(here, *words)
