@@ -1,0 +1,98 @@
+"""Which model becomes transformers', and what is refused with it, in the words of check and run."""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+from helpers.kinds import VOCAB, config_of, foreign_model, write_foreign
+
+from areal_q.checks.automatic import settled
+from areal_q.checks.model import check_model
+from areal_q.config import HfEngine, HfModel, PretrainedModel, Run, TorchEngine, load
+from areal_q.errors import UserError
+from learner.build import build_learner
+from rollout.commands.check import engine_of, model_of
+
+
+def run_of(path: Path, *settings: str) -> Run:
+    given = [f'model = {{ type = "pretrained", path = {json.dumps(str(path))} }}']
+    file = path.parent / "run.toml"
+    file.write_text("\n".join(given) + "\n")
+    usual = ["task.digits=1", "task.heldout=20", "rollout.sampling.max_tokens=4", "learner.uaq=1"]
+    return settled(load(file, [*usual, *settings]))
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "phi"
+    write_foreign(path, "phi")
+    return path
+
+
+def test_a_family_that_is_not_ours_becomes_transformers(path: Path, tmp_path: Path) -> None:
+    run = run_of(path, "rollout.engine.slots=77")
+    assert run.model == HfModel(path=str(path))
+    assert run.rollout.engine == HfEngine(slots=77)
+    assert settled(run) == run
+    found = {one.name: one for one in (*model_of(run), *engine_of(run))}
+    assert "phi by transformers" in found["model"].says
+    assert {one.level for one in found.values()} <= {"ok", "warning"}
+    shape = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    foreign_model(config_of("llama", shape)).save_pretrained(tmp_path / "llama")
+    ours = run_of(tmp_path / "llama")
+    assert type(ours.model) is PretrainedModel and type(ours.rollout.engine) is TorchEngine
+    forced = run_of(tmp_path / "llama", "model.type=hf", f"model.path={tmp_path / 'llama'}")
+    assert type(forced.model) is HfModel and type(forced.rollout.engine) is HfEngine
+
+
+REFUSED = [
+    ("learner.uaq=1.5", r"learner\.uaq = 1\.5: not with phi, which transformers computes"),
+    ("learner.precision=qarl", r"learner\.precision = 'qarl': not with phi"),
+    ("learner.lora.rank=4", r"learner\.lora: not with phi"),
+    ("learner.reference_kl.path=other", r"learner\.reference_kl\.path: not with phi"),
+    ("learner.optimizer.type=muon", r"learner\.optimizer\.type = 'muon': not with phi"),
+    ("learner.backend.type=megatron", r"learner\.backend\.type = 'megatron': not with phi"),
+    ("learner.routing_replay=true", r"learner\.routing_replay: not with phi"),
+    ("learner.router_aux_coef=0.1", r"learner\.router_aux_coef: not with phi"),
+    ("rollout.engine.type=vllm", r"rollout\.engine\.type = 'vllm': not with phi"),
+    ("rollout.smoothing.alpha=0.5", r"rollout\.smoothing: not with phi"),
+    ("rollout.aqn.sigma_start=0.1", r"rollout\.aqn: not with phi"),
+    ("rollout.kv_scales.tokens=9 rollout.engine.kv_cache=fp8", r"rollout\.kv_scales: not with phi"),
+]
+
+
+@pytest.mark.parametrize(("setting", "complaint"), REFUSED)
+def test_what_needs_our_decoder_is_refused_by_name(
+    path: Path, setting: str, complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "reference_kl" in setting:
+        other = path.parent / "small"
+        shape = {
+            "vocab_size": VOCAB,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+        }
+        foreign_model(config_of("llama", shape)).save_pretrained(other)
+        setting = f"learner.reference_kl.path={other}"
+    run = run_of(path, *setting.split())
+    with pytest.raises(UserError, match=complaint) as early:
+        check_model(run)
+    assert len(early.value.lines()) == 1
+    with pytest.raises(UserError) as late:
+        build_learner(
+            run, path.parent, "redis://127.0.0.1:1", "tcp://127.0.0.1:*", "tcp://127.0.0.1:*",
+            False, threading.Event(),
+        )  # fmt: skip
+    assert late.value.lines() == early.value.lines()
+
+
+def test_an_fp8_cache_is_refused_by_the_engine(path: Path) -> None:
+    (found,) = engine_of(run_of(path, "rollout.engine.kv_cache=fp8"))
+    assert found.level == "error" and "kv_cache: fp8 is not among auto" in found.says

@@ -1,0 +1,62 @@
+"""A policy that transformers computes learns as ours does, and goes on from a checkpoint bit for bit."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.fixture_types import MakeRun, MakeSamples
+from helpers.kinds import VARIANTS, config_of, foreign_model, write_foreign
+from helpers.policies import save_at
+
+from areal_q.config import HfModel, ModelConfig, PretrainedModel, Run
+from areal_q.models import load_model
+from learner import checkpoint
+from learner.backends.single_device import TorchPolicy
+from learner.policy_update import update_policy
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 24, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 64,
+}  # fmt: skip
+SMOOTH = ("learner.uaq=1", "learner.optimizer.eps=1e-2", "learner.optimizer.lr=0.01")
+"""A large eps makes AdamW's step smooth in the gradient; at 1e-8 rounding alone could turn its sign."""
+
+
+def policy_of(run: Run, kind: type[PretrainedModel], path: Path) -> TorchPolicy:
+    model: ModelConfig = kind(path=str(path))  # type: ignore[assignment]
+    return TorchPolicy(load_model(model, path), run.learner, 1.0)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if "," not in v])
+def test_both_have_the_same_log_probs_loss_and_gradient(
+    variant: str, recompute: bool, make_run: MakeRun, make_samples: MakeSamples, tmp_path: Path
+) -> None:
+    foreign_model(config_of(variant, SHAPE)).save_pretrained(tmp_path)
+    run = make_run(*SMOOTH, f"learner.recompute={str(recompute).lower()}")
+    ours, theirs = (policy_of(run, kind, tmp_path) for kind in (PretrainedModel, HfModel))
+    told = [update_policy(policy, make_samples(9)) for policy in (ours, theirs)]
+    for key in ("train/loss", "train/grad_norm", "mismatch/kl", "policy/entropy"):
+        if key in told[0]:
+            assert told[1][key] == pytest.approx(told[0][key], rel=1e-4, abs=1e-6), key
+    other = theirs.model.state_dict()
+    for name, weight in ours.model.state_dict().items():
+        torch.testing.assert_close(other[name], weight, atol=1e-5, rtol=0, msg=name)
+
+
+def test_a_restored_policy_goes_on_bit_for_bit(
+    make_run: MakeRun, make_samples: MakeSamples, tmp_path: Path
+) -> None:
+    write_foreign(tmp_path / "model", "gemma2")
+    run = make_run(*SMOOTH, "learner.reference_kl.coef=0.1")
+    first = policy_of(run, HfModel, tmp_path / "model")
+    update_policy(first, make_samples(6, 1))
+    save_at(1, tmp_path / "checkpoints", first)
+    again = policy_of(run, HfModel, tmp_path / "model")
+    checkpoint.restore(tmp_path / "checkpoints", again)
+    told = [update_policy(policy, make_samples(6, 2)) for policy in (first, again)]
+    assert told[0] == told[1]
+    states = [checkpoint.tensors_of(policy) for policy in (first, again)]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(t, states[1][name]) for name, t in states[0].items() if name != "rng")
