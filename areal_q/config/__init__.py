@@ -112,6 +112,7 @@ from areal_q.config.tasks import (
     Math as Math,
     Mix as Mix,
     Python as Python,
+    ReasoningGym as ReasoningGym,
     RewardConfig as RewardConfig,
     SingleTask as SingleTask,
     Source as Source,

@@ -1,6 +1,6 @@
 """What is learnt: one Struct per task, chosen by `type`. `grader` names what judges its answers."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, field
 
@@ -12,6 +12,7 @@ from areal_q.config.struct_types import (
     Positive,
     PythonCode,
     Seconds,
+    Seed,
     Settings,
     TaggedSettings,
     Threads,
@@ -112,6 +113,28 @@ class Countdown(TaggedSettings, frozen=True, kw_only=True, tag="countdown"):
     """The conversation."""
 
 
+class ReasoningGym(TaggedSettings, frozen=True, kw_only=True, tag="reasoning-gym"):
+    """A dataset of reasoning-gym (`pip install 'areal-q[reasoning-gym]'`): generated problems, the same in each
+    run, and its own scorer, in a process that is confined."""
+
+    grader: ClassVar[str] = "reasoning-gym"
+
+    dataset: str
+    """Its name there, such as chain_sum."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """The dataset's own settings, such as { min_terms = 2 }."""
+    seed: Seed = 0
+    """The problem at an index follows from it."""
+    problems: Count = 10_000
+    """Problems to train on."""
+    heldout: Count = 128
+    """Problems kept for evaluation, never trained on."""
+    template: Literal["chat", "plain"] = "chat"
+    """`chat`: the tokenizer's own chat template; `plain`: bare text."""
+    chat: Chat = Chat()
+    """The conversation."""
+
+
 class _Text(TaggedSettings, frozen=True, kw_only=True):
     """Problems from a file of rows, asked in words."""
 
@@ -183,7 +206,16 @@ class Python(PythonCode, frozen=True, kw_only=True, tag="python"):
 
 
 SingleTask = (
-    Arithmetic | Calculator | ToolCalculator | Countdown | Gsm8k | Math | Choice | Jsonl | Python
+    Arithmetic
+    | Calculator
+    | ToolCalculator
+    | Countdown
+    | ReasoningGym
+    | Gsm8k
+    | Math
+    | Choice
+    | Jsonl
+    | Python
 )
 
 

@@ -71,16 +71,17 @@ class _Beneath(ctypes.Structure):
     _fields_ = (("rights", ctypes.c_uint64), ("directory", ctypes.c_int32))
 
 
-def confine(memory_mib: int, cpu_s: int, site_packages: bool) -> None:
+def confine(memory_mib: int, cpu_s: int | None, site_packages: bool) -> None:
     """Leaves this process, which must have one thread, its open files, `memory_mib` MiB beyond what it has,
-    `cpu_s` seconds of CPU, and the right to read Python's own library, with `site_packages` the installed ones
-    too. Raises NotIsolated where the kernel has no such walls: nothing may run then."""
+    `cpu_s` seconds of CPU if it is given, and the right to read Python's own library, with `site_packages` the
+    installed ones too. Raises NotIsolated where the kernel has no such walls: nothing may run then."""
     if sys.platform != "linux":
         raise NotIsolated("a model's code is run only on Linux, which has seccomp and Landlock")
     libc = ctypes.CDLL(None, use_errno=True)
     libc.syscall.restype = ctypes.c_long
     limit_memory(memory_mib << 20)
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
+    if cpu_s is not None:
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -97,9 +98,9 @@ def confine(memory_mib: int, cpu_s: int, site_packages: bool) -> None:
 def _readable(site_packages: bool) -> set[str]:
     """Returns the directories of Python's library and of the libraries that its modules are linked with."""
     # A virtual environment's `platstdlib` is its own directory, with all that is installed.
-    names = ("stdlib", *["purelib", "platlib"] * site_packages)
-    paths = {sysconfig.get_path(name) for name in names}
-    paths |= {path for path in sys.path if path.endswith("lib-dynload")}
+    names = ("lib-dynload", *["site-packages", "dist-packages"] * site_packages)
+    paths = {path for path in sys.path if path.endswith(names)}
+    paths.add(sysconfig.get_path("stdlib"))
     paths |= {"/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo"}
     return {path for path in paths if os.path.isdir(path)}
 

@@ -197,3 +197,5 @@ class Grader(Struct, frozen=True):
     it"""
     needs: str | None = None
     """A module that it imports, from the extra with the name of the grader"""
+    confined: bool = False
+    """True if it may run what stands in a response: its process is confined (areal_q/sandbox/confine.py)"""

@@ -8,6 +8,7 @@ from areal_q.config import (
     Countdown,
     Mix,
     ModelConfig,
+    ReasoningGym,
     SmallModel,
     TaskConfig,
     ToolCalculator,
@@ -19,6 +20,7 @@ from areal_q.tasks.base import Columns, Problem, Task, Tokenizer
 from areal_q.tasks.datasets.arithmetic import ArithmeticTask
 from areal_q.tasks.datasets.calculator import CalculatorTask
 from areal_q.tasks.datasets.countdown import CountdownTask
+from areal_q.tasks.datasets.procedural import ProceduralTask
 from areal_q.tasks.datasets.row_tasks import READERS, FileTask, with_columns
 from areal_q.tasks.datasets.tool_calculator import ToolCalculatorTask
 from areal_q.tasks.encoding.tokenizer import CharTokenizer, load_tokenizer
@@ -30,6 +32,7 @@ TASKS: dict[type, Callable[..., Task]] = {
     Calculator: CalculatorTask,
     Countdown: CountdownTask,
     ToolCalculator: ToolCalculatorTask,
+    ReasoningGym: ProceduralTask,
     **dict.fromkeys(READERS, FileTask),
 }
 

@@ -25,6 +25,7 @@ from areal_q.config import (
     Jsonl,
     Math,
     Python,
+    ReasoningGym,
     SingleTask,
     TaskConfig,
     ToolCalculator,
@@ -51,6 +52,7 @@ ALL_CONFIGS = [
     Jsonl(path="x"),
     Math(path="x"),
     Python(path="x"),
+    ReasoningGym(dataset="x"),
     ToolCalculator(),
 ]
 QUICK = [c for c in ALL_CONFIGS if c.grader in GRADERS and not GRADERS[c.grader].slow]

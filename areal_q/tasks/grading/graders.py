@@ -4,7 +4,7 @@ import importlib.util
 
 from areal_q.errors import ConfigError
 from areal_q.tasks.base import Grader
-from areal_q.tasks.datasets import calculator, countdown, gsm8k, tool_calculator
+from areal_q.tasks.datasets import calculator, countdown, gsm8k, procedural, tool_calculator
 from areal_q.tasks.datasets.arithmetic import score as exact
 from areal_q.tasks.grading import boxed, choice
 
@@ -22,6 +22,14 @@ GRADERS: dict[str, Grader] = {
     ),
     "choice": Grader(choice.score, choice.letter),
     "countdown": Grader(countdown.score, countdown.answer),
+    "reasoning-gym": Grader(
+        procedural.score,
+        procedural.answer,
+        slow=True,
+        zero_on=("exception", "timeout", "killed"),
+        needs="reasoning_gym",
+        confined=True,
+    ),
     "tool": Grader(tool_calculator.score, tool_calculator.answer, whole=True),
 }
 

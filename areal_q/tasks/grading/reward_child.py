@@ -17,6 +17,7 @@ import msgspec
 
 from areal_q.config.tasks import Judge
 from areal_q.errors import ConfigError, TaskError
+from areal_q.sandbox.confine import NotIsolated, confine
 from areal_q.system.command import accept_any_text
 from areal_q.system.processes import limit_memory
 from areal_q.tasks.grading.child_process import failure_of, frame, private_socket
@@ -37,7 +38,17 @@ def main(kind: str, name: str, function: str, memory_mib: str, timeout_s: str) -
         ready = Ready(error=str(error), extra_missing=isinstance(error, ConfigError))
         parent.sendall(frame(ready))
         return
-    limit_memory(int(memory_mib) << 20)
+    if kind == "grader" and GRADERS[name].confined:
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, 1)  # a print to a log would fail there
+        os.dup2(nothing, 2)
+        try:
+            confine(int(memory_mib), None, site_packages=True)
+        except NotIsolated as error:
+            parent.sendall(frame(Ready(error=f"grader {name!r}: {error}")))
+            return
+    else:
+        limit_memory(int(memory_mib) << 20)
     ready = Ready(ids=scorer.ids, group=scorer.group, at_once=scorer.at_once, whole=scorer.whole)
     parent.sendall(frame(ready))
     if scorer.at_once:
