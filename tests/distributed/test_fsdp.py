@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.fixture_types import MakeRun, MakeSamples
+from helpers.forests import DEEP, forest, unshared
 from helpers.policies import build_policy, save_at
 
 from areal_q.algorithms import reducers
@@ -172,6 +173,21 @@ def test_two_ranks_learn_what_one_does_and_resume_each_other(
         resumed.model.named_parameters(), alone.model.parameters(), strict=True
     ):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_two_ranks_learn_from_trees_what_one_does_from_rows(
+    make_run: MakeRun, on_ranks: OnRanks, tmp_path: Path
+):
+    run = make_run(*SETTINGS, "model.max_positions=64")
+    samples = [s for ticket in range(3) for s in forest(DEEP, ticket, ticket)]
+    alone = build(run)
+    expected = [update_policy(alone, unshared(samples))]
+    ((found, _),) = on_ranks(2, {tmp_path / "two": (run, [samples])})
+    for name in ("train/loss", "train/grad_norm", "mismatch/tokens"):
+        assert found[0][name] == pytest.approx(expected[0][name], rel=1e-5), name
+    assert_close(tmp_path / "two" / "checkpoints" / "step-000009", alone, 1e-5)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "missing"])
