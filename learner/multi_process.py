@@ -58,8 +58,8 @@ BACKENDS = {
     TorchBackend: "learner.backends.fsdp:fsdp_shard",
     MegatronBackend: "learner.backends.megatron.policy:megatron_shard",
 }
-"""By the type of a backend's settings the function that makes a rank's Shard; its module is imported when it is
-asked for."""
+"""The function that makes a rank's Shard, by the type of the backend's settings; its module is imported when it
+is asked for."""
 
 
 def _shard(begin: Begin, run: Run, ranks: Ranks, whole: TorchPolicy | None) -> Shard:

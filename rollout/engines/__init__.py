@@ -14,8 +14,8 @@ ENGINES = {
     "sglang": "rollout.engines.sglang_backend.sglang_engine:sglang_engine",
     "scripted": "rollout.engines.scripted:scripted_engine",
 }
-"""By the tag of an engine's settings the function that builds it from them; its module is imported when it is
-asked for, as most need torch or more."""
+"""The function that builds an engine from its settings, by their tag; its module is imported when it is asked
+for, as most need torch or more."""
 
 
 def build_engine(config: EngineConfig) -> Engine:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.forests import grouped
 from helpers.kinds import HALF_A_BILLION, M20, QUICKSTART, SMOLLM2
+from helpers.strategies import grouped
 
 from areal_q.checks import memory
 from areal_q.checks.memory import PROCESS_BYTES, learner_memory, total, worker_memory

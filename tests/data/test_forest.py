@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.fixture_types import MakeRun
-from helpers.forests import DEEP, FORESTS, forest, gradients, unshared
 from helpers.policies import build_policy
+from helpers.strategies import DEEP, FORESTS, forest, gradients, unshared
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 from helpers.fixture_types import MakeRun, MakeSamples
-from helpers.forests import DEEP, forest, unshared
 from helpers.policies import build_policy, save_at
+from helpers.strategies import DEEP, forest, unshared
 
 from areal_q.algorithms import reducers
 from areal_q.errors import CheckpointError

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 from helpers.engines import ask, generate, serving
-from helpers.forests import grouped
 from helpers.policies import pack_state
+from helpers.strategies import grouped
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from areal_q.config import TorchEngine

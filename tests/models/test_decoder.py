@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers.forests import grouped
+from helpers.strategies import grouped
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

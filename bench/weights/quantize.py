@@ -1,7 +1,7 @@
 """Quantizing weights in each number format: speed beside a copy and torchao, memory, sticky scales.
 
-    .venv-formats/bin/python -m bench.quantize          # with torchao's columns (make test-formats makes it)
-    python -m bench.quantize                            # without
+    .venv-formats/bin/python -m bench.weights.quantize   # with torchao's columns (make test-formats makes it)
+    python -m bench.weights.quantize                            # without
 
 Speed is bytes of float32 weights per CPU second on one thread, the best of interleaved repetitions.
 """
