@@ -92,6 +92,21 @@ def test_log_probs_and_gradients_are_transformers_own(
             torch.testing.assert_close(own, grad, atol=1e-5, rtol=1e-4, msg=name)
 
 
+@pytest.mark.timeout(120)  # compiles kernels, where none are cached
+@pytest.mark.parametrize("family", ["gpt_neox", "phi", "gemma2"])
+def test_a_pass_in_bfloat16_is_near_and_has_gradients(family: str, tmp_path: Path) -> None:
+    """A plain head, one with a bias and one with a soft cap."""
+    write_foreign(tmp_path, family)
+    model = loaded(tmp_path)
+    want = last_logprobs(model).detach()
+    model.dtype = torch.bfloat16
+    got = last_logprobs(model)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, want, atol=0.2, rtol=0)
+    got.sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
 @every_family
 def test_an_export_is_loaded_with_the_same_logits(family: str, tmp_path: Path) -> None:
     net = write_foreign(tmp_path / "model", family)

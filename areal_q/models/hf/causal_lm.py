@@ -77,8 +77,8 @@ class HfDecoder(Decoder):
         return self.net.get_output_embeddings().weight
 
     def logits(self, hidden: Tensor) -> Tensor:
-        bias = self.net.get_output_embeddings().bias
-        return self.behind_head(F.linear(hidden, self.head, bias))
+        head = self.net.get_output_embeddings()
+        return self.behind_head(F.linear(hidden.to(head.weight.dtype), head.weight, head.bias))
 
     def logprobs(
         self, hidden: Tensor, targets: Tensor, temperature: float, entropy_learns: bool = False

@@ -1,0 +1,57 @@
+"""`areal-q run` with a family that is not ours: it steps, replays, and transformers loads its export."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.kinds import write_foreign
+from transformers import AutoModelForCausalLM
+
+from areal_q.observability.metrics_log import read_metrics
+from learner import checkpoint
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+CONFIG = """
+name = "foreign"
+steps = 3
+model = { type = "pretrained", path = "model" }
+task = { type = "arithmetic", digits = 1, heldout = 20 }
+warmstart = { steps = 30 }
+rollout = { sampling = { max_tokens = 4 } }
+learner = { groups = 8, group_size = 4, max_lag = 0, uaq = 1.0 }
+eval = { problems = 20, every = 10 }
+checkpoint = { every = 2 }
+"""
+
+
+def areal_q(directory: Path, *args: str) -> str:
+    command = [sys.executable, "-m", "areal_q", *args]
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(("family", "format"), [("gpt_neox", "int8"), ("gemma3_text", "bf16")])
+def test_a_run_of_another_family_is_whole(family: str, format: str, tmp_path: Path) -> None:
+    write_foreign(tmp_path / "model", family)
+    (tmp_path / "run.toml").write_text(CONFIG)
+    said = areal_q(tmp_path, "run", "run.toml", f"rollout.format={format}")
+    assert f"{family} by transformers" in said
+    directory = tmp_path / "runs" / "foreign"
+    records = read_metrics(directory / "metrics.jsonl")
+    steps = [r for r in records if r["kind"] == "step"]
+    assert [r["step"] for r in steps] == [1, 2, 3]
+    # Of rounding the weights alone; a wrong position, mask or temperature is off by tenths.
+    assert all(r["mismatch/lag_0/kl_k3"] < 0.01 for r in steps)
+    assert any(r["train/grad_norm"] > 0 for r in steps)
+    assert "bit for bit" in areal_q(tmp_path, "replay", "runs/foreign")
+    areal_q(tmp_path, "run", "runs/foreign", "--resume", "steps=4")
+    newest = checkpoint.steps(directory / "checkpoints")[-1]
+    saved = checkpoint.read_tensors(newest, checkpoint.read_state(newest))
+    model = AutoModelForCausalLM.from_pretrained(directory / "hf", dtype=torch.float32)
+    for name, weight in model.named_parameters():
+        assert torch.equal(weight, saved[f"model.{name}"]), name
+    assert "accuracy" in areal_q(tmp_path, "eval", "runs/foreign")
