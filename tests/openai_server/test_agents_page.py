@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -44,7 +45,7 @@ class Place:
 
     @contextmanager
     def program(self, *args: str) -> Iterator[subprocess.Popen[str]]:
-        name = f"{Path(args[0]).name}.log"
+        name = f"{len([*self.root.glob('*.log')])}.log"
         with open(self.root / name, "w") as log:
             process = subprocess.Popen(
                 [sys.executable, *args], cwd=self.root, stdout=log, stderr=subprocess.STDOUT,
@@ -110,26 +111,29 @@ def test_the_small_model_learns_a_tool_from_an_agents_loop(
     pytest.importorskip("agents", reason="needs openai-agents: make test-agents")
     place.do("adder_rows.py")
     place.do("adder_model.py")
-    sft = ("steps=120", "learner.optimizer.lr=2e-3", "learner.optimizer.decay_steps=120")
-    place.do("-m", "areal_q", "sft", "adder.toml", *sft, "eval.every=120", "checkpoint.every=120")
+    sft = ("steps=200", "learner.optimizer.lr=2e-3", "learner.optimizer.decay_steps=200")
+    place.do("-m", "areal_q", "sft", "adder.toml", *sft, "eval.every=200", "checkpoint.every=200")
     settings = ["model.path=runs/adder-sft/hf", f"rollout.serve={place.port}", "steps=8"]
     more = ["eval.problems=16", "eval.every=8", "rollout.environment.episode_timeout_s=5"]
     run = place.start("-m", "areal_q", "run", "adder.toml", *settings, *more)
 
-    def wait(holds: Callable[[], object], *processes: subprocess.Popen[Any]) -> None:
-        wait_until(holds, place.said, run, *processes)
+    def wait(holds: Callable[[Record], object], *processes: subprocess.Popen[Any]) -> None:
+        wait_until(lambda: any(map(holds, place.records)), place.said, *processes)
 
-    def steps() -> int:
-        return max((r["step"] for r in place.records if r["kind"] == "step"), default=0)
-
-    wait(lambda: any(r["kind"] == "waiting" for r in place.records))
+    wait(lambda r: r["kind"] == "waiting", run)
     first = place.agent()
-    wait(lambda: any(r.get("rollout/open_episodes", 0) > 1 for r in place.records), first)
+    wait(lambda r: r.get("rollout/open_episodes", 0) > 1, run, first)
     first.kill()
     second = place.agent()
-    wait(lambda: steps() >= 2, second)
+    wait(lambda r: r["kind"] == "eval", run, second)
+    wait(lambda r: r["kind"] == "step", run, second)
     os.kill(child_of(run, "rollout"), signal.SIGKILL)
-    wait(lambda: place.records[-1]["kind"] == "end" or run.poll() is not None)
+    assert run.wait() == 1 and "to go on: areal-q run runs/adder --resume" in place.said()
+    second.kill()
+    began_s = time.time()
+    run = place.start("-m", "areal_q", "run", "runs/adder", "--resume")
+    wait(lambda r: r["kind"] == "waiting" and r["time_s"] > began_s, run)
+    place.agent()
     assert run.wait() == 0, place.said()
 
     taken = [r for r in place.records if r["kind"] == "step"]
