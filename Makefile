@@ -29,7 +29,7 @@ test: $(VENV)/.installed-dev
 
 # The rest: whole runs, storms of faults, compilers.
 test-slow: $(VENV)/.installed-dev
-	$(PYTEST) -m 'slow and not peers'
+	$(PYTEST) -m 'slow and not peers and not pages'
 
 # The number formats beside torchao, compressed-tensors and bitsandbytes, and their Triton kernels, interpreted
 # and compiled.
@@ -53,9 +53,13 @@ test-peers: $(VENV)-peers/.installed
 test-notebook: $(VENV)-notebook/.installed
 	$(VENV)-notebook/bin/python -m pytest -m notebook tests/api/test_notebook.py
 
-# Loops of other libraries' agents against the endpoint, and a tool that is learnt by one: docs/endpoint.md, docs/agents.md.
+# Loops of other libraries' agents against the endpoint: docs/endpoint.md.
 test-agents: $(VENV)-agents/.installed
-	$(VENV)-agents/bin/python -m pytest -m agents tests/openai_server/test_agent_sdks.py tests/openai_server/test_agents_page.py
+	$(VENV)-agents/bin/python -m pytest -m agents tests/openai_server/test_agent_sdks.py
+
+# Every command on the pages of docs/, and the tool that the agent of docs/agents.md learns: a quarter of an hour.
+test-pages: $(VENV)-agents/.installed
+	$(VENV)-agents/bin/python -m pytest -m pages tests/test_pages.py tests/openai_server/test_agents_page.py
 
 # wandb, MLflow and trackio, offline, read back: docs/trackers.md.
 test-trackers: $(VENV)-trackers/.installed

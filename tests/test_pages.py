@@ -66,6 +66,10 @@ NOT_RUN = {
     "rollout.engine.type=sglang": "the same",
     "learner.device=cuda": "a GPU",
     "0.2..0.8": "problems that a model solves at times: tests/evaluation",
+    "adder.toml": "an agent: tests/openai_server/test_agents_page.py",
+    "runs/adder": "the same",
+    "judged.toml": "a judge: tests/tasks/test_judging_page.py",
+    "rollout.serve=8000": "a port that may be taken: tests/openai_server",
     "aime": "32 long answers to a problem: tests/evaluation",
 }
 """Words of commands that are not run here, each with the reason"""
@@ -249,7 +253,7 @@ def to_run(block: Block) -> list[list[str]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.pages
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("block", [*filter(to_run, blocks(""))], ids=str)
 def test_the_commands_of_the_pages_do_not_fail(desk: Path, tmp_path: Path, block: Block):

@@ -8,6 +8,7 @@ import pytest
 COMMANDS = {
     "vllm": "make test-vllm",
     "sglang": "make test-sglang",
+    "pages": "make test-pages",
     "agents": "make test-agents",
     "peers": "make test-peers",
     "slow": "make test-slow",
