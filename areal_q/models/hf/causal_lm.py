@@ -65,7 +65,7 @@ class HfDecoder(Decoder):
     ) -> Tensor:
         reduced = self.dtype != torch.float32
         with torch.autocast(token_ids.device.type, self.dtype, enabled=reduced):
-            rows = [self._hidden(token_ids[bucket.rows]) for bucket in layout.buckets]
+            rows = [self._hidden(token_ids[b.rows])[:, b.first :] for b in layout.buckets]
         return torch.cat([x.flatten(0, 1) for x in rows])[layout.unpad].to(self.dtype)
 
     def _hidden(self, ids: Tensor) -> Tensor:
