@@ -32,7 +32,7 @@ from areal_q.errors import ConfigError, DivergedError
 from learner.backends.base import Backend, Scores
 from learner.backends.routing_replay import balance_weights
 from learner.backends.single_device import TorchPolicy
-from learner.data.packing import PackedBatch, Sample, masked, pack_samples
+from learner.data.packing import PATHS, PackedBatch, Sample, masked, pack_samples
 from learner.measure.token_recorder import TokenRecorder
 from learner.policy_advantages import needs_policy, with_advantages
 
@@ -193,13 +193,14 @@ def _microbatches(
     all_learn = bool(more or learns_without_advantage(cfg.objective))
     useful = [sample for sample in samples if sample.advantage or all_learn]
     others = [sample for sample in samples if not (sample.advantage or all_learn)]
+    paths = PATHS if backend.shape.foreign is None else 1  # transformers computes each path whole
     return [
         (
             cut,
             pack_samples(cut or [masked(samples[0])], backend.cfg.device, learns, counts=bool(cut)),
         )
         for kind, learns in ((useful, True), (others, False))
-        for cut in backend.ranks.cuts(kind, _most_tokens(backend, kind))
+        for cut in backend.ranks.cuts(kind, _most_tokens(backend, kind), paths)
     ]
 
 

@@ -20,7 +20,7 @@ from areal_q.algorithms import Totals
 from areal_q.algorithms import reducers as r
 from areal_q.algorithms.reducers import Metrics
 from areal_q.messages import Array
-from learner.data.packing import Sample, microbatches
+from learner.data.packing import PATHS, Sample, microbatches
 
 KINDS: dict[str, type] = {
     kind.__name__: kind
@@ -39,10 +39,12 @@ class Ranks:
     group: dist.ProcessGroup | None = None
     """The process group; None stands for all processes that torchrun started."""
 
-    def cuts(self, samples: Sequence[Sample], max_tokens: int) -> list[Sequence[Sample]]:
-        """Returns this rank's micro-batches. Sharding requires equally many on all ranks, so that a rank with
+    def cuts(
+        self, samples: Sequence[Sample], max_tokens: int, paths: int = PATHS
+    ) -> list[Sequence[Sample]]:
+        """Returns this rank's `microbatches`. Sharding requires equally many on all ranks, so that a rank with
         fewer gets empty ones in addition."""
-        each = [list(microbatches(share, max_tokens)) for share in shares(samples, self.size)]
+        each = [list(microbatches(own, max_tokens, paths)) for own in shares(samples, self.size)]
         own, most = each[self.rank], max(map(len, each))
         return own + [()] * (most - len(own))
 

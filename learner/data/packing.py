@@ -24,6 +24,9 @@ from buffer.sampling.replay_pool import SampledGroups
 from learner.data.staleness import VersionHistory
 
 CAUSES: tuple[FailureCause, ...] = get_args(FailureCause)
+PATHS = 4
+"""How many times the most tokens of a micro-batch its whole paths may have: a branch's queries are its own
+tokens, but attention lays out the keys and values of all of its path"""
 
 
 @dataclass(frozen=True)
@@ -266,18 +269,23 @@ def part_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     return {f"reward/part_{name}": total / len(samples) for name, total in sorted(sums.items())}
 
 
-def microbatches(samples: Sequence[Sample], max_tokens: int) -> Iterator[Sequence[Sample]]:
-    """Yields consecutive slices of `samples` with at most `max_tokens` tokens; a longer sequence stands alone.
+def microbatches(
+    samples: Sequence[Sample], max_tokens: int, paths: int = PATHS
+) -> Iterator[Sequence[Sample]]:
+    """Yields consecutive slices of `samples` with at most `max_tokens` tokens, and at most `paths` times as
+    many if each path is counted with all that it shares; a longer sequence stands alone.
 
     A slice may begin within a tree: what its samples share with earlier ones is then computed again.
     """
-    start, tokens = 0, 0
+    start, tokens, whole = 0, 0, 0
     for i, sample in enumerate(samples):
         saved = min(fork(samples, i, start)[1], sample.shared) if sample.shared else 0
-        if i > start and tokens + sample.num_tokens - saved > max_tokens:
+        most = max(tokens + sample.num_tokens - saved, -(-(whole + sample.num_tokens) // paths))
+        if i > start and most > max_tokens:
             yield samples[start:i]
-            start, tokens, saved = i, 0, 0
+            start, tokens, whole, saved = i, 0, 0, 0
         tokens += sample.num_tokens - saved
+        whole += sample.num_tokens
     if start < len(samples):
         yield samples[start:]
 

@@ -43,6 +43,8 @@ MODELS = {
     "no positions in a layer": {"unrotated": (0,)},
     "experts": {"family": "qwen3_moe", "experts": Experts(count=5, per_token=2, mlp=8)},
 }
+STAR = [(99, 0, 1, 20), *[(0, 20, 20, 1)] * 8]
+"""A path with eight branches of one token at its end, which alone are few tokens"""
 drawn = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=8
 )
@@ -101,16 +103,20 @@ def test_every_token_of_a_forest_is_computed_and_learnt_once(nodes: list, seed: 
 
 
 @drawn
-@given(nodes=FORESTS, seed=st.integers(0, 99), limit=st.integers(1, 60))
-def test_cut_trees_compute_again_what_they_share(nodes: list, seed: int, limit: int):
+@given(nodes=FORESTS, seed=st.integers(0, 99), limit=st.integers(1, 60), times=st.integers(1, 4))
+@example(nodes=STAR, seed=0, limit=30, times=4)
+@example(nodes=STAR, seed=0, limit=30, times=1)
+def test_cut_trees_compute_again_what_they_share(nodes: list, seed: int, limit: int, times: int):
     samples, model = forest(nodes, seed), decoder("plain")
-    cuts = list(microbatches(samples, limit))
+    cuts = list(microbatches(samples, limit, times))
     assert [s for cut in cuts for s in cut] == samples
     batches = [pack_samples(cut) for cut in cuts]
     assert all(
         len(batch.token_ids) <= limit or len(cut) == 1
         for batch, cut in zip(batches, cuts, strict=True)
     )
+    paths = [sum(s.num_tokens for s in cut) for cut in cuts]
+    assert all(n <= times * limit or len(c) == 1 for n, c in zip(paths, cuts, strict=True))
     whole = loss_of(model, pack_samples(samples))
     parts = torch.stack([loss_of(model, batch) for batch in batches]).sum()
     torch.testing.assert_close(parts, whole, atol=1e-9, rtol=1e-9)
