@@ -162,11 +162,7 @@ def build_learner(
     check_characters(run.model, run.warmstart, task)
     check_data(directory, run.task, task)
     shape = shape_of(run.model, tokenizer)
-    task = check_fit(run, shape, tokenizer, task)
-    if ranks.size > 1 and shape.foreign is not None:
-        raise ConfigError(
-            f"{shape.family}, which transformers computes, is learnt by one process alone"
-        )
+    task = check_fit(run, shape, tokenizer, task, ranks.size)
     check_sets(run, task)
     own_sets = problems_of_sets(run, tokenizer, longest_prompt(run, shape))
     buffer = LearnerBuffer(redis_url, run.name, stop=stop)

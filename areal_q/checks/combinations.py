@@ -7,11 +7,15 @@ from areal_q.config.engines import HfEngine
 from areal_q.errors import ConfigError
 
 
-def check_foreign(run: Run, family: str) -> None:
-    """Raises ConfigError, which names the first setting of `run` that needs our own decoder. `family` is the
-    model's."""
+def check_foreign(run: Run, family: str, ranks: int = 1, rollouts: bool = True) -> None:
+    """Raises ConfigError, which names the first setting of `run` that needs our own decoder, or says so of its
+    number of `ranks`. `family` is the model's. Without `rollouts`, as in supervised training, their own settings
+    may be anything."""
     for setting, why in _refused(run):
-        raise ConfigError(f"{setting}: not with {family}, which transformers computes: {why}")
+        if rollouts or not setting.startswith("rollout."):
+            raise ConfigError(f"{setting}: not with {family}, which transformers computes: {why}")
+    if ranks > 1:
+        raise ConfigError(f"{family}, which transformers computes, is learnt by one process alone")
 
 
 def _refused(run: Run) -> Iterator[tuple[str, str]]:

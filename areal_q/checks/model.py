@@ -179,12 +179,14 @@ def without_noise(rollout: RolloutConfig) -> str:
     return f"rollout.smoothing.alpha=0.5 or {alone}" if smooth else alone
 
 
-def check_fit(run: Run, shape: DecoderConfig, tokenizer: Tokenizer, task: Task) -> Task:
-    """Returns `task` without the problems whose prompts are too long. Raises ConfigError for settings that do
-    not fit a model of this `shape`, CheckpointError for weights or a tokenizer that do not, and TaskError if
-    the chat template refuses a problem or none is left."""
+def check_fit(
+    run: Run, shape: DecoderConfig, tokenizer: Tokenizer, task: Task, ranks: int = 1
+) -> Task:
+    """Returns `task` without the problems whose prompts are too long. Raises ConfigError for settings, or a
+    number of `ranks`, that do not fit a model of this `shape`, CheckpointError for weights or a tokenizer that
+    do not, and TaskError if the chat template refuses a problem or none is left."""
     if shape.foreign is not None:
-        check_foreign(run, shape.family)
+        check_foreign(run, shape.family, ranks)
     elif isinstance(run.model, PretrainedModel):
         check_tensors(run.model.path, shape)
     check_experts(shape, run.learner)

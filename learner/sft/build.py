@@ -7,6 +7,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from areal_q.checks.combinations import check_foreign
 from areal_q.checks.model import check_experts, check_format, check_vocabulary
 from areal_q.config import MegatronBackend, PretrainedModel, Run, Sft
 from areal_q.models.hf.weight_files import check_tensors
@@ -64,7 +65,7 @@ def build_supervised(
     """Returns a supervised run in `directory` that is ready to train, after checks in order of their cost.
     Raises ConfigError, CheckpointError or TaskError for what cannot be trained, or gone on with."""
     cfg, tokenizer = _settings(run), tokenizer_of(run)
-    data = _data(run, directory, rows, tokenizer, metrics)
+    data = _data(run, directory, rows, tokenizer, metrics, ranks)
     metrics.write("start", 0, {}, doing="loading the model")
     policy, state = build_policy(run, directory, resume, rows, tokenizer, metrics, stop)
     start = state.step if state else 0
@@ -90,11 +91,18 @@ def build_supervised(
 
 
 def _data(
-    run: Run, directory: Path, rows: Task | Rows, tokenizer: Tokenizer, metrics: MetricsLog
+    run: Run,
+    directory: Path,
+    rows: Task | Rows,
+    tokenizer: Tokenizer,
+    metrics: MetricsLog,
+    ranks: Ranks,
 ) -> Demonstrations:
-    """Returns the rows, encoded, once it is known that the model can read them."""
+    """Returns the rows, encoded, once it is known that the model can read them, and is learnt as is asked."""
     cfg, shape = _settings(run), shape_of(run.model, tokenizer)
-    if isinstance(run.model, PretrainedModel):
+    if shape.foreign is not None:
+        check_foreign(run, shape.family, ranks.size, rollouts=False)
+    elif isinstance(run.model, PretrainedModel):
         check_tensors(run.model.path, shape)
     check_experts(shape, run.learner)
     if run.learner.lora or run.learner.precision != "full":

@@ -8,6 +8,7 @@ import pytest
 from helpers.kinds import VOCAB, config_of, foreign_model, write_foreign
 
 from areal_q.checks.automatic import settled
+from areal_q.checks.combinations import check_foreign
 from areal_q.checks.model import check_model
 from areal_q.config import HfEngine, HfModel, PretrainedModel, Run, TorchEngine, load
 from areal_q.errors import UserError
@@ -55,6 +56,10 @@ REFUSED = [
     ("learner.uaq=1.5", r"learner\.uaq = 1\.5: not with phi, which transformers computes"),
     ("learner.precision=qarl", r"learner\.precision = 'qarl': not with phi"),
     ("learner.lora.rank=4", r"learner\.lora: not with phi"),
+    (
+        "learner.critic={} learner.advantage.type=gae learner.group_size=1",
+        r"learner\.critic: not with phi",
+    ),
     ("learner.reference_kl.path=other", r"learner\.reference_kl\.path: not with phi"),
     ("learner.optimizer.type=muon", r"learner\.optimizer\.type = 'muon': not with phi"),
     ("learner.backend.type=megatron", r"learner\.backend\.type = 'megatron': not with phi"),
@@ -91,6 +96,11 @@ def test_what_needs_our_decoder_is_refused_by_name(
             False, threading.Event(),
         )  # fmt: skip
     assert late.value.lines() == early.value.lines()
+
+
+def test_several_ranks_are_refused_in_the_same_place(path: Path) -> None:
+    with pytest.raises(UserError, match="phi, which transformers computes, is learnt by one"):
+        check_foreign(run_of(path), "phi", ranks=2)
 
 
 def test_an_fp8_cache_is_refused_by_the_engine(path: Path) -> None:

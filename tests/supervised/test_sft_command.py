@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from helpers.commands import refused, run_here, wait_until
+from helpers.kinds import write_foreign
 from helpers.paths import ROOT
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from areal_q.config import Arithmetic, dump_toml, load
 from areal_q.observability.metrics_log import read_metrics
@@ -104,6 +105,26 @@ def test_what_cannot_be_trained_is_refused_in_one_line(tmp_path: Path):
     (path / "checkpoints" / "step-000001").mkdir(parents=True)
     (path / "config.toml").write_text(dump_toml(load(None, ["name=adds", f"root='{tmp_path}'"])))
     refused(run_here("sft", sft, str(path), "--resume"), "areal-q run --resume")
+
+
+def test_a_model_of_transformers_learns_from_rows(tmp_path: Path):
+    """Its file also has what older versions wrote: a tensor that follows from config.json."""
+    write_foreign(tmp_path / "neox", "gpt_neox")
+    file = tmp_path / "neox" / "model.safetensors"
+    derived = {"gpt_neox.layers.0.attention.rotary_emb.inv_freq": torch.ones(4)}
+    save_file(load_file(file) | derived, file, {"format": "pt"})
+    run = tmp_path / "neox.toml"
+    run.write_text(
+        f'name = "neox"\nroot = "{tmp_path}"\nmodel = {{ type = "pretrained", path = "{file.parent}" }}\n'
+    )
+    small = [setting for setting in SMALL if not setting.startswith("model.")]
+    small += ["task.template=plain", "steps=4"]
+    done = run_here("sft", sft, str(run), *small, "rollout.engine.type=vllm")
+    assert done.returncode == 0, done.stderr
+    losses = [record["eval/loss"] for record in records(tmp_path / "neox-sft", "eval")]
+    assert len(losses) == 2 and losses[1] < losses[0]
+    adapters = run_here("sft", sft, str(run), *small, "learner.lora.rank=4")
+    refused(adapters, "learner.lora: not with gpt_neox, which transformers computes")
 
 
 def test_ranks_meet_before_any_row_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
