@@ -9,8 +9,8 @@ from areal_q.errors import ConfigError
 
 def check_foreign(run: Run, family: str, ranks: int = 1, rollouts: bool = True) -> None:
     """Raises ConfigError, which names the first setting of `run` that needs our own decoder, or says so of its
-    number of `ranks`. `family` is the model's. Without `rollouts`, as in supervised training, their own settings
-    may be anything."""
+    number of `ranks`. `family` is the model's. Without `rollouts`, as in supervised training, their own
+    settings may be anything."""
     for setting, why in _refused(run):
         if rollouts or not setting.startswith("rollout."):
             raise ConfigError(f"{setting}: not with {family}, which transformers computes: {why}")

@@ -1,14 +1,14 @@
 """What one forward and backward pass of the learner takes: activations, logits, the head's gradient.
 
 Notation of the formulas: D the model's width, V its vocabulary; N tokens of a micro-batch, in which a group
-shares its prompt.
+shares its prompt, except in models that transformers computes.
 """
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from areal_q.config import Run
+from areal_q.config import HfModel, Run
 from areal_q.models import DecoderConfig
 from areal_q.system.disk import size
 
@@ -60,11 +60,12 @@ def pass_memory(run: Run, shape: DecoderConfig, lengths: Lengths) -> Iterator[Pa
     cfg, gpu = run.learner, run.learner.device != "cpu"
     responses = microbatch_responses(run, lengths)
     # A response's last token predicts nothing.
+    padded = responses * (lengths.prompt + lengths.response - 1)
     tokens = responses * (lengths.response - 1)
     tokens += math.ceil(responses / cfg.group_size) * lengths.prompt
-    layer, formula = _layer_bytes(
-        run, shape, tokens, responses * (lengths.prompt + lengths.response - 1)
-    )
+    if isinstance(run.model, HfModel):
+        tokens = padded
+    layer, formula = _layer_bytes(run, shape, tokens, padded)
     kept, formula = shape.layers * layer, f"layers · ({formula})"
     if cfg.recompute:
         kept = 4 * tokens * shape.width * shape.layers + layer
@@ -87,7 +88,8 @@ def _layer_bytes(run: Run, shape: DecoderConfig, tokens: float, padded: float) -
     heads = shape.heads * shape.head_dim
     experts = shape.experts
     mlp = experts.mlp * experts.per_token if experts else shape.mlp
-    if run.learner.products == "bfloat16" and run.learner.precision == "full":
+    fused = run.learner.products == "bfloat16" and run.learner.precision == "full"
+    if fused and not isinstance(run.model, HfModel):
         return tokens * (4 * mlp + 16 * shape.width + 4 * heads), "N · (4 · mlp + 16 · D + 4 · q)"
     attention = padded * 2 * (heads + shape.kv_heads * shape.head_dim)
     numbers = tokens * (7 * shape.width + 4 * mlp) + attention

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from areal_q.checks.disk_use import format_bytes
 from areal_q.checks.memory import linear_weights
 from areal_q.checks.pass_memory import Lengths, keeps_exponentials, microbatch_responses
-from areal_q.config import Run, ScriptedEngine, TorchEngine
+from areal_q.config import HfEngine, Run, ScriptedEngine, TorchEngine
 from areal_q.models import DecoderConfig
 from areal_q.observability.run_summary import plural
 from areal_q.plan.hardware import Hardware
@@ -167,15 +167,18 @@ def worker_rate(
         units = paths = getattr(engine, "tensor_parallel", 1)
         kind = "torch on a GPU" if torch_engine else "served"
         kind += ", compiled" if getattr(engine, "compiled", False) else ""
-    flop, read = _decoding(run, shape, load.lengths, rows, 4 if on.is_cpu else 2)
-    reading, multiplying = read / (device.bandwidth * paths), rows * flop / (rate * units)
+    # The rows of one pass, of which transformers' engine makes one for each group
+    each = min(rows, run.learner.group_size) if isinstance(engine, HfEngine) else rows
+    flop, read = _decoding(run, shape, load.lengths, each, 4 if on.is_cpu else 2)
+    reading, multiplying = read / (device.bandwidth * paths), each * flop / (rate * units)
     share = DECODE_SHARE["cpu" if on.is_cpu else "gpu"]
     layers = LAYER_S[kind] * shape.layers + SERVED_S * kind.startswith("served")
     step = max(reading, multiplying) / share + layers
-    return rows / step, (
-        f"{rows:,.0f} rows / (max(memory {reading * 1e3:.3g} ms, products {multiplying * 1e3:.3g} ms)"
+    told = (
+        f"{each:,.0f} rows / (max(memory {reading * 1e3:.3g} ms, products {multiplying * 1e3:.3g} ms)"
         f" / {share:g} + {layers * 1e3:.3g} ms between kernels)"
     )
+    return each / step, told + ", a group at a time" * (each < rows)
 
 
 def _decoding(

@@ -71,6 +71,14 @@ def test_parts_are_counted_as_by_hand():
     assert worker["KV cache"] == 2 * 3 * (10 + 8) * 2 * 16 * 4
 
 
+def test_transformers_computes_a_prompt_for_each_response():
+    """By hand, as above; layers never run in our fused pass."""
+    settings = ["learner.groups=2", "learner.group_size=3", "learner.minibatches=1"]
+    settings += ["learner.dtype=bfloat16", "model.type=hf", "model.path=none"]
+    found = by_name(pass_memory(load(None, settings), SMALL, Lengths(10, 8)))["activations"]
+    assert found == 4 * 6 * 17 * (7 * 32 + 4 * 48 + 2 * (32 + 16))
+
+
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [

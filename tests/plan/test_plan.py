@@ -135,6 +135,16 @@ def test_a_busy_worker_drew_what_is_expected_within_a_third(
     )
 
 
+def test_an_engine_of_a_pass_a_group_gains_nothing_by_more_groups():
+    def rate(kind: str, slots: int) -> tuple[float, str]:
+        settings = [*batch(8, 8), f"rollout.engine={{type='{kind}', slots={slots}}}"]
+        return worker_rate(load(None, settings), SMOLLM2, Load(Lengths(46, 19)), cpu(480), 1)
+
+    alone, several = rate("hf", 8), rate("hf", 64)
+    assert several[0] == alone[0] and several[1] == f"{alone[1]}, a group at a time"
+    assert alone == rate("torch", 8) and rate("torch", 64)[0] > 1.1 * alone[0]
+
+
 SNAPSHOTS = {
     "bf16": (1_195_776, 156_436), "int8": (621_312, 42_600), "fp8": (607_296, 34_462),
     "fp8-channel": (621_312, 41_792), "int4": (321_600, 12_200), "int4-fp8": (321_600, 11_744),
