@@ -168,7 +168,7 @@ class Trial:
         try:
             scope = self._scope(self._said(["run", code])[0], names)
             self._asked = 0
-            exec(compiled, {"__name__": "tests"} | scope)
+            exec(compiled, scope | {"__name__": "tests", "__builtins__": builtins})
         except Ended:
             return ["ended", self._code.end() or "it ended its process"]
         except BaseException as error:  # of the code or the tests, which may raise anything
@@ -179,14 +179,15 @@ class Trial:
 
     def _scope(self, defined: dict[str, Any], names: list[str]) -> dict[str, Any]:
         """Returns what the code defines, as the tests see it. Python's own functions stay what they are, and so
-        do its modules, under their own names."""
+        do its modules, under their own names. None of `__builtins__` and its
+        like is the code's."""
         taken = {*dir(builtins)}
         scope: dict[str, Any] = {}
         for name, data in defined.items():
             if isinstance(data, list) and data[0] == "module":
                 if data[1] == name and name in sys.stdlib_module_names:
                     scope[name] = importlib.import_module(name)
-            elif name in names or name not in taken:
+            elif not name.startswith("__") and (name in names or name not in taken):
                 scope[name] = decoded(data, self._refer)
         return scope
 

@@ -4,6 +4,7 @@ Every attack also runs where nothing isolates, and succeeds there: so it is the 
 """
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ import pytest
 from helpers.commands import stretched
 from helpers.own_code.hostile import (
     ASKED,
+    ASKED_BY_FUNCTIONS,
     ATTACKS,
     EXHAUSTING,
     FORGERIES,
@@ -50,16 +52,22 @@ def secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     assert left_over() == []
 
 
-def test_no_attack_reaches_beyond_the_code(secret):
-    code = RESULTS.format(attacks=ATTACKS, secret=str(secret))
+def test_no_attack_reaches_beyond_the_code(secret, short_dir, stack):
+    server = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+    server.bind(at := str(short_dir / "server"))
+    server.setblocking(False)
+    code = RESULTS.format(attacks=ATTACKS, secret=str(secret), server=at)
     before = secret.stat()
     tests = (
         f"got = results()\nassert len(got) == {len(ATTACKS)} and 'done' not in got.values(), got"
     )
     assert run_python(code, tests, timeout_s=LONG_S) == Ran(True, "passed")
     assert [*secret.parent.iterdir()] == [secret] and secret.stat() == before
+    with pytest.raises(BlockingIOError):
+        server.recv(9)
     succeed = f"{code}\nassert set((found := results()).values()) == {{'done'}}, found"
     subprocess.run([sys.executable, "-c", succeed], cwd="/", timeout=LONG_S, check=True)
+    assert server.recv(9) == b"told"
 
 
 @pytest.mark.parametrize("name", EXHAUSTING)
@@ -77,6 +85,13 @@ def test_what_takes_too_much_is_ended(name, kind, secret):
 def test_no_code_passes_but_by_its_answer(name, secret):
     ran = run_python(FORGERIES[name], ASKED.format(unknown_number()), timeout_s=LONG_S)
     assert not ran.passed and ran.cause in ("failed", "error", "ended"), ran
+
+
+@pytest.mark.parametrize("by", ASKED_BY_FUNCTIONS)
+def test_no_code_brings_what_the_tests_compare_by(by, secret):
+    code, tests = FORGERIES["brings builtins of its own"], ASKED_BY_FUNCTIONS[by]
+    ran = run_python(code, tests.format(unknown_number()), timeout_s=LONG_S)
+    assert (ran.passed, ran.cause) == (False, "failed"), ran
 
 
 @pytest.mark.parametrize("name", HONEST)

@@ -10,13 +10,18 @@ ATTACKS = {
     "thread": "import threading\nthreading.Thread(target=int).start()",
     "signal": "import os\nos.kill(os.getppid(), 0)",
     "signal of a file": """
-import fcntl, os, socket
-ours, theirs = socket.socketpair()
+import fcntl, os
+ours, theirs = os.pipe()
 fcntl.fcntl(ours, fcntl.F_SETOWN, os.getppid())
 fcntl.fcntl(ours, fcntl.F_SETSIG, 23)
 """,
     "socket": "import socket\nsocket.socket()",
     "unix socket": "import socket\nsocket.socket(socket.AF_UNIX)",
+    "datagram to a server": """
+import socket
+ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+ours.sendto(b'told', SERVER)
+""",
     "server": "import socket\nsocket.create_server(('127.0.0.1', 0))",
     "read": "assert open(SECRET).read() == 'secret'",
     "read from beside": "import os\nos.chdir(os.path.dirname(SECRET))\nopen('secret').read()",
@@ -49,7 +54,8 @@ held.unlink()
     "more CPU": "import resource as r\nr.setrlimit(r.RLIMIT_CPU, r.getrlimit(r.RLIMIT_CPU))",
     "open files": "import os\nheld = [os.dup(1) for _ in range(200)]\nfor fd in held: os.close(fd)",
 }
-"""Each as statements, with the path of a file in SECRET; none does harm where it succeeds"""
+"""Each as statements, with the paths of a file in SECRET and of a socket in SERVER; none does harm where it
+succeeds"""
 RESULTS = """
 import contextlib, os, shutil
 
@@ -61,7 +67,7 @@ def results():
             os.mkdir(os.path.dirname({secret!r}))
             open({secret!r}, "w").write("secret")
         try:
-            exec(attack, {{"SECRET": {secret!r}}})
+            exec(attack, {{"SECRET": {secret!r}, "SERVER": {server!r}}})
             found[name] = "done"
         except (OSError, RuntimeError, KeyError, ValueError) as error:
             found[name] = type(error).__name__
@@ -92,6 +98,12 @@ ASKED = (
     "assert answer() == {0}\nassert abs(answer() - {0}) < 1e-9\nassert isinstance(answer(), int)"
 )
 """Tests of a function that cannot know the number"""
+ASKED_BY_FUNCTIONS = {
+    "a builtin": "assert abs(answer() - {0}) < 1e-9",
+    "a function of a module": "from math import isclose\nassert isclose(answer(), {0})",
+    "a module": "import math\nassert math.isclose(answer(), {0})",
+}
+"""Such tests that leave the comparison to a function"""
 FORGERIES = {
     "sys.exit": "import sys\nsys.exit(0)",
     "sys.exit when called": "import sys\ndef answer(): sys.exit(0)",
@@ -167,6 +179,19 @@ for name, module in [*sys.modules.items()]:
         if hasattr(module, 'Trial'):
             module.Trial.verdict = lambda *_: ['passed', '']
 def answer(): return 1
+""",
+    "brings builtins of its own": """
+import json, os
+def say(*message):
+    data = json.dumps(message).encode()
+    os.write(3, len(data).to_bytes(4, 'little') + data)
+own = ['dict', 'abs', ['object', 1], '__import__', ['object', 2]]
+say('gave', {'answer': ['object', 0], '__builtins__': own, '__build_class__': ['object', 1]})
+gives = [1, 0, ['object', 3], None, True]  # the answer, abs, __import__, what it imports, isclose
+while size := int.from_bytes(os.read(3, 4), 'little'):
+    operation, (_, number), given, *_ = json.loads(os.read(3, size))
+    value = gives[number] if operation == 'call' else ['object', 4]
+    say('gave', value, ['list', *[None] * (len(given) - 1)])
 """,
 }
 """None knows what `answer` should give"""
