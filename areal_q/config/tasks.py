@@ -300,7 +300,8 @@ class RewardConfig(Settings, frozen=True, kw_only=True):
     """Beside each worker, for rewards that are slow: `math` and those from a file."""
     memory_mib: WholeNumber = 4096
     """Address space that scoring may take in each of these processes, beyond what loading the reward took: a
-    response that makes it ask for more has failed with cause `killed`. 0: no bound"""
+    response that makes it ask for more has failed with cause `killed`. 0: no bound, which the scorers of
+    reasoning-gym do not start without"""
 
 
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=64)]

@@ -6,7 +6,7 @@ processes.
 | seccomp      | every system call that is not in _ALLOWED: sockets, new processes, | refused             |
 |              | threads, signals, programs, links, shared memory, io_uring …       |                     |
 | Landlock     | the content of every file but Python's library, which is read-only | refused             |
-| rlimits      | memory, CPU seconds, written bytes, open files                     | never               |
+| rlimits      | memory, CPU seconds, written bytes, open files                     | refused             |
 | namespaces   | the network, System V IPC and root's capabilities once more        | goes on without     |
 
 Neither root nor the code itself can lift them, and none needs root. Linux 5.13 or newer
@@ -77,14 +77,19 @@ class _Beneath(ctypes.Structure):
 
 
 def confine(memory_mib: int, cpu_s: int | None, site_packages: bool) -> None:
-    """Leaves this process, which must have one thread, its open files, `memory_mib` MiB beyond what it has,
-    `cpu_s` seconds of CPU if it is given, and the right to read Python's own library, with `site_packages` the
-    installed ones too. Raises NotIsolated where the kernel has no such walls: nothing may run then."""
+    """Leaves this process its open files, `memory_mib` MiB beyond what it has, `cpu_s` seconds of CPU if it is
+    given, and the right to read Python's own library, with `site_packages` the installed ones too. Raises
+    NotIsolated where the kernel has no such walls, for 0 MiB, and for a process that has other threads, which
+    would stay as they are; OSError for a library that cannot be read. Nothing may run then."""
     if sys.platform != "linux":
         raise NotIsolated("a model's code is run only on Linux, which has seccomp and Landlock")
+    if (threads := len(os.listdir("/proc/self/task"))) > 1:
+        raise NotIsolated(f"the process has {threads} threads, of which one could be confined")
     libc = ctypes.CDLL(None, use_errno=True)
     libc.syscall.restype = ctypes.c_long
     limit_memory(memory_mib << 20)
+    if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
+        raise NotIsolated("there is no bound on its memory: memory_mib is 0, or no /proc is there")
     if cpu_s is not None:
         resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
@@ -93,10 +98,11 @@ def confine(memory_mib: int, cpu_s: int | None, site_packages: bool) -> None:
     most = min(_MOST_OPEN_FILES, most)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     load_filter = _filter()
+    readable = _readable(site_packages)  # as root sees it, who may read less in a new namespace
     libc.unshare(_NAMESPACES)
     if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
         raise NotIsolated(f"no_new_privs: {os.strerror(ctypes.get_errno())}")
-    _landlock(libc, _readable(site_packages))
+    _landlock(libc, readable)
     load_filter()
 
 
@@ -113,14 +119,19 @@ def _readable(site_packages: bool) -> set[str]:
 def _landlock(libc: ctypes.CDLL, readable: Iterable[str]) -> None:
     version = libc.syscall(_CREATE_RULESET, None, 0, 1)
     if version < 1:
-        raise NotIsolated("the kernel has no Landlock: Linux 5.13 with `landlock` in lsm= has")
+        why = os.strerror(ctypes.get_errno())
+        raise NotIsolated(
+            f"the kernel has no Landlock: {why}; Linux 5.13 with `landlock` in lsm= has"
+        )
     handled = ctypes.c_uint64((1 << _RIGHTS.get(version, 16)) - 1)
     rules = libc.syscall(_CREATE_RULESET, ctypes.byref(handled), 8, 0)
+    failed = rules < 0
     for path in readable:
-        directory = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        libc.syscall(_ADD_RULE, rules, 1, ctypes.byref(_Beneath(_READ, directory)), 0)
+        directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        beneath = ctypes.byref(_Beneath(_READ, directory))
+        failed = failed or libc.syscall(_ADD_RULE, rules, 1, beneath, 0) != 0
         os.close(directory)
-    if rules < 0 or libc.syscall(_RESTRICT_SELF, rules, 0):
+    if failed or libc.syscall(_RESTRICT_SELF, rules, 0):
         raise NotIsolated(f"Landlock: {os.strerror(ctypes.get_errno())}")
     os.close(rules)
 

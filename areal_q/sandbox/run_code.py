@@ -8,7 +8,7 @@ import os
 import socket
 import subprocess
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,6 +22,8 @@ _BLOCKED_S = 5.0
 """Seconds beyond its time limit after which the tests' process is killed that does not keep to it"""
 _KEPT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "SYSTEMROOT")
 """Environment variables that the processes get; the others may be secrets"""
+_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+"""Those by which libraries for numbers begin no threads, which could not be confined"""
 
 Cause = Literal["passed", "failed", "error", "memory", "timeout", "output", "ended"]
 
@@ -91,25 +93,36 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
+def bare_environment() -> dict[str, str]:
+    """Returns the environment of a process that is to be confined."""
+    kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
+    return kept | dict.fromkeys(_THREADS, "1")
+
+
 class _Trial:
     """The processes of one call of `run_python`."""
 
     def __init__(self, kind: str, timeout_s: float, memory_mib: int, site_packages: bool) -> None:
-        self._socket, theirs = socket.socketpair()
-        self._timeout_s = timeout_s
-        self._channel = Channel(self._socket)
         limits = (str(memory_mib), str(timeout_s), str(int(site_packages)))
-        # Libraries for numbers begin no threads, whose stacks would count.
-        threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        with theirs:
-            self._process = subprocess.Popen(
-                supervised_command("areal_q.sandbox.trial", kind, *limits),
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,
-                preexec_fn=die_with_parent(),
-                env={name: os.environ[name] for name in _KEPT if name in os.environ} | threads,
-            )
+        self._timeout_s = timeout_s
+        with ExitStack() as opened:
+            try:
+                self._socket, theirs = map(opened.enter_context, socket.socketpair())
+                self._process = subprocess.Popen(
+                    supervised_command("areal_q.sandbox.trial", kind, *limits),
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    start_new_session=True,
+                    preexec_fn=die_with_parent(),
+                    env=bare_environment(),
+                )
+            except OSError as error:
+                raise RewardUnavailable(
+                    f"run_python: its processes do not start: {error}"
+                ) from error
+            theirs.close()
+            opened.pop_all()
+        self._channel = Channel(self._socket)
 
     def __enter__(self) -> "_Trial":
         return self

@@ -30,6 +30,7 @@ from areal_q.sandbox.plain_data import (
     error_of,
     raised,
 )
+from areal_q.system.processes import end_with_parent
 
 MOST_PRINTED = 1 << 20
 """Bytes that a program may print"""
@@ -93,7 +94,7 @@ class _Forked:
 
     def printed(self, code: str, given: str) -> list[str]:
         """Returns what the program prints for an input, or what became of it."""
-        data = given.encode()
+        data = given.encode("utf-8", "surrogatepass")
         os.truncate(self._input, 0)
         os.pwrite(self._input, data, 0)
         self.channel.send(["program", code])
@@ -127,6 +128,7 @@ def _become_code(
 ) -> None:
     """Makes this process the code's, which never returns from here."""
     try:
+        end_with_parent()  # also where the supervisor is killed, and with it the tests
         if kind == "program":
             os.dup2(given, 0)
             os.dup2(output, 1)

@@ -3,12 +3,14 @@
 Every attack also runs where nothing isolates, and succeeds there: so it is the walls that stop it.
 """
 
+import errno
 import os
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +114,53 @@ def test_programs_are_compared_by_what_they_print(secret):
     assert wrong == Ran(False, "failed", "input 4: printed '2 \\n'")
 
 
+def test_program_reads_what_no_file_can_hold(secret):
+    assert run_python("print(len(input()) > 0)", [("\ud800", "True")], timeout_s=LONG_S).passed
+
+
+@pytest.mark.skipif(
+    os.getuid() != 0, reason="only root reads what it may not, until it is confined"
+)
+def test_directory_that_cannot_be_read_is_not_left_out(tmp_path, monkeypatch):
+    (packages := tmp_path / "site-packages").mkdir()
+    (packages / "of_another.py").touch()
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(packages), str(ROOT)]))
+    os.chown(packages, 65534, 65534)
+    packages.chmod(0o700)
+    code = "import of_another\ndef f(): return 1"
+    try:  # without namespaces it stays readable
+        ran = run_python(code, "assert f() == 1", timeout_s=LONG_S, site_packages=True)
+        assert ran.passed, ran
+    except RewardUnavailable as error:
+        assert f"Permission denied: '{packages}'" in str(error)
+
+
+@pytest.mark.parametrize("fails", ["socket.socketpair", "subprocess.Popen"])
+def test_machine_without_means_is_not_the_codes_fault(fails, monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EAGAIN, "no more of them")
+
+    pair = socket.socketpair()
+    monkeypatch.setattr("socket.socketpair", lambda: pair)
+    monkeypatch.setattr(f"areal_q.sandbox.run_code.{fails}", fail)
+    with pytest.raises(RewardUnavailable, match="no more of them"):
+        run_python("def f(): pass", "f()", timeout_s=LONG_S)
+    closed = fails == "subprocess.Popen"
+    assert [one.fileno() == -1 for one in pair] == [closed, closed]
+    for one in pair:
+        one.close()
+
+
+@pytest.mark.parametrize("memory_mib", [0, 64])
+def test_no_code_runs_without_a_bound_on_its_memory(memory_mib, secret):
+    run = partial(run_python, "def f(): return 1", "assert f() == 1", timeout_s=LONG_S)
+    if memory_mib:
+        assert run(memory_mib=memory_mib).passed
+        return
+    with pytest.raises(RewardUnavailable, match="no bound on its memory"):
+        run(memory_mib=memory_mib)
+
+
 def test_program_finds_no_expected_output_in_memory(secret):
     expected = f"assert answer() == {unknown_number()}"
     code = f"{FORGERIES['searches its memory']}\nprint('assert', 'answer() ==', answer())"
@@ -181,13 +230,20 @@ def test_site_packages_are_there_when_asked_for(secret):
     assert run_python(code, tests, timeout_s=LONG_S, memory_mib=2048, site_packages=True).passed
 
 
-def test_no_process_outlives_the_one_that_asked(secret):
+@pytest.mark.parametrize("kills", ["the asker", "the supervisor"])
+def test_no_process_outlives_the_one_above_it(kills, secret):
     asks = f"from areal_q.sandbox import run_python\nrun_python('while True: pass', 'f', timeout_s={LONG_S})"
     asking = subprocess.Popen([sys.executable, "-c", asks], cwd=ROOT)
     deadline = time.monotonic() + LONG_S
-    while len(left_over()) < 3 and time.monotonic() < deadline:  # supervisor, tests and code
+    # The one that asks, supervisor, tests and code
+    while len(left_over()) < 4 and time.monotonic() < deadline:
         time.sleep(0.05)
-    asking.kill()
+    assert len(left_over()) == 4
+    if kills == "the supervisor":
+        (supervisor,) = psutil.Process(asking.pid).children()
+        supervisor.kill()
+    else:
+        asking.kill()
     asking.wait()
     while left_over() and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -5,6 +5,7 @@ import os
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from helpers.commands import stretched
 from helpers.paths import ROOT
@@ -109,6 +110,51 @@ def test_answer_that_is_a_program_reaches_nothing(installed, tmp_path):
     found = scores(run_of(), *(f"<answer>{program}</answer>" for program in programs))
     assert [(score.reward, score.valid) for score in found] == [(0.0, True)] * len(programs)
     assert not there.exists()
+
+
+def test_every_thread_of_the_scorer_is_confined(installed, monkeypatch):
+    for name in ("OMP", "OPENBLAS", "MKL"):  # NumPy's libraries begin threads
+        monkeypatch.delenv(f"{name}_NUM_THREADS", raising=False)
+    monkeypatch.setenv("SECRET_OF_THIS_TEST", "secret")
+
+    async def seen() -> tuple[list[str], bytes]:
+        reward = build_reward(run_of())
+        await reward.start()
+        try:
+            below = psutil.Process().children(recursive=True)
+            (child,) = (p for p in below if p.parent() in below)
+            statuses = Path(f"/proc/{child.pid}/task").glob("*/status")
+            lines = [line for one in statuses for line in one.read_text().splitlines()]
+            environment = Path(f"/proc/{child.pid}/environ").read_bytes()
+            return [line for line in lines if line.startswith("Seccomp:")], environment
+        finally:
+            await reward.close()
+
+    walled, environment = asyncio.run(seen())
+    assert walled and {*walled} == {"Seccomp:\t2"}
+    assert b"SECRET_OF_THIS_TEST" not in environment
+
+
+@pytest.mark.parametrize(
+    ("begun", "settings", "said"),
+    [
+        ("import threading\nthreading.Timer(60, int).start()", (), "has 2 threads"),
+        ("", ("reward.memory_mib=0",), "no bound on its memory"),
+    ],
+)
+def test_scorer_that_cannot_be_confined_is_refused(begun, settings, said, installed, tmp_path):
+    module = tmp_path / "site-packages" / "reasoning_gym.py"
+    module.write_text(f"{STAND_IN}\n{begun}")
+    reward = build_reward(run_of(*settings))
+
+    async def started() -> None:
+        try:
+            await reward.start()
+        finally:
+            await reward.close()
+
+    with pytest.raises(TaskError, match=said):
+        asyncio.run(started())
 
 
 def test_what_is_missing_is_named(installed, monkeypatch):

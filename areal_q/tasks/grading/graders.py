@@ -34,6 +34,11 @@ GRADERS: dict[str, Grader] = {
 }
 
 
+def is_confined(source: tuple[str, str, str]) -> bool:
+    """Returns whether the process of a reward's source (isolated_reward.py) is confined."""
+    return source[0] == "grader" and GRADERS[source[1]].confined
+
+
 def check_extra(name: str) -> None:
     """Raises ConfigError if grader `name` needs an extra that is not installed."""
     needs = GRADERS[name].needs

@@ -21,7 +21,7 @@ from areal_q.sandbox.confine import NotIsolated, confine
 from areal_q.system.command import accept_any_text
 from areal_q.system.processes import limit_memory
 from areal_q.tasks.grading.child_process import failure_of, frame, private_socket
-from areal_q.tasks.grading.graders import GRADERS, check_extra
+from areal_q.tasks.grading.graders import GRADERS, check_extra, is_confined
 from areal_q.tasks.grading.judge import AskedJudge
 from areal_q.tasks.grading.own_reward import Scorer, load_reward, scores_of
 from areal_q.tasks.grading.reward_process import TIMED_OUT, Answer, Ask, Graded, Ready
@@ -38,13 +38,13 @@ def main(kind: str, name: str, function: str, memory_mib: str, timeout_s: str) -
         ready = Ready(error=str(error), extra_missing=isinstance(error, ConfigError))
         parent.sendall(frame(ready))
         return
-    if kind == "grader" and GRADERS[name].confined:
+    if is_confined((kind, name, function)):
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, 1)  # a print to a log would fail there
         os.dup2(nothing, 2)
         try:
             confine(int(memory_mib), None, site_packages=True)
-        except NotIsolated as error:
+        except (NotIsolated, OSError) as error:
             parent.sendall(frame(Ready(error=f"grader {name!r}: {error}")))
             return
     else:

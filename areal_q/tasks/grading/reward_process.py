@@ -13,8 +13,10 @@ from concurrent.futures import Future
 import msgspec
 
 from areal_q.messages.trajectories import FailureCause
+from areal_q.sandbox.run_code import bare_environment
 from areal_q.system.processes import die_with_parent, supervised_command
 from areal_q.tasks.base import Completed, Problem, Score
+from areal_q.tasks.grading.graders import is_confined
 
 TIMED_OUT = "took too long"
 MAX_FRAME = 16 << 20
@@ -87,6 +89,7 @@ class RewardProcess:
                 stdout=theirs.fileno(),
                 start_new_session=True,
                 preexec_fn=die_with_parent(),
+                env=bare_environment() if is_confined(source) else None,
             )
 
     @property
