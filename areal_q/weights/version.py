@@ -254,7 +254,11 @@ def check_version(manifest: Manifest) -> None:
     manifest's digest. Receivers ask this before they allocate a payload.
     """
     where = f"version {manifest.version}"
-    if digest_of(manifest) != manifest.digest:
+    try:
+        digest = digest_of(manifest)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise WeightVersionError(f"{where}: its manifest is no JSON: {error}") from error
+    if digest != manifest.digest:
         raise WeightVersionError(f"{where}: the manifest does not hash to {manifest.digest}")
     if len({spec.name for spec in manifest.tensors}) != len(manifest.tensors):
         raise WeightVersionError(f"{where}: a tensor is named twice")
@@ -279,10 +283,19 @@ def digest_of(manifest: Manifest) -> str:
     an engine computes with them: format, uaq_scale, model, noise and extra. It is hexadecimal."""
     m = manifest
     facts = (m.format, m.uaq_scale, m.model, m.noise, m.extra)
-    h = xxhash.xxh3_128(msgspec.json.encode(facts, order="sorted"))
+    h = xxhash.xxh3_128(
+        msgspec.json.encode(_with_texts_as_keys(msgspec.to_builtins(facts)), order="sorted")
+    )
     for s in m.tensors:
         h.update(f"{s.name}\0{s.dtype}\0{','.join(map(str, s.shape))}\0{s.digest}\n".encode())
     return h.hexdigest()
+
+
+def _with_texts_as_keys(value: Any) -> Any:
+    """Returns `value` with the keys of its tables as JSON has them: a config.json's id2label has numbers."""
+    if isinstance(value, dict):
+        return {str(key): _with_texts_as_keys(item) for key, item in value.items()}
+    return [*map(_with_texts_as_keys, value)] if isinstance(value, list | tuple) else value
 
 
 def _views(manifest: Manifest, payload: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -1,6 +1,7 @@
 """What a machine with a GPU and no index is brought: all that it lacks, and nothing that it has."""
 
 import ast
+import re
 import subprocess
 import sys
 from importlib.metadata import packages_distributions, version
@@ -38,7 +39,9 @@ def imported(*modules: str) -> set[str]:
             continue
         seen.add(module)
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
+            if isinstance(node, ast.Constant) and re.fullmatch(r"[\w.]+:\w+", str(node.value)):
+                ahead.append(str(node.value).partition(":")[0])  # for pkgutil.resolve_name
+            elif isinstance(node, ast.Import):
                 ahead += [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and node.module:
                 ahead += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]

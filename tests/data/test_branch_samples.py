@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.policies import build_policy
 from helpers.strategies import groups
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from msgspec.structs import replace
 
 from areal_q.algorithms import LossInputs, count
@@ -70,6 +70,7 @@ def sampled(*found: Group, mask: Any = ()) -> list[Sample]:
 @settings(max_examples=40, deadline=None)
 @given(groups(branches=True))
 def test_each_token_is_in_one_sample_behind_its_path(group: Group) -> None:
+    assume(all(span.version < 2**63 - 4096 for t in group.trajectories for span in t.all_spans))
     samples = sampled(group)
     expected = [
         pair for t in group.trajectories for pair in parts(group.ticket.prompt_ids.numpy(), t)

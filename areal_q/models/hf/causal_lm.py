@@ -39,6 +39,8 @@ class HfDecoder(Decoder):
         nn.Module.__init__(self)
         self.config, self.dtype = config, torch.float32
         self.behind_head = BehindHead(net)
+        # Nothing here is padded with it, and a model's end of text, which often is its pad, is learnt too.
+        net.get_input_embeddings().padding_idx = None
         for name, child in net.named_children():
             self.add_module(name, child)
         self._nets = (net,)  # in a tuple, so that it is no further child
