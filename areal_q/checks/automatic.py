@@ -78,9 +78,12 @@ def _computable(run: Run) -> Run:
 
 
 def _is_foreign(run: Run) -> bool:
-    """Returns True if the model is of a family, or a variant of one, that our decoder does not have."""
+    """Returns True if the model is of a family, or a variant of one, that our decoder does not have; False if
+    its config.json cannot be read."""
+    if not (table := _config_of(run)):
+        return False
     try:
-        DecoderConfig.from_hf(_config_of(run))
+        DecoderConfig.from_hf(table)
     except NotOurs:
         return True
     except (CheckpointError, ValueError, TypeError, ArithmeticError):

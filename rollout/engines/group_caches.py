@@ -21,7 +21,7 @@ from torch import Tensor
 
 from areal_q.checks.machine import check_device
 from areal_q.config import HfEngine
-from areal_q.errors import CheckpointError, QuantizationError, RecordError, WeightVersionError
+from areal_q.errors import RecordError, WeightVersionError
 from areal_q.models.config import DecoderConfig
 from areal_q.models.decoder import Decoder
 from areal_q.models.foreign import COMPUTED_BY, TRANSFORMERS
@@ -128,7 +128,9 @@ class GroupStepper:
             model = copy.deepcopy(self._empty)
             scale = float(manifest.extra.get(LORA_SCALE, 0.0))
             load_published(model, weights.tensors, self.config.device, scale)
-        except (CheckpointError, KeyError, QuantizationError, RuntimeError) as error:
+        except WeightVersionError:
+            raise
+        except Exception as error:  # transformers raises anything
             raise WeightVersionError(f"{where}: {error}") from error
         return model, weights
 

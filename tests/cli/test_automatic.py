@@ -81,6 +81,14 @@ def test_the_rest_is_published_in_the_dtype_of_the_model(tmp_path, config, rest)
     assert settled(load(None)).rollout.unquantized == "fp32"
 
 
+@pytest.mark.parametrize("text", [None, "{", "[]"])
+def test_a_model_that_cannot_be_read_stays_what_it_is(tmp_path, text):
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    run = load(None, ["model.type=pretrained", f"model.path={tmp_path}"])
+    assert settled(run).model == run.model
+
+
 @pytest.mark.parametrize(
     ("settings", "on", "why"),
     [

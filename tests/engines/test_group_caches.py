@@ -13,6 +13,7 @@ from transformers import LlamaConfig
 
 from areal_q.config import HfEngine, Sampling, TorchEngine
 from areal_q.config.run import ROUNDS_ACTIVATIONS
+from areal_q.errors import WeightVersionError
 from areal_q.models import DecoderConfig
 from areal_q.models.foreign import COMPUTED_BY, TRANSFORMERS
 from areal_q.models.low_bit.engine_policy import engine_policy
@@ -20,6 +21,9 @@ from areal_q.quant import dequantize_state
 from areal_q.weights.version import WeightVersion
 from rollout.engines import build_engine
 from rollout.engines.base import Completion, Request
+from rollout.engines.group_caches import GroupStepper
+from rollout.engines.reference.async_engine import Job
+from rollout.environments.episode_tree import common
 
 PROMPT = [3, 1, 20, 7, 9, 2]
 
@@ -92,11 +96,15 @@ def test_both_engines_draw_the_same_of_a_model_that_is_ours(name: str) -> None:
     weights = published(foreign_model(config), name)
     kinds = HfEngine(slots=8), TorchEngine(slots=8, fused=False, dtype="float32")
     theirs, ours = (drawn(kind, weights, ask(8)) for kind in kinds)
-    # Where activations are rounded, two orders of the same sums round some to either side.
-    far = 0.1 if name in ROUNDS_ACTIVATIONS else 1e-4
+    # Where activations are rounded, two orders of the same sums round some to either side, and may draw others.
+    rounds, drawn_alike = name in ROUNDS_ACTIVATIONS, 0
     for one, other in zip(theirs, ours, strict=True):
-        assert one.response_ids.tolist() == other.response_ids.tolist()
-        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=far)
+        same = common(one.response_ids.tolist(), other.response_ids.tolist())
+        assert rounds or same == len(one.response_ids) == len(other.response_ids)
+        far = 0.1 if rounds else 1e-4
+        np.testing.assert_allclose(one.logprobs[:same], other.logprobs[:same], atol=far)
+        drawn_alike += same
+    assert drawn_alike
 
 
 @pytest.mark.parametrize("name", ["int8", "nvfp4", "int4", "nf4", "fp8"])
@@ -109,7 +117,8 @@ def test_other_families_run_on_their_published_numbers(family: str, name: str) -
     config = DecoderConfig.from_hf(table_of(net) | {COMPUTED_BY: TRANSFORMERS})
     policy: Any = engine_policy(config, weights.tensors, name)
     want = expected(policy.net, found.response_ids)
-    np.testing.assert_allclose(found.logprobs, want, atol=1e-3)
+    far = 0.1 if name in ROUNDS_ACTIVATIONS else 1e-3  # as above
+    np.testing.assert_allclose(found.logprobs, want, atol=far)
     plain = expected(net, found.response_ids)
     assert (
         np.abs(found.logprobs - plain).max() > 1e-3
@@ -119,21 +128,28 @@ def test_other_families_run_on_their_published_numbers(family: str, name: str) -
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
 async def test_a_swap_keeps_or_recomputes_the_cache(kv: Any) -> None:
     old, new = (foreign_model(foreign_config("gemma3_text"), seed) for seed in (1, 2))
-    engine = build_engine(HfEngine(slots=4, kv_on_update=kv))
-    await engine.start()
-    await engine.load_weights(published(old, "bf16", 0))
-    loading: list[asyncio.Task[float]] = []
-
-    def on_token(index: int, token: int, logprob: float) -> None:
-        if not loading:
-            swap = engine.load_weights(published(new, "bf16", 1))
-            loading.append(asyncio.ensure_future(swap))
-
-    (done,) = await engine.generate(ask(1, 200), on_token)
-    await engine.close()
-    assert [span.version for span in done.spans] == [0, 1]
-    at = done.spans[0].tokens
+    stepper = GroupStepper(HfEngine(slots=4, kv_on_update=kv))
+    stepper.swap(stepper.prepare(published(old, "bf16", 0)))
+    job = Job(ask(1), asyncio.get_running_loop().create_future())
+    stepper.waiting.append(job)
+    for _ in range(4):
+        stepper.step()
+    stepper.swap(stepper.prepare(published(new, "bf16", 1)))
+    while not job.future.done():
+        stepper.step()
+    (done,) = job.future.result()
+    assert [(span.version, span.tokens) for span in done.spans] == [(0, 4), (1, 8)]
     state = dequantize_state(published(new, "bf16").tensors, "bf16")
     new.load_state_dict({n: t.float() for n, t in state.items()}, strict=False)
-    same = np.abs(expected(new, done.response_ids) - done.logprobs)[at:]
+    same = np.abs(expected(new, done.response_ids) - done.logprobs)[4:]
     assert (same.max() < 1e-3) == (kv == "recompute")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"hidden_size": "32"}, {"hidden_activation": "none"}, {"head_dim": 0.5}]
+)
+def test_a_version_of_no_model_is_refused(wrong: dict[str, Any]) -> None:
+    net = foreign_model(foreign_config("gemma3_text"))
+    version = pack_state(net.state_dict(), table_of(net) | wrong)
+    with pytest.raises(WeightVersionError, match="version 0: "):
+        GroupStepper(HfEngine()).prepare(version)

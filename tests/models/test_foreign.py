@@ -110,6 +110,24 @@ def test_a_pass_in_bfloat16_is_near_and_has_gradients(family: str, tmp_path: Pat
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.parametrize("error", [TypeError("no such argument"), ImportError("needs more")])
+def test_what_transformers_cannot_build_is_one_line(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_foreign(tmp_path, "phi")
+    config, asked = load_foreign_config(tmp_path), dict[str, Any]()
+
+    def from_pretrained(path: str, **options: Any) -> Any:
+        asked.update(options)
+        raise error
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    with pytest.raises(CheckpointError, match=str(error)):
+        causal_lm.load_foreign(config, tmp_path)
+    assert asked["use_safetensors"]  # a pickle beside them is never read
+    assert "transformers_version" not in config.to_hf()
+
+
 @every_family
 def test_an_export_is_loaded_with_the_same_logits(family: str, tmp_path: Path) -> None:
     net = write_foreign(tmp_path / "model", family)
@@ -146,6 +164,9 @@ def test_every_linear_of_a_layer_but_routers_is_quantized() -> None:
 def test_models_that_are_no_causal_transformers_are_refused(tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
     with pytest.raises(CheckpointError, match=r"config\.json"):
+        load_foreign_config(tmp_path / "none")
+    (tmp_path / "none" / "config.json").write_text('{"model_type": "phi", "hidden_size": "wide"}')
+    with pytest.raises(CheckpointError, match=r"config\.json: Validation error"):
         load_foreign_config(tmp_path / "none")
     (tmp_path / "none" / "config.json").write_text('{"model_type": "t5"}')
     with pytest.raises(CheckpointError, match="t5 is no causal language model"):

@@ -193,9 +193,10 @@ def load_foreign(config: DecoderConfig, path: str | Path) -> HfDecoder:
             dtype=torch.float32,
             local_files_only=True,
             trust_remote_code=False,
+            use_safetensors=True,
             output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError, KeyError, AttributeError) as error:
+    except Exception as error:  # transformers raises anything
         raise CheckpointError(f"{path}: {_first_line(error)}") from error
     if missing := sorted(found["missing_keys"]):
         raise CheckpointError(f"{path}: tensor {missing[0]} is missing ({len(missing)} in all)")

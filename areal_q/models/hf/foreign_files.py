@@ -41,7 +41,7 @@ def load_foreign_config(path: str | Path) -> DecoderConfig:
         found = library.AutoConfig.from_pretrained(
             str(directory), local_files_only=True, trust_remote_code=False
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # transformers raises anything
         said = next((line for line in str(error).splitlines() if line.strip()), "")
         raise CheckpointError(f"{file}: {said}") from error
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
@@ -51,7 +51,8 @@ def load_foreign_config(path: str | Path) -> DecoderConfig:
     table = json.loads(found.to_json_string(use_diff=False))
     if table.get("quantization_config"):
         raise CheckpointError(f"{file}: weights that are quantized already are not implemented")
-    table.pop("_name_or_path", None)
+    for name in ("_name_or_path", "transformers_version"):  # of this machine, not of the model
+        table.pop(name, None)
     try:
         config = DecoderConfig.from_hf(table | {COMPUTED_BY: TRANSFORMERS})
     except (ValueError, TypeError, ArithmeticError) as error:
