@@ -53,7 +53,8 @@ def token_weights(
     token_mean: 1 / tokens; seq_mean_token_mean: 1 / (tokens of the sequence · sequences);
     seq_mean_token_sum_norm: 1 / (length · sequences). Sequences without a counted token do not count. An
     episode of several paths is one sequence here: each of its tokens has the weight that it would have if they
-    stood in one row.
+    stood in one row. Where masked tokens leave the denominator, a path's tokens still have together the path's
+    share of the tokens that the loss mask lets count.
     """
     match aggregation:
         case TokenMean():

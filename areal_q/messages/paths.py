@@ -12,7 +12,7 @@ from areal_q.messages.trajectories import Trajectory
 def parts(prompt: np.ndarray, t: Trajectory) -> Iterator[tuple[np.ndarray, Trajectory]]:
     """Yields each path of an episode as what stands before its own tokens, int32 [P], and these as a trajectory
     of the same index and reward: first `prompt` and `t` itself, then each branch. All their tokens together are
-    the episode's, each once."""
+    the episode's, each once; so the notes on the reward are the first path's."""
     yield prompt, t
     paths = [np.concatenate((prompt, t.response_ids.numpy()))] if t.branches else []
     for branch in t.branches:
@@ -29,6 +29,7 @@ def parts(prompt: np.ndarray, t: Trajectory) -> Iterator[tuple[np.ndarray, Traje
                 finish_reason=branch.finish_reason,
                 teacher_logprobs=branch.teacher_logprobs,
                 routes=None,
+                reward_notes={},
                 branches=(),
             ),
         )

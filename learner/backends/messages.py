@@ -18,7 +18,6 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     lag: Array
     weight: float
     source: str
-    parent: int | None
     shared: int
     branch: int
     share: float
@@ -26,7 +25,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     @classmethod
     def of(cls, s: Sample) -> "Piece":
         prompt, lag = Array.of(s.prompt_ids, "int32"), Array.of(s.lag, "int64")
-        tree = s.source, s.parent, s.shared, s.branch, s.share
+        tree = s.source, s.shared, s.branch, s.share
         return cls(s.ticket, prompt, s.trajectory, s.advantage, lag, s.weight, *tree)
 
     def sample(self) -> Sample:

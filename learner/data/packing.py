@@ -48,12 +48,9 @@ class Sample:
     """The sampler's weight of the group."""
     source: str = ""
     """The task of a mixture that asked it."""
-    parent: int | None = None
-    """Index of the sample that this one branches off, among its group's samples, which stand consecutively;
-    None for one that branches off none. Packing finds it by its tokens, as a micro-batch may lack it."""
     shared: int = 0
-    """Number of leading tokens of its path, the prompt's included, that are the parent's: they are neither
-    computed nor learnt from again."""
+    """Number of leading tokens of its path, the prompt's included, that are those of the path that it branches
+    off: they are neither computed nor learnt from again."""
     branch: int = 0
     """Number of the path in its episode: 0 is the first, k that of branch k, counted from 1."""
     share: float = 1.0
@@ -66,7 +63,7 @@ class Sample:
 
     @property
     def own_tokens(self) -> int:
-        """Returns the number of tokens of its path that are not its parent's."""
+        """Returns the number of tokens of its path that are its own."""
         return self.num_tokens - self.shared
 
     @cached_property
@@ -151,20 +148,17 @@ def samples_of(
     lags = np.repeat([history.lag(span, version) for span in spans], [s.tokens for s in spans])
     by_response = np.split(lags, np.cumsum([t.all_tokens for t in trajectories])[:-1])
     samples: list[Sample] = []
-    first = 0  # the place of the group's first sample
     columns = zip(of_group, trajectories, advantages.tolist(), by_response, strict=True)
-    for place, (i, t, own, lag) in enumerate(columns):
-        if place and of_group[place - 1] != i:
-            first = len(samples)
+    for i, t, own, lag in columns:
         ticket, weight = groups[i].ticket, weights[i]
         whole = Sample(ticket.number, prompts[i], t, own * weight, lag, weight, ticket.source)
-        samples += _paths(whole, len(samples) - first, mask)
+        samples += _paths(whole, mask)
     return [masked(s) if s.trajectory.finish_reason in mask else s for s in samples]
 
 
-def _paths(whole: Sample, place: int, mask: Sequence[FinishReason] = ()) -> list[Sample]:
-    """Returns a sample for each path of an episode, of which `whole` has all lags, and the first path this
-    `place` among the samples of its group. Those that ended for a reason in `mask` stand for nothing."""
+def _paths(whole: Sample, mask: Sequence[FinishReason] = ()) -> list[Sample]:
+    """Returns a sample for each path of an episode, of which `whole` has all lags. Those that ended for a
+    reason in `mask` stand for nothing."""
     if not whole.trajectory.branches:
         return [whole]
     found = list(parts(whole.prompt_ids, whole.trajectory))
@@ -173,14 +167,12 @@ def _paths(whole: Sample, place: int, mask: Sequence[FinishReason] = ()) -> list
     counted = [
         0 if t.finish_reason in mask else n for n, (_, t) in zip(counted, found, strict=True)
     ]
-    parents = [None, *(place + branch.parent for branch in whole.trajectory.branches)]
     return [
         replace(
             whole,
             prompt_ids=before,
             trajectory=t,
             lag=lags[branch],
-            parent=parents[branch],
             shared=len(before) if branch else 0,
             branch=branch,
             share=counted[branch] / max(1, sum(counted)),
@@ -193,11 +185,11 @@ def unlearnt_samples(groups: Sequence[Group]) -> list[Sample]:
     """Returns every path of every trajectory, in order, without an advantage: for its log-probs."""
     samples: list[Sample] = []
     for group in groups:
-        first, prompt = len(samples), group.ticket.prompt_ids.numpy()
+        prompt = group.ticket.prompt_ids.numpy()
         for t in group.trajectories:
             lag = np.zeros(t.all_tokens, np.int64)
             whole = Sample(group.ticket.number, prompt, t, 0.0, lag)
-            samples += _paths(whole, len(samples) - first)
+            samples += _paths(whole)
     return samples
 
 

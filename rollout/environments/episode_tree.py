@@ -80,5 +80,7 @@ def _nearest(response: Response, prompt: list[int], context: list[int]) -> tuple
 
 def common(a: Sequence[int], b: Sequence[int]) -> int:
     """Returns the length of the longest common beginning."""
-    differ = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
-    return next(differ, min(len(a), len(b)))
+    length = min(len(a), len(b))
+    if a[:length] == b[:length]:  # mostly, and much faster
+        return length
+    return next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)

@@ -76,14 +76,16 @@ def test_each_token_is_in_one_sample_behind_its_path(group: Group) -> None:
         pair for t in group.trajectories for pair in parts(group.ticket.prompt_ids.numpy(), t)
     ]
     assert len(samples) == len(expected)
-    for sample, (before, own) in zip(samples, expected, strict=True):
+    for place, (sample, (before, own)) in enumerate(zip(samples, expected, strict=True)):
         assert sample.prompt_ids.tolist() == before.tolist()
         assert sample.trajectory == own and len(sample.lag) == own.num_tokens
         assert Piece.of(sample).sample().share == sample.share
-        if sample.parent is None:
-            assert (sample.branch, sample.shared) == (0, 0)
+        if not sample.branch:
+            assert sample.shared == 0
             continue
-        above = samples[sample.parent]
+        assert not own.reward_notes  # the first path has them
+        branch = group.trajectories[own.index].branches[sample.branch - 1]
+        above = samples[place - sample.branch + branch.parent]
         path = [*above.prompt_ids.tolist(), *above.trajectory.response_ids.numpy().tolist()]
         assert path[: sample.shared] == sample.prompt_ids.tolist()
     for index in range(len(group.trajectories)):

@@ -24,6 +24,8 @@ from areal_q.models.packed_layout import Segment
 from learner.data.packing import Sample
 
 INT64 = st.integers(0, 2**63 - 1)
+VERSIONS = st.integers(0, 2**62)
+"""So that a lag, which may be counted over an older version, is an int64 too"""
 SECONDS = st.floats(0, 1e12)
 PURPOSES = st.sampled_from(["train", "eval"])
 
@@ -32,9 +34,9 @@ PURPOSES = st.sampled_from(["train", "eval"])
 def trajectories(draw, index: int) -> Trajectory:
     n = draw(st.integers(1, 6))
     cut = draw(st.integers(1, n))
-    spans = [VersionSpan(draw(INT64), cut, draw(st.text(max_size=4)))]
+    spans = [VersionSpan(draw(VERSIONS), cut, draw(st.text(max_size=4)))]
     if cut < n:
-        spans.append(VersionSpan(draw(INT64), n - cut, "b"))
+        spans.append(VersionSpan(draw(VERSIONS), n - cut, "b"))
     logprobs = st.floats(-(2.0**100), 0.0, width=32)
     ids = st.integers(0, 2**31 - 1)
     return Trajectory(
@@ -181,9 +183,7 @@ def forest(nodes: Sequence[tuple[int, int, int, int]], seed: int, ticket: int = 
             routes=Array.of(routes_of(path[:-1]), "uint8"),
         )
         advantage, lag = float(rng.normal()), rng.integers(0, 3, count)
-        samples.append(
-            Sample(ticket, path[:prompt], trajectory, advantage, lag, parent=parent, shared=shared)
-        )
+        samples.append(Sample(ticket, path[:prompt], trajectory, advantage, lag, shared=shared))
     return samples
 
 
@@ -202,9 +202,7 @@ def unshared(samples: Sequence[Sample]) -> list[Sample]:
             np.arange(t.num_tokens) + len(sample.prompt_ids) >= sample.shared
         )
         t = replace(t, loss_mask=Array.of(mask, "uint8"))
-        return dataclasses.replace(
-            sample, ticket=1000 + number, trajectory=t, parent=None, shared=0
-        )
+        return dataclasses.replace(sample, ticket=1000 + number, trajectory=t, shared=0)
 
     return [alone(number, sample) for number, sample in enumerate(samples)]
 

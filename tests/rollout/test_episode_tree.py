@@ -53,6 +53,12 @@ class Client:
         return [*whole[: max(1, round(request.kept * len(whole)))], *request.said]
 
 
+@given(TOKENS, TOKENS)
+def test_the_common_beginning_is_the_longest(a: list[int], b: list[int]):
+    length = common(a, b)
+    assert (a[:length] == b[:length] and a[: length + 1] != b[: length + 1]) or a == b
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.lists(REQUESTS, min_size=1, max_size=9), INT64)
 def test_each_drawn_token_is_recorded_once_on_its_path(requests: list[Request], version: int):
