@@ -54,9 +54,7 @@ def samples_of(shape: Sequence[tuple[int | None, int, int]]) -> list[Sample]:
                 reward=0.0,
             )
             sample = Sample(0, before, trajectory, 1.0, np.zeros(own, np.int64))
-            if parent is not None:
-                sample = replace(sample, parent=root + parent, shared=shared)
-            samples.append(sample)
+            samples.append(sample if parent is None else replace(sample, shared=shared))
     return samples
 
 
@@ -93,7 +91,7 @@ def main() -> None:
     for name, shape in SHAPES.items():
         say(name)
         samples = samples_of(shape)
-        alone = [replace(s, ticket=i, parent=None, shared=0) for i, s in enumerate(samples)]
+        alone = [replace(s, ticket=i, shared=0) for i, s in enumerate(samples)]
         turns = [(measured(policy, samples), measured(policy, alone)) for _ in range(rounds)]
         forest, apart = ({k: median(t[i][k] for t in turns) for k in turns[0][i]} for i in (0, 1))
         assert np.isclose(forest["loss"], apart["loss"], rtol=1e-5)

@@ -190,8 +190,9 @@ class Episodes:
 
         Tokens, and text or messages, change together once the turn has ended, whether or not the agent still
         waits for it. A turn that fails or is cancelled leaves the episode as it was. Turns may be drawn at the
-        same time, each of what the others may not draw. Raises RecordError if no token budget is left, or
-        `context` begins otherwise than the ticket's prompt: a group's prompts share at least their first token.
+        same time, each of what the others may not draw. Raises RecordError if no token budget is left, the
+        episode has ended meanwhile or has too many branches, or `context` begins otherwise than the ticket's
+        prompt: a group's prompts share at least their first token.
         """
         if context[0] != episode.prompt[0]:
             raise RecordError(
@@ -202,10 +203,13 @@ class Episodes:
             raise RecordError(
                 f"the episode would have more than learner.microbatch_tokens = {self._longest} tokens"
             )
-        if len(episode.response.branches) + len(episode.reserved) >= MOST_BRANCHES:
-            raise RecordError(f"the episode would have more than {MOST_BRANCHES} branches")
         number = await self._reserved(episode, min(max_tokens or room, room))
         try:
+            # Looked at only now, as the turn may have waited for others.
+            if self._played.get(episode.id) is not episode:
+                raise RecordError("the episode has ended while the turn waited for others")
+            if len(episode.response.branches) + len(episode.reserved) > MOST_BRANCHES:
+                raise RecordError(f"the episode would have more than {MOST_BRANCHES} branches")
             done = await self._client.generate_turn(
                 episode.ticket,
                 episode.index,

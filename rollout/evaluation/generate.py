@@ -90,7 +90,7 @@ async def answered(
             work = answering.one(index, problem, greedy, samples, sampling)
             tasks.append(asyncio.create_task(work))
         if endpoint and isinstance(environment, Episodes):
-            url = f"http://{endpoint.host}:{await endpoint.start()}/v1"
+            url = endpoint.url(await endpoint.start())
             told.append(asyncio.create_task(_tell_of_agents(environment, url, tell)))
         for done in asyncio.as_completed(tasks):
             yield await done

@@ -118,8 +118,13 @@ class Endpoint:
             where = f"{self.host}:{self._port}"
             raise ConfigError(f"rollout.serve (--serve): {where}: {error.strerror}") from error
         port = self._listener.sockets[0].getsockname()[1]
-        logger.info("OpenAI-compatible endpoint on http://%s:%d/v1", self.host, port)
+        logger.info("OpenAI-compatible endpoint on %s", self.url(port))
         return port
+
+    def url(self, port: int) -> str:
+        """Returns the base URL that clients of this `port` are given."""
+        host = f"[{self.host}]" if ":" in self.host else self.host  # of IPv6
+        return f"http://{host}:{port}/v1"
 
     async def close(self) -> None:
         if self._listener is not None:

@@ -3,13 +3,16 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from areal_q.config import External, Sampling
+from areal_q.errors import RecordError
 from areal_q.messages import Ticket, VersionSpan
 from areal_q.tasks import CharTokenizer
 from rollout.engines.base import Completion, Request, ResponseCallback, TokenCallback
@@ -136,6 +139,70 @@ async def test_any_kind_of_prompt_may_ask_for_a_turn_of_another_again(
             async with post(beginnings(episode)[way], max_tokens=2) as reply:
                 assert reply.status == 200
     assert engine.asked == [episode["prompt_token_ids"]] * 2
+
+
+class Slow(AtOnce):
+    """An engine whose turns have a single token, each drawn once it is `let`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.let = asyncio.Event()
+
+    async def generate(self, request: Request, *args: Any, **kwargs: Any) -> list[Completion]:
+        await self.let.wait()
+        short = replace(request, sampling=replace(request.sampling, max_tokens=1))
+        return await super().generate(short, *args, **kwargs)
+
+
+async def test_a_turn_that_waited_finds_its_episode_ended(ticket: Ticket):
+    """The first leaves almost all of the budget, and the agent ends the episode before the second draws."""
+    engine = Slow()
+    async with offered(ticket, engine) as (episodes, _):
+        episode = await episodes.begin(60.0)
+        assert episode is not None
+
+        async def turn() -> None:
+            await episodes.turn(episode, None, episode.prompt, frozenset(), None)
+
+        async def last() -> None:
+            await turn()
+            episodes.end(episode, 1.0, {})
+
+        first, second = asyncio.ensure_future(last()), asyncio.ensure_future(turn())
+        await asyncio.sleep(0)
+        engine.let.set()
+        await first
+        with pytest.raises(RecordError, match="has ended while the turn waited"):
+            await second
+    assert engine.turns == 1 and not episode.reserved and episode.response.drawn == 1
+
+
+async def test_the_bound_on_branches_counts_turns_at_the_same_time(
+    ticket: Ticket, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("rollout.environments.external.MOST_BRANCHES", 2)
+    engine = Slow()
+    async with offered(ticket, engine) as (episodes, _):
+        episode = await episodes.begin(60.0)
+        assert episode is not None
+        engine.let.set()
+        turns = [episodes.turn(episode, None, episode.prompt, frozenset(), None) for _ in range(5)]
+        found = await asyncio.gather(*turns, return_exceptions=True)
+    refused = [error for error in found if isinstance(error, RecordError)]
+    assert len(refused) == 2 and "more than 2 branches" in str(refused[0])
+    assert len(episode.response.branches) == 2 and not episode.reserved
+
+
+@pytest.mark.parametrize(
+    ("address", "url"),
+    [("9", "http://127.0.0.1:9/v1"), ("[::1]:9", "http://[::1]:9/v1"), ("a:9", "http://a:9/v1")],
+)
+def test_a_url_has_an_ipv6_host_in_brackets(address: str, url: str, tmp_path: Path):
+    token = tmp_path / "token"
+    token.write_text("secret")
+    engine: Any = AtOnce()
+    endpoint = Endpoint(engine, CharTokenizer(), "run", None, Sampling(), address, str(token))
+    assert endpoint.url(9) == url
 
 
 async def test_the_experts_of_earlier_turns_are_kept(ticket: Ticket):
