@@ -28,6 +28,7 @@ OUTCOMES = {
     "after too many requests": ([web.Response(status=429, headers={"Retry-After": "0"}), GOOD], 0.7),
     "after nonsense": ([web.Response(text="<html>"), web.json_response([1]), GOOD], 0.7),
     "after no score": ([reply("I'd rather not."), reply(None), GOOD], 0.7),
+    "after a reply cut off": ([reply("Score: 1", finish_reason="length"), GOOD], 0.7),
     "after a hang": (["hang", GOOD], 0.7),
     "after hanging up": (["hang up", GOOD], 0.7),
     "never, of errors": ([web.Response(status=500)] * 3, "500"),
@@ -35,6 +36,7 @@ OUTCOMES = {
     "never, elsewhere": ([web.Response(status=302, headers={"Location": "/elsewhere"})], "302"),
     "never, of hangs": (["hang"] * 3, "no answer in 0.5 s"),
     "never, without a score": ([reply("Good!")] * 3, "no score"),
+    "never, cut off": ([reply("Score: 1", finish_reason="length")] * 3, "cut off at max_tokens = 512"),
     "never, too high": ([reply("Score: 11")] * 3, "11 is not between 0 and 10"),
     "never, below 0": ([reply("Score: -3")] * 3, "-3 is not between 0 and 10"),
     "never, not a number": ([reply("Score: 1" + "0" * 400)] * 3, "inf is not between"),
@@ -117,6 +119,28 @@ def test_failed_verdict_is_not_remembered():
     assert len(server.asked) == 2
 
 
+def test_verdict_that_fails_unheard_is_not_remembered():
+    server = Server(web.Response(status=400), GOOD)
+
+    async def use(url: str) -> float:
+        judge = AskedJudge(Judge(url=url, model="m"))
+        given_up = asyncio.create_task(judge.verdict("4"))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        await asyncio.wait(judge._verdicts.values())
+        found = await judge.verdict("4")
+        await judge._session.close()
+        return found.score
+
+    assert asyncio.run(server.told(use)) == 0.7
+
+
+def test_as_many_requests_are_open_as_there_are_connections():
+    server, texts = Server(GOOD, together=101), map(str, range(101))
+    _, found = ask(server, *texts, connections=101, retries=0, timeout_s=stretched(10))
+    assert [isinstance(one, dict) for one in found] == [True] * 101, found
+
+
 @pytest.mark.parametrize(
     ("budget", "said"),
     [
@@ -174,12 +198,14 @@ def test_verdict_of_a_run_is_its_reward_and_in_its_notes():
     assert best[0].correct
 
 
-def test_failure_of_a_judge_is_never_a_reward():
-    zeros = {"reward.zero_on": '["timeout", "exception", "killed"]'}
-    for doing in (web.Response(status=500), reply("no"), "hang"):
-        limit = {"reward.judge.timeout_s": 0.5 if doing == "hang" else 20.0}
-        (found,) = scored(Server(doing), "4", **zeros, **limit)
-        assert (found.valid, found.failure) == (False, "unavailable")
+@pytest.mark.parametrize("on_error", ["drop", "retry", "zero"])
+def test_failure_of_a_judge_is_never_a_reward(on_error):
+    server = Server(web.Response(status=500), reply("no"), "hang")
+    table = {"zero_on": '["timeout", "exception", "killed"]', "on_error": on_error}
+    table |= {"retry_pause_s": 0.001, "judge.timeout_s": 0.5, "judge.connections": 1}
+    found = scored(server, "4", "5", "6", **{f"reward.{name}": table[name] for name in table})
+    assert [(one.valid, one.failure) for one in found] == [(False, "unavailable")] * 3
+    assert 3 < len(server.asked) <= 6  # each response once, and once more: reward.judge.retries
 
 
 @pytest.mark.parametrize(

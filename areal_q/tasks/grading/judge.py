@@ -11,6 +11,7 @@ import asyncio
 import json
 import random
 import re
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -73,12 +74,14 @@ class AskedJudge:
             if len(self._verdicts) >= _MOST_KEPT:
                 self._verdicts.pop(next(iter(self._verdicts)))
             self._verdicts[key] = asyncio.create_task(self._asked(text))
-        try:
-            # Others may wait for the same one when this response is given up.
-            return await asyncio.shield(self._verdicts[key])
-        except RewardUnavailable:
-            self._verdicts.pop(key, None)
-            raise
+            self._verdicts[key].add_done_callback(partial(self._forget_failed, key))
+        # Others may wait for the same one when this response is given up.
+        return await asyncio.shield(self._verdicts[key])
+
+    def _forget_failed(self, key: bytes, asked: asyncio.Task[Verdict]) -> None:
+        """Has the server asked again, also where nobody waited for the failure."""
+        if (asked.cancelled() or asked.exception()) and self._verdicts.get(key) is asked:
+            del self._verdicts[key]
 
     async def _asked(self, text: str) -> Verdict:
         cfg, why = self._cfg, ""
@@ -111,7 +114,8 @@ class AskedJudge:
         if self._session is None:
             keyed = {"Authorization": f"Bearer {self._key}"} if self._key else {}
             limit = aiohttp.ClientTimeout(total=self._cfg.timeout_s)
-            self._session = aiohttp.ClientSession(headers=keyed, timeout=limit)
+            pool = aiohttp.TCPConnector(limit=self._cfg.connections)
+            self._session = aiohttp.ClientSession(headers=keyed, timeout=limit, connector=pool)
         asked = {
             "model": self._cfg.model,
             "messages": [{"role": "user", "content": text}],
@@ -143,7 +147,12 @@ class AskedJudge:
             answer = json.loads(data)
             used = (answer.get("usage") or {}).get("total_tokens") or 0
             self.tokens += used
-            words = answer["choices"][0]["message"]["content"]
+            choice = answer["choices"][0]
+            words = choice["message"]["content"]
+            if (
+                choice.get("finish_reason") == "length"
+            ):  # it may yet take back a score that it named
+                raise _NoVerdict(f"its reply was cut off at max_tokens = {self._cfg.max_tokens}")
             found = re.findall(self._cfg.pattern, words)
             score = float(found[-1])
         except IndexError as error:

@@ -202,10 +202,11 @@ def build_reward(run: Run) -> Reward:
 def _reward_of(run: Run) -> Reward:
     cfg, max_tokens, grader = run.reward, run.rollout.sampling.max_tokens, run.task.grader
     if cfg.judge:
-        # One process, as it remembers verdicts and counts calls; none of its failures is a reward.
+        # One process, as it remembers verdicts and counts calls; none of its failures is a reward, and it asks
+        # again itself.
         source = ("judge", msgspec.json.encode(cfg.judge).decode(), "")
-        limits = msgspec.structs.replace(cfg, processes=1, timeout_s=_JUDGE_S, zero_on=())
-        return IsolatedReward(source, limits, max_tokens)
+        own = {"processes": 1, "timeout_s": _JUDGE_S, "zero_on": (), "on_error": "drop"}
+        return IsolatedReward(source, msgspec.structs.replace(cfg, **own), max_tokens)
     if file := _reward_file(run):
         return IsolatedReward(("file", file, cfg.function), cfg, max_tokens)
     if GRADERS[grader].slow:

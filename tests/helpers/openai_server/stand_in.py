@@ -7,10 +7,10 @@ from typing import Any
 from aiohttp import web
 
 
-def reply(words: Any, tokens: int = 10) -> Any:
+def reply(words: Any, tokens: int = 10, finish_reason: str = "stop") -> Any:
     """Returns what OpenAI's API answers."""
-    message = {"role": "assistant", "content": words}
-    return web.json_response({"choices": [{"message": message}], "usage": {"total_tokens": tokens}})
+    choice = {"message": {"role": "assistant", "content": words}, "finish_reason": finish_reason}
+    return web.json_response({"choices": [choice], "usage": {"total_tokens": tokens}})
 
 
 Doing = web.Response | str | Callable[[str], web.Response]
@@ -19,16 +19,17 @@ Doing = web.Response | str | Callable[[str], web.Response]
 
 class Server:
     """A server that does as it is told, one request after the other, the last for all that follow, and keeps
-    what it was asked."""
+    what it was asked. It answers when `together` requests are open."""
 
-    def __init__(self, *doings: Doing) -> None:
-        self._doings = [*doings]
+    def __init__(self, *doings: Doing, together: int = 1) -> None:
+        self._doings, self._together = [*doings], asyncio.Barrier(together)
         self.asked: list[dict[str, Any]] = []
         self.keys: list[str] = []
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         self.asked.append(await request.json())
         self.keys.append(request.headers.get("Authorization", ""))
+        await self._together.wait()
         doing = self._doings.pop(0) if len(self._doings) > 1 else self._doings[0]
         match doing:
             case "hang":
