@@ -2,6 +2,7 @@
 
 import math
 import os
+from itertools import islice
 from pathlib import Path
 
 from areal_q.checks.packages import check_packages
@@ -11,8 +12,18 @@ from areal_q.evaluation.benchmarks import drawn_as
 from areal_q.evaluation.estimates import pass_ks
 from areal_q.system.ports import check_free
 from areal_q.system.run_dir import FIXED_CODE, with_digests
-from areal_q.tasks import Task, asked_of, build_task, check_characters, check_reward
+from areal_q.tasks import (
+    Task,
+    asked_of,
+    build_task,
+    check_characters,
+    check_reward,
+    columns_for,
+    columns_of_one,
+)
 from areal_q.tasks.environments.own_class import load_environment
+from areal_q.tasks.grading.judge import asked_of_judge
+from areal_q.tasks.ordering.mixture import parts_of
 
 
 def served_at(serve: str | int | None, index: int) -> tuple[str, int] | None:
@@ -77,12 +88,26 @@ def preflight(run: Run) -> None:
     if isinstance(environment, PythonEnvironment) and workers:
         load_environment(environment.path)
     check_reward(run)
-    task = build_task(run.task)
+    task = build_task(run.task, columns_for(run))
     check_characters(run.model, run.warmstart, task)
     check_sets(run, task)
-    for name, one in run.eval.sets.items():
-        if one.task or one.path:
-            asked_of(run.of(name).task)
+    check_problems(run, task)
+
+
+def check_problems(run: Run, task: Task) -> None:
+    """Raises ConfigError or TaskError for an evaluation set whose problems cannot be read, and for a judge's
+    prompt with a field that the first problems of `task` and of the sets do not have."""
+    trained = parts_of(task.train)
+    for name in run.sources:
+        part = run.of(name)
+        if name in trained:
+            held = (problem for problem in task.heldout if problem.source == name)
+            first = [*trained[name][:1], *islice(held, 1)]
+        else:
+            first = asked_of(part.task, columns_of_one(part))[:1]
+        if judge := part.reward.judge:
+            for problem in first:
+                asked_of_judge(judge, problem, "")
 
 
 def check_sets(run: Run, task: Task) -> None:

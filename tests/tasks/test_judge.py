@@ -1,6 +1,8 @@
 """A judge over a server that misbehaves: a response gets a verdict or is left out; no failure is a reward."""
 
 import asyncio
+import json
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -9,6 +11,7 @@ from aiohttp import web
 from helpers.commands import stretched
 from helpers.openai_server.stand_in import Server, reply
 
+from areal_q.checks.settings import preflight
 from areal_q.config import load
 from areal_q.config.tasks import Judge
 from areal_q.errors import ConfigError, RewardUnavailable, TaskError
@@ -95,6 +98,40 @@ def test_unknown_field_of_the_prompt_is_named():
     cfg = Judge(url="http://h", model="m", prompt="{response} {rubrik}")
     with pytest.raises(TaskError, match=r"no \{rubrik\}; there are rubric, level, prompt"):
         asked_of_judge(cfg, PROBLEM, "4")
+
+
+JUDGED = '{ url = "http://h", model = "m", prompt = "{response} {rubric}" }'
+ROWS = 'type = "jsonl", prompt = "question", answer = "reference"'
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["task.type=arithmetic"],
+        [f'task={{ {ROWS}, path = "FILE" }}'],
+        [f'task={{ {ROWS}, path = "good", heldout = "FILE" }}'],
+        [f'task={{ {ROWS}, path = "good" }}', 'eval.sets={ hard = { path = "FILE" } }'],
+        [
+            "task.type=mix",
+            f'task.sources.a.task={{ {ROWS}, path = "good" }}',
+            f'task.sources.b.task={{ {ROWS}, path = "FILE" }}',
+        ],
+    ],
+)
+def test_prompt_that_a_source_cannot_fill_is_refused(settings, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    columns = {"bare": {}, "good": {"rubric": "be brief"}, "other": {"rubric": "be kind"}}
+    for i, name in enumerate(columns):
+        rows = [{"question": f"{i}{n}+2=", "reference": "4"} | columns[name] for n in range(20)]
+        Path(name).write_text("\n".join(map(json.dumps, rows)))
+    for name in ("other", "bare") if "FILE" in str(settings) else ("bare",):
+        table = [one.replace("FILE", name) for one in settings]
+        run = load(None, ["model.type=small", f"reward.judge={JUDGED}", *table])
+        if name == "other":
+            preflight(run)
+            continue
+        with pytest.raises(TaskError, match=r"reward.judge.prompt: no \{rubric\}"):
+            preflight(run)
 
 
 def test_same_content_is_asked_once():
