@@ -86,6 +86,8 @@ class HeldOutEvaluation:
         self._tokenizer, self._metrics = tokenizer, metrics
         self.best = best or BestVersion(EvalConfig())
         self._expected: dict[int, int] = {}
+        self._asked: dict[int, Sequence[EvaluationSet]] = {}
+        """The sets of each version whose evaluation is in progress"""
         self._answers: dict[int, dict[int, Group]] = {}
         """The answers so far by version and number of the ticket"""
         self.accuracy: float | None = None
@@ -106,7 +108,8 @@ class HeldOutEvaluation:
 
     def may_be_best(self, version: int) -> bool:
         """Returns True if the evaluation of `version` has the metric by which the best is told."""
-        return any(self.best.is_of(one.name) for one in self.due(version))
+        sets = self._asked.get(version, self.due(version))
+        return any(self.best.is_of(one.name) for one in sets)
 
     def due(self, step: int) -> list[EvaluationSet]:
         """Returns the sets that are evaluated after `step` steps."""
@@ -133,6 +136,7 @@ class HeldOutEvaluation:
         except BufferFull as error:
             logger.warning("no evaluation at version %d: %s", version, error)
             return
+        self._asked[version] = self._admission.sets if sets is None else sets
         self._answers[version] = {}
 
     def collect(self) -> None:
@@ -153,7 +157,7 @@ class HeldOutEvaluation:
                     "evaluation at version %d: %d of %d problems came to nothing; see areal-q buffer status",
                     version, lost, asked,
                 )  # fmt: skip
-            del self._expected[version]
+            del self._expected[version], self._asked[version]
             self._write(version, list(self._answers.pop(version).values()))
 
     def tell_progress(self) -> None:
@@ -209,7 +213,7 @@ class HeldOutEvaluation:
         for source in sorted({group.ticket.source for group in heldout} - {""}):
             by_set[source] = [group for group in heldout if group.ticket.source == source]
         for name, answers in by_set.items():
-            measured = set_metrics(answers).items()
+            measured = set_metrics(answers, self._admission.episodes).items()
             values |= {"/".join(filter(None, ("eval", name, key))): x for key, x in measured}
         if heldout or not groups:
             values = {"eval/problems": 0.0, "eval/invalid": 0.0} | values
@@ -232,24 +236,21 @@ class HeldOutEvaluation:
 
 
 def _episode_metrics(played: Sequence[Trajectory]) -> dict[str, float]:
-    """Returns the mean number of turns and mean reward of responses in which other tokens than the model's own
-    stand, and how many failed by cause; nothing if there are none."""
-    masks = [t.loss_mask.numpy() for t in played]
-    if all(mask.all() for mask in masks):
-        return {}
+    """Returns the mean number of turns and mean reward of episodes, and how many failed by cause."""
+    masks = [path.loss_mask.numpy() for t in played for path in (t, *t.branches)]
     # A turn is a stretch of drawn tokens.
-    turns = [np.count_nonzero(np.diff(mask.astype(np.int8), prepend=0) == 1) for mask in masks]
-    values = {"turns": float(np.mean(turns))}
+    turns = sum(np.count_nonzero(np.diff(m.astype(np.int8), prepend=0) == 1) for m in masks)
+    values = {"turns": turns / len(played)}
     if rewards := [t.reward for t in played if t.valid]:
         values["reward"] = sum(rewards) / len(rewards)
     causes = Counter(t.failure for t in played if t.failure)
     return values | {f"invalid/{cause}": float(n) for cause, n in causes.items()}
 
 
-def set_metrics(groups: Sequence[Group]) -> dict[str, float]:
+def set_metrics(groups: Sequence[Group], episodes: bool) -> dict[str, float]:
     """Returns the number of problems and of answers without a valid reward; if some have one, the accuracy, of
     several answers to a problem their mean, and the mean over problems of pass@k for each k that they suffice
-    for."""
+    for. If the answers are `episodes`, these are measured as such, too."""
     right = [
         [t.reward_parts.get("correct", 0.0) for t in group.valid_trajectories] for group in groups
     ]
@@ -260,7 +261,8 @@ def set_metrics(groups: Sequence[Group]) -> dict[str, float]:
     }
     if scored := [each for each in right if each]:
         values["accuracy"] = sum(sum(e) / len(e) for e in scored) / len(scored)
-    values |= _episode_metrics([t for group in groups for t in group.trajectories])
+    if episodes and answers:
+        values |= _episode_metrics([t for group in groups for t in group.trajectories])
     most = max((len(group.trajectories) for group in groups), default=0)
     for k in pass_ks(most) if most > 1 else ():
         enough = [e for e in scored if len(e) >= k]

@@ -99,10 +99,9 @@ class Learner(WhileWaiting):
                 if self.step not in self.heldout.pending:
                     self.heldout.ask(self.step)
                 agents = self.run.rollout.environment
-                longest_s = agents.episode_timeout_s if isinstance(agents, External) else 0.0
-                self.heldout.finish(
-                    stop, max(120.0, longest_s), lambda: self.record_episodes(self.step)
-                )
+                # Each of an episode's agents may fall silent, and the next one plays it.
+                silent_s = agents.longest_silence_s if isinstance(agents, External) else 0.0
+                self.heldout.finish(stop, 120.0 + silent_s, lambda: self.record_episodes(self.step))
         except BufferGone as error:
             logger.warning("redis is gone, too: %s", error)
         self.progress.rest()

@@ -44,6 +44,11 @@ class External(TaggedSettings, frozen=True, kw_only=True, tag="external"):
     """Agents that may fall silent over an episode. With the last of them it has failed, and is no reward of 0:
     see `reward.on_error`. One of which nothing was drawn yet begins again all the same."""
 
+    @property
+    def longest_silence_s(self) -> float:
+        """Seconds until an episode over which all agents fall silent has failed."""
+        return self.episode_timeout_s * self.episode_attempts
+
 
 class PythonEnvironment(PythonCode, frozen=True, kw_only=True, tag="python"):
     """An environment of the user's own: a class with tools, or with `step` (docs/environments.md). Each episode

@@ -79,7 +79,7 @@ METRICS = (
     Metric("eval/invalid", "problems", "Answers whose reward failed; the accuracy is that of the others."),
     Metric("eval/problems", "problems", "Held-out problems that this evaluation asked."),
     Metric("eval/loss", "nats per token", "Mean cross-entropy of the held-out rows of `areal-q sft`: of what the assistant wrote in them.", exported="held_out_loss_nats", figure="heldout_loss", name="held-out loss", best="min", leading=True),
-    Metric("eval/turns", "turns", "Mean number of turns that the model drew for a held-out problem, where an environment or an agent plays it."),
+    Metric("eval/turns", "turns", "Mean number of turns that the model drew for a held-out problem, on all paths of its episode, where an environment or an agent plays it."),
     Metric("eval/reward", "", "Mean reward of these episodes, those with a valid reward."),
     Metric("eval/invalid/*", "problems", "Episodes without a reward by what failed, such as timeout for one whose agents fell silent."),
     Metric("eval/*/accuracy", "share", "Accuracy on one set of eval.sets, or on the held-out problems of one task of a mixture; of several samples to a problem the mean.", exported="eval_set_accuracy_ratio", split="set", figure="eval_sets", line="*"),

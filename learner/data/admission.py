@@ -19,7 +19,15 @@ from typing import Self
 
 from msgspec.structs import replace
 
-from areal_q.config import EvalConfig, External, OrderConfig, PythonEnvironment, Run, Sampling
+from areal_q.config import (
+    EvalConfig,
+    External,
+    OrderConfig,
+    PythonEnvironment,
+    Run,
+    Sampling,
+    SingleTurn,
+)
 from areal_q.errors import BufferFull, RecordError
 from areal_q.messages import Array, Group, Ticket
 from areal_q.tasks import Problem, Task, Tokenizer
@@ -51,6 +59,8 @@ class AdmissionSettings:
     """What evaluations ask."""
     own_prompts: bool
     """True if an agent, or an environment with tools, may put another prompt before its first turn."""
+    episodes: bool
+    """True if agents, or an environment of several turns, play what is asked."""
 
     @classmethod
     def of(cls, run: Run) -> Self:
@@ -64,6 +74,7 @@ class AdmissionSettings:
             order=run.learner.order,
             eval=run.eval,
             own_prompts=isinstance(run.rollout.environment, External | PythonEnvironment),
+            episodes=not isinstance(run.rollout.environment, SingleTurn),
         )
 
 
@@ -100,6 +111,11 @@ class Admission:
         self.sets = evaluation_sets(settings.eval, settings.sampling, task, own_sets or {})
         self.refused = 0
         """Number of admissions that were postponed because Redis was full."""
+
+    @property
+    def episodes(self) -> bool:
+        """True if agents, or an environment of several turns, play what is asked."""
+        return self._settings.episodes
 
     @property
     def capacity_left(self) -> int:

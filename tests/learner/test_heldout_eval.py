@@ -5,16 +5,18 @@ import re
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from areal_q.config import EvalConfig, Run
+from areal_q.messages import Array, Branch, VersionSpan
 from areal_q.observability.metrics_log import MetricsLog, read_metrics
 from areal_q.tasks import Tokenizer, build_task, build_tokenizer, columns_for
 from bench.stability.memory_buffer import MemoryBuffer
 from learner.data.admission import Admission, AdmissionSettings
 from learner.data.eval_sets import problems_of_sets
-from learner.heldout_eval import BestVersion, HeldOutEvaluation
+from learner.heldout_eval import BestVersion, HeldOutEvaluation, set_metrics
 
 
 @pytest.fixture
@@ -97,6 +99,48 @@ def test_an_answer_without_a_score_is_neither_right_nor_wrong(heldout, make_grou
     [record] = read_metrics(tmp_path / "metrics.jsonl")
     assert [sample["correct"] for sample in record["samples"]] == [None] * 3
     assert record["eval/invalid"] == 3 and "eval/accuracy" not in record
+
+
+@pytest.mark.parametrize("environment", ["single", "calculator", "external"])
+def test_episodes_are_measured_however_short_they_are(
+    make_run, make_group, store, metrics, tmp_path, environment
+):
+    """All of one turn, and one of them failed at once; answers of a single turn have no such metrics."""
+    room = "model.max_positions=256"
+    run = make_run("eval.problems=3", f"rollout.environment.type={environment}", room)
+    evaluation = evaluation_of(run, store, metrics, decoding())
+
+    async def play() -> None:
+        worker = store.worker("w")
+        for claim in await worker.claim(100, block_s=0.0):
+            group = make_group(claim.ticket)
+            of_one = {"loss_mask": Array.of(np.ones(group.trajectories[0].num_tokens), "uint8")}
+            if claim.ticket.number == 1:
+                of_one |= {"valid": False, "failure": "timeout", "reward": 0.0}
+            (t,) = group.trajectories
+            await worker.commit(claim, replace(group, trajectories=[replace(t, **of_one)]))
+
+    evaluation.ask(0)
+    asyncio.run(play())
+    evaluation.collect()
+    [record] = read_metrics(tmp_path / "metrics.jsonl")
+    found = {name: record.get(f"eval/{name}") for name in ("turns", "reward", "invalid/timeout")}
+    if environment == "single":
+        assert set(found.values()) == {None} and record["eval/invalid"] == 1
+    else:
+        assert found == {"turns": 1.0, "reward": 0.0, "invalid/timeout": 1.0}
+
+
+def test_turns_on_branches_are_counted(make_ticket, make_group):
+    group = make_group(make_ticket(group_size=1))
+    (t,) = group.trajectories
+    mask = Array.of(np.array([1, 0, 1]), "uint8")
+    three = {"response_ids": Array.of([4, 5, 6], "int32"), "loss_mask": mask}
+    three["behavior_logprobs"] = Array.of([-1.0, 0.0, -1.0], "float32")
+    spans = [VersionSpan(0, 3, "a0")]
+    branch = Branch(parent=0, at=1, spans=spans, finish_reason="stop", **three)
+    t = replace(t, spans=spans, branches=(branch, branch), **three)
+    assert set_metrics([replace(group, trajectories=[t])], episodes=True)["turns"] == 6.0
 
 
 def test_an_evaluation_that_nobody_answers_is_given_up_aloud(heldout, tmp_path):
@@ -296,3 +340,11 @@ def test_checkpoints_that_may_be_the_best_are_spared(make_run, make_group, store
     assert evaluation.spared == {3, 6}
     evaluation.best.step = 5  # the last step of a run that now goes on
     assert evaluation.spared == {5, 6}
+
+
+def test_a_missed_evaluation_asked_elsewhere_is_spared(make_run, store, metrics, more):
+    run = make_run("eval.problems=3", "eval.every=2", more, "eval.best=eval/more/accuracy")
+    evaluation = evaluation_of(run, store, metrics, decoding())
+    assert not evaluation.may_be_best(4)
+    evaluation.ask(4, evaluation.missed(4, [{"kind": "eval", "step": 4, "eval/problems": 3.0}]))
+    assert evaluation.spared == {-1, 4}

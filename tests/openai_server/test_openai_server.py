@@ -631,7 +631,7 @@ async def test_agents_play_evaluations_as_the_tickets_say(
         while len(groups) < 2:
             groups += buffer.take_eval()
             await asyncio.sleep(0.05)
-        assert set_metrics(groups) == {
+        assert set_metrics(groups, episodes=True) == {
             **{"problems": 2.0, "invalid": 1.0, "invalid/environment": 1.0},
             **{"accuracy": 0.0, "turns": 2.0, "reward": 0.5},
         }
