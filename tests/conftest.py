@@ -34,8 +34,10 @@ from helpers.hooks.schedule import pytest_xdist_make_scheduler  # noqa: F401  li
 from hypothesis import settings
 
 from areal_q.config import Run, dump_toml, load
+from areal_q.errors import RewardUnavailable
 from areal_q.messages import Array, Group, Ticket
 from areal_q.observability.metrics_log import MetricsLog
+from areal_q.sandbox import run_python
 from areal_q.system.ports import free_ports
 from areal_q.weights import version
 from areal_q.weights.version import WeightVersion
@@ -105,6 +107,15 @@ def runner() -> Iterator[asyncio.Runner]:
     """An event loop of engines that outlive a test; the tests that have one of them run on it."""
     with asyncio.Runner() as runner:
         yield runner
+
+
+@pytest.fixture(scope="session")
+def walls() -> None:
+    """Skips where the machine has nothing that confines a model's code, and says what is missing."""
+    try:
+        run_python("def f(): return 1", "assert f() == 1", timeout_s=commands.stretched(20))
+    except RewardUnavailable as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")

@@ -130,3 +130,7 @@ class Channel:
         if size > MOST_BYTES:
             raise ValueError(f"{size} bytes, and {MOST_BYTES} may cross")
         return json.loads(self._file.read(size))
+
+    def close(self) -> None:
+        self._file.close()
+        self._socket.close()

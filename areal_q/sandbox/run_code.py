@@ -1,6 +1,6 @@
 """`run_python`: a model's code against tests, where it can reach nothing.
 
-the caller ──▶ supervisor ──▶ tests ──▶ the code, both confined
+the caller ──▶ supervisor ──▶ tests ──▶ the code, both confined; a program has no tests
                  └ kills all that is left, when the tests have their verdict or the caller ends
 """
 
@@ -52,9 +52,9 @@ def run_python(
     """Returns whether `code` passes `tests`: statements, such as `assert add(1, 2) == 3`, or pairs of what a
     program reads and what it then prints, in which white space at the ends of lines is not compared.
 
-    Code and tests are separate processes. Neither has a network, files beyond Python's own library, or other
-    processes; each has `memory_mib` MiB and both together `timeout_s` seconds, after which nothing is left of
-    them. With `site_packages` they can import what is installed.
+    Code and tests are separate processes. Neither has a network, files beyond Python's own library and the
+    system's, or other processes; each has `memory_mib` MiB and both together `timeout_s` seconds, after which
+    nothing is left of them. With `site_packages` they can import what is installed.
 
     No code passes by ending its process, printing, or replacing `__eq__`, AssertionError or anything else: the
     verdict is that of the tests' process, which the code cannot reach or read, and to which its answers are
@@ -151,4 +151,4 @@ class _Trial:
         self._process.terminate()
         self._process.wait()
         with suppress(OSError):
-            self._socket.close()
+            self._channel.close()

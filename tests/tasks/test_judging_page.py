@@ -55,7 +55,7 @@ def scores(path: Path, *texts: str, settings: tuple[str, ...] = ()) -> list[Scor
     return asyncio.run(scored())
 
 
-def test_reward_on_the_page_runs_what_a_model_wrote(tmp_path):
+def test_reward_on_the_page_runs_what_a_model_wrote(walls, tmp_path):
     path = tmp_path / "times.py"
     path.write_text(file_of("times.py").replace("timeout_s=2.0", f"timeout_s={stretched(5)}"))
     right = "def times_2(x):\n    return x + x"

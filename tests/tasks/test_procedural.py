@@ -89,7 +89,7 @@ def scores(run: Run, *answers: str) -> list[Score]:
     return asyncio.run(scored())
 
 
-def test_scorer_of_the_dataset_gives_the_reward(installed):
+def test_scorer_of_the_dataset_gives_the_reward(walls, installed):
     texts = ("<answer>3</answer> no, <answer> RIGHT </answer>", "<answer>-1</answer>", "RIGHT")
     assert [(s.reward, s.correct, s.valid) for s in scores(run_of(), *texts)] == [
         (1.0, True, True),
@@ -98,7 +98,7 @@ def test_scorer_of_the_dataset_gives_the_reward(installed):
     ]
 
 
-def test_answer_that_is_a_program_reaches_nothing(installed, tmp_path):
+def test_answer_that_is_a_program_reaches_nothing(walls, installed, tmp_path):
     there = tmp_path / "there"
     programs = (
         f"open({str(there)!r}, 'w')",
@@ -112,7 +112,7 @@ def test_answer_that_is_a_program_reaches_nothing(installed, tmp_path):
     assert not there.exists()
 
 
-def test_every_thread_of_the_scorer_is_confined(installed, monkeypatch):
+def test_every_thread_of_the_scorer_is_confined(walls, installed, monkeypatch):
     for name in ("OMP", "OPENBLAS", "MKL"):  # NumPy's libraries begin threads
         monkeypatch.delenv(f"{name}_NUM_THREADS", raising=False)
     monkeypatch.setenv("SECRET_OF_THIS_TEST", "secret")
