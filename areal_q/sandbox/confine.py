@@ -5,7 +5,7 @@ processes.
 |--------------|--------------------------------------------------------------------|---------------------|
 | seccomp      | every system call that is not in _ALLOWED: sockets, new processes, | refused             |
 |              | threads, signals, programs, links, shared memory, io_uring …       |                     |
-| Landlock     | the content of every file but Python's library, which is read-only | refused             |
+| Landlock     | the content of every file but those of libraries, to be read only  | refused             |
 | rlimits      | memory, CPU seconds, written bytes, open files                     | refused             |
 | namespaces   | the network, System V IPC and root's capabilities once more        | goes on without     |
 
@@ -78,9 +78,9 @@ class _Beneath(ctypes.Structure):
 
 def confine(memory_mib: int, cpu_s: int | None, site_packages: bool) -> None:
     """Leaves this process its open files, `memory_mib` MiB beyond what it has, `cpu_s` seconds of CPU if it is
-    given, and the right to read Python's own library, with `site_packages` the installed ones too. Raises
-    NotIsolated where the kernel has no such walls, for 0 MiB, and for a process that has other threads, which
-    would stay as they are; OSError for a library that cannot be read. Nothing may run then."""
+    given, and the right to read Python's own library and the system's, with `site_packages` the installed ones
+    too. Raises NotIsolated where the kernel has no such walls, for 0 MiB, and for a process that has other
+    threads, which would stay as they are; OSError for a library that cannot be read. Nothing may run then."""
     if sys.platform != "linux":
         raise NotIsolated("a model's code is run only on Linux, which has seccomp and Landlock")
     if (threads := len(os.listdir("/proc/self/task"))) > 1:

@@ -4,8 +4,8 @@
                                                    ◀── data ──────
 
 The code's process is forked before this one knows anything of code or tests, so that there is nothing in its
-memory to be found. Then each of the two is confined (confine.py). What the code answers is data, which is
-compared here.
+memory to be found. Then it is confined (confine.py), and so is this one before it runs tests. What the code
+answers is data, which is compared here; what a program prints, by the caller.
 """
 
 import builtins
