@@ -233,7 +233,8 @@ class Tree:
 
     def _run(self, tests: list[str], timeout: float) -> subprocess.CompletedProcess[str] | None:
         """None where it took too long."""
-        options = ["-x", "-q", "-m", "not slow and not peers and not pages", "-p", "no:cacheprovider"]
+        marks = "not slow and not peers and not pages"
+        options = ["-x", "-q", "-m", marks, "-p", "no:cacheprovider"]
         with subprocess.Popen(
             [sys.executable, "-m", "pytest", *options, *tests],
             cwd=self._place,
