@@ -56,9 +56,9 @@ def test_advantages_by_source_are_replayed_bit_for_bit(mixed: Path):
 
 def test_another_advantage_of_one_source_is_another_history(mixed: Path):
     replay = Replay(mixed / "runs" / "mix", ["learner.advantage.sources.two.settings.times=0.0"])
-    first = next(iter(replay.steps()))
+    steps = list(replay.steps())
     assert replay.what_if and replay.changes == {"learner.advantage.sources.two.settings.times"}
-    assert first.metrics != first.record.metrics
+    assert any(one.metrics != one.record.metrics for one in steps)  # the first may lack that source
 
 
 def test_the_code_of_one_source_is_that_of_the_run(mixed: Path):
