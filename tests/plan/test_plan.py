@@ -135,7 +135,7 @@ def test_a_busy_worker_drew_what_is_expected_within_a_third(
     )
 
 
-def test_an_engine_of_a_pass_a_group_gains_nothing_by_more_groups():
+def test_a_pass_for_each_group_gains_nothing_by_more_groups():
     def rate(kind: str, slots: int) -> tuple[float, str]:
         settings = [*batch(8, 8), f"rollout.engine={{type='{kind}', slots={slots}}}"]
         return worker_rate(load(None, settings), SMOLLM2, Load(Lengths(46, 19)), cpu(480), 1)
