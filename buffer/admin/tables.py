@@ -95,12 +95,8 @@ def group_facts(group: Group) -> _Row:
                 "reward_notes": t.reward_notes,
                 "valid": t.valid,
                 "failure": t.failure,
-                "finish_reason": t.finish_reason,
-                "spans": t.spans,
-                "response_ids": t.response_ids.numpy().tolist(),
-                "behavior_logprobs": t.behavior_logprobs.numpy().tolist(),
-                "loss_mask": t.loss_mask.numpy().tolist(),
-                **({"branches": [_branch_facts(b) for b in t.branches]} if t.branches else {}),
+                **_token_facts(t),
+                **({"branches": [*map(_branch_facts, t.branches)]} if t.branches else {}),
             }
             for t in group.trajectories
         ],
@@ -108,14 +104,16 @@ def group_facts(group: Group) -> _Row:
 
 
 def _branch_facts(branch: Branch) -> _Row:
+    return {"parent": branch.parent, "at": branch.at, **_token_facts(branch)}
+
+
+def _token_facts(t: Trajectory | Branch) -> _Row:
     return {
-        "parent": branch.parent,
-        "at": branch.at,
-        "finish_reason": branch.finish_reason,
-        "spans": branch.spans,
-        "response_ids": branch.response_ids.numpy().tolist(),
-        "behavior_logprobs": branch.behavior_logprobs.numpy().tolist(),
-        "loss_mask": branch.loss_mask.numpy().tolist(),
+        "finish_reason": t.finish_reason,
+        "spans": t.spans,
+        "response_ids": t.response_ids.numpy().tolist(),
+        "behavior_logprobs": t.behavior_logprobs.numpy().tolist(),
+        "loss_mask": t.loss_mask.numpy().tolist(),
     }
 
 
