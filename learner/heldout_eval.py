@@ -250,7 +250,8 @@ def _episode_metrics(played: Sequence[Trajectory]) -> dict[str, float]:
 def set_metrics(groups: Sequence[Group], episodes: bool) -> dict[str, float]:
     """Returns the number of problems and of answers without a valid reward; if some have one, the accuracy, of
     several answers to a problem their mean, and the mean over problems of pass@k for each k that they suffice
-    for. If the answers are `episodes`, these are measured as such, too."""
+    for; and by how many versions the weights that drew were newer than those to be evaluated, the mean over
+    tokens. If the answers are `episodes`, these are measured as such, too."""
     right = [
         [t.reward_parts.get("correct", 0.0) for t in group.valid_trajectories] for group in groups
     ]
@@ -259,6 +260,14 @@ def set_metrics(groups: Sequence[Group], episodes: bool) -> dict[str, float]:
         "problems": float(len(groups)),
         "invalid": float(answers - sum(map(len, right))),
     }
+    drawn = [
+        (s.version - g.ticket.step, s.tokens)
+        for g in groups
+        for t in g.trajectories
+        for s in t.spans
+    ]
+    if tokens := sum(n for _, n in drawn):
+        values["late_by"] = sum(late * n for late, n in drawn) / tokens
     if scored := [each for each in right if each]:
         values["accuracy"] = sum(sum(e) / len(e) for e in scored) / len(scored)
     if episodes and answers:

@@ -66,7 +66,8 @@ CAPACITY_POLL_S = 0.05
 
 EVALUATION_SHARE = 0.125
 """Share of a worker's capacity that evaluation tickets may take from training tickets that wait. With all of it
-a learner would wait as long as an evaluation takes; without any, an evaluation as long as there is training"""
+a learner would wait as long as an evaluation takes; without any, an evaluation as long as there is training.
+One that is more than `max_lag` versions late goes first, since newer weights are not what it is to measure."""
 MOST_REFUSED = 100
 """Number of tickets in a row that go to the quarantine before the worker gives up"""
 
@@ -189,11 +190,13 @@ class Worker:
                     async with asyncio.timeout(CAPACITY_POLL_S):
                         await self._place_free.wait()
                 continue
-            evaluates = any(w.claim.ticket.purpose == "eval" for w in self._in_flight.values())
+            tickets = [work.claim.ticket for work in self._in_flight.values()]
+            evaluated = [ticket.step for ticket in tickets if ticket.purpose == "eval"]
             count = free // self._capacity.group_size
-            if not evaluates:
+            if not evaluated:
                 count = min(count, max(1, int(EVALUATION_SHARE * self._capacity.responses)))
-            claims = await self._buffer.claim(count, block_s=1.0, training_first=evaluates)
+            in_time = bool(evaluated) and self._engine.version - min(evaluated) <= self._max_lag
+            claims = await self._buffer.claim(count, block_s=1.0, training_first=in_time)
             for claim in claims:
                 work = GroupInFlight(claim, [Response() for _ in range(claim.ticket.group_size)])
                 self._in_flight[loops.create_task(self._handle(work))] = work

@@ -143,6 +143,15 @@ def test_turns_on_branches_are_counted(make_ticket, make_group):
     assert set_metrics([replace(group, trajectories=[t])], episodes=True)["turns"] == 6.0
 
 
+def test_weights_newer_than_those_evaluated_are_told(make_ticket, make_group):
+    group = make_group(make_ticket(group_size=1, step=3))
+    (t,) = group.trajectories
+    n = len(t.response_ids.numpy())
+    t = replace(t, spans=[VersionSpan(3, n - 1, "a3"), VersionSpan(8, 1, "a8")])
+    late = set_metrics([replace(group, trajectories=[t])], episodes=False)["late_by"]
+    assert late == pytest.approx(5 / n)
+
+
 def test_an_evaluation_that_nobody_answers_is_given_up_aloud(heldout, tmp_path):
     heldout.ask(4)
     looked: list[int] = []
@@ -258,7 +267,8 @@ def test_the_metrics_of_a_set_are_those_of_its_answers(
 
     [record] = read_metrics(tmp_path / "metrics.jsonl")
     found = {k.removeprefix("eval/"): v for k, v in record.items() if k.startswith("eval/")}
-    assert found == {
+    assert found.keys() >= {"late_by", "more/late_by"}
+    assert {k: v for k, v in found.items() if "late_by" not in k} == {
         **{"accuracy": 1.0, "problems": 3.0, "invalid": 0.0},
         **{"more/accuracy": 0.25, "more/problems": 3.0, "more/invalid": 0.0},
         **{"more/pass_at_2": 0.5, "more/pass_at_4": 1.0},

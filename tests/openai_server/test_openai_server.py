@@ -633,7 +633,7 @@ async def test_agents_play_evaluations_as_the_tickets_say(
             await asyncio.sleep(0.05)
         assert set_metrics(groups, episodes=True) == {
             **{"problems": 2.0, "invalid": 1.0, "invalid/environment": 1.0},
-            **{"accuracy": 0.0, "turns": 2.0, "reward": 0.5},
+            **{"accuracy": 0.0, "late_by": 0.0, "turns": 2.0, "reward": 0.5},
         }
 
 

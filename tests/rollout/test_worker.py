@@ -233,6 +233,27 @@ async def test_an_evaluation_leaves_room_for_training(
         assert len(await side.take(12)) == 12
 
 
+@pytest.mark.parametrize(("newest", "then"), [(1, "train"), (9, "eval")])
+async def test_an_evaluation_that_is_late_goes_first(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide], newest: int, then: str
+):
+    """Behind training it would be answered by the weights that there are when training ends."""
+    side = learner(make_run("learner.group_size=3", "learner.max_lag=2"))
+    begun: list[str] = []
+
+    async def held(ticket: Ticket, responses: list[Response]) -> None:
+        begun.append(ticket.purpose)
+        await asyncio.Event().wait()
+
+    side.admission.evaluate(0)
+    side.admission.admit(0)
+    side.publish(newest)
+    limit = WorkerCapacity(responses=12, slots=12, group_size=3)
+    async with working(side, environment=held, limit=limit):
+        await until(lambda: len(begun) >= 3)
+        assert begun[:3] == ["eval", then, then]
+
+
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore")
