@@ -9,13 +9,12 @@ Notation: T rows, K channels, P panels of 64 outputs, W words of 32 bits (1, 2 o
 contiguous. Compiled when this module is first imported, and read from disk afterwards.
 """
 
-from typing import Any
-
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numba import types as nt
 from numba import void
+from numba.extending import overload
 from torch import Tensor
 
 from areal_q.kernels.cpu_math import nearest_bf16, of_bf16
@@ -208,16 +207,17 @@ def group_gemm(x, w, w_scale, x_scale, y, first, last):
                 _group_added(sums, p * 64, t, rows, w_scale[g], x_scale[g, t:], y)
 
 
-@kernel()
+def _number(code: int) -> float:
+    """Returns the number of a code, int8 or E4M3's given as uint8: `_as_declared` tells numba how."""
+    raise NotImplementedError
+
+
 def _whole(code):
-    """Returns the number of an int8 code."""
     return float32(code)
 
 
-@kernel()
 def _e4m3(code):
-    """Returns the number of an E4M3 code, given as uint8. Its bits, moved to those of a float32, are 2⁻¹²⁰ of
-    it, subnormal numbers included."""
+    """Moves the bits to those of a float32, which are 2⁻¹²⁰ of the number, subnormal ones included."""
     wide = int32(code)
     bits = int32(int32(wide & int32(128)) << int32(24)) | int32(
         int32(wide & int32(127)) << int32(20)
@@ -225,40 +225,44 @@ def _e4m3(code):
     return int32(bits).view(float32) * float32(2.0**120)
 
 
-def _few_rows(number: Any, kind: Any) -> Any:
-    """Returns a kernel that computes y[t, o] = (Σ x[t] · number(w[o])) · scale[o] + add[t, o] for the 64
-    outputs of each of the panels `first` … `last` - 1; x [T, K], w codes [P, 64, K], add [T, out] or [1, out].
+@overload(_number)
+def _as_declared(code):
+    return {nt.int8: _whole, nt.uint8: _e4m3}[code]
+
+
+@kernel(
+    [
+        void(F2, nt.Array(code, 3, "C"), F1, F2, F2, nt.int64, nt.int64)
+        for code in (nt.int8, nt.uint8)
+    ],
+    fastmath=SUMS,
+)
+def few_rows(x, w, scale, add, y, first, last):
+    """Computes y[t, o] = (Σ x[t] · number(w[o])) · scale[o] + add[t, o] for the panels `first` … `last` - 1;
+    x [T, K], w codes [P, 64, K], add [T, out] or [1, out].
 
     Each code is read from memory once and becomes a number in a register, for four rows of x at a time. For
     many rows a product with numbers that were made before is faster."""
-
-    @kernel(void(F2, nt.Array(kind, 3, "C"), F1, F2, F2, nt.int64, nt.int64), fastmath=SUMS)
-    def product(x, w, scale, add, y, first, last):
-        rows, each = x.shape[0], 1 if add.shape[0] > 1 else 0
-        for o in range(first * 64, min(last * 64, y.shape[1])):
-            codes, factor, t = w[o // 64, o % 64], scale[o], 0
-            while t + 4 <= rows:
-                a, b, c, d = x[t], x[t + 1], x[t + 2], x[t + 3]
-                sum_a = sum_b = sum_c = sum_d = float32(0)
-                for i in range(codes.shape[0]):
-                    weight = number(codes[i])
-                    sum_a += weight * a[i]
-                    sum_b += weight * b[i]
-                    sum_c += weight * c[i]
-                    sum_d += weight * d[i]
-                y[t, o] = sum_a * factor + add[t * each, o]
-                y[t + 1, o] = sum_b * factor + add[(t + 1) * each, o]
-                y[t + 2, o] = sum_c * factor + add[(t + 2) * each, o]
-                y[t + 3, o] = sum_d * factor + add[(t + 3) * each, o]
-                t += 4
-            while t < rows:
-                a, sum_a = x[t], float32(0)
-                for i in range(codes.shape[0]):
-                    sum_a += number(codes[i]) * a[i]
-                y[t, o] = sum_a * factor + add[t * each, o]
-                t += 1
-
-    return product
-
-
-few_rows_int8, few_rows_e4m3 = _few_rows(_whole, nt.int8), _few_rows(_e4m3, nt.uint8)
+    rows, each = x.shape[0], 1 if add.shape[0] > 1 else 0
+    for o in range(first * 64, min(last * 64, y.shape[1])):
+        codes, factor, t = w[o // 64, o % 64], scale[o], 0
+        while t + 4 <= rows:
+            a, b, c, d = x[t], x[t + 1], x[t + 2], x[t + 3]
+            sum_a = sum_b = sum_c = sum_d = float32(0)
+            for i in range(codes.shape[0]):
+                weight = _number(codes[i])
+                sum_a += weight * a[i]
+                sum_b += weight * b[i]
+                sum_c += weight * c[i]
+                sum_d += weight * d[i]
+            y[t, o] = sum_a * factor + add[t * each, o]
+            y[t + 1, o] = sum_b * factor + add[(t + 1) * each, o]
+            y[t + 2, o] = sum_c * factor + add[(t + 2) * each, o]
+            y[t + 3, o] = sum_d * factor + add[(t + 3) * each, o]
+            t += 4
+        while t < rows:
+            a, sum_a = x[t], float32(0)
+            for i in range(codes.shape[0]):
+                sum_a += _number(codes[i]) * a[i]
+            y[t, o] = sum_a * factor + add[t * each, o]
+            t += 1

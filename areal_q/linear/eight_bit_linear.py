@@ -1,7 +1,7 @@
 """Linear layers on a CPU whose weights have eight bits and whose activations are float32.
 
 Decoding few sequences takes as long as reading the weights, which are four times as many bytes in float32
-as in codes. So the product of few rows reads the codes (cpu_gemm.few_rows_int8), and that of many rows the
+as in codes. So the product of few rows reads the codes (cpu_gemm.few_rows), and that of many rows the
 numbers that were made of them when the weights were loaded.
 """
 
@@ -28,9 +28,8 @@ class EightBitLinear:
     """codes int8 or float8_e4m3fn [out, in], scale [out, 1]; `many`: the same layer, for over FEW rows."""
 
     def __init__(self, codes: Tensor, scale: Tensor, many: Linear) -> None:
-        self.product = cpu_gemm.few_rows_int8
         if codes.dtype == torch.float8_e4m3fn:
-            codes, self.product = codes.view(torch.uint8), cpu_gemm.few_rows_e4m3
+            codes = codes.view(torch.uint8)
         padded = F.pad(codes, (0, 0, 0, -len(codes) % PANEL))
         self.codes = padded.view(-1, PANEL, codes.shape[1]).contiguous().numpy()
         self.scale = scale.to(torch.float32).flatten().contiguous().numpy()
@@ -41,7 +40,7 @@ class EightBitLinear:
             return self.many(x, add)
         y = np.empty((len(x), len(self.scale)), np.float32)
         added = self.nothing if add is None else add.view(-1, y.shape[1]).numpy()
-        over_panels(self.product, x.numpy(), self.codes, self.scale, added, y)
+        over_panels(cpu_gemm.few_rows, x.numpy(), self.codes, self.scale, added, y)
         return torch.from_numpy(y)
 
 

@@ -13,9 +13,10 @@ from helpers.kinds import E4M3, every_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from numba.core.dispatcher import Dispatcher
 
 from areal_q.errors import QuantizationError
-from areal_q.kernels import jit
+from areal_q.kernels import cpu_gemm, jit
 from areal_q.kernels.cpu_rows import dots, weighted_sums
 from areal_q.kernels.cpu_tile import LANES
 from areal_q.kernels.quantize import dispatch, eight_bits
@@ -169,6 +170,19 @@ def twice(x):
 
 print(twice(1), sum(twice.stats.cache_hits.values()))
 """
+
+
+def test_no_kernel_asks_for_another_cache_entry_each_time():
+    """numba's key of one has the pickled cells of the closure, and those of a kernel differ by the process."""
+    kernels = [
+        value
+        for name, module in [*sys.modules.items()]
+        if name.startswith("areal_q.")
+        for value in vars(module).values()
+        if isinstance(value, Dispatcher)
+    ]
+    assert cpu_gemm.few_rows in kernels
+    assert not [k for k in kernels for cell in k.py_func.__closure__ or () if cell.cell_contents]
 
 
 @pytest.mark.timeout(60)
