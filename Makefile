@@ -39,7 +39,7 @@ test-formats: $(VENV)-formats/.installed
 
 # The tests of vLLM as the engine, in an environment of its own (3.4 GB).
 test-vllm: $(VENV)-vllm/.installed
-	$(VENV)-vllm/bin/pytest -m vllm -p no:unraisableexception  # vLLM leaves contexts to the collector
+	$(VENV)-vllm/bin/pytest -m vllm -p no:unraisableexception tests/engines tests/rollout/test_worker.py  # vLLM leaves contexts to the collector
 
 # The tests of SGLang as the engine, in an environment of its own (1.4 GB on top of what is installed).
 test-sglang: $(VENV)-sglang/.installed
@@ -131,7 +131,9 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/python -m pip install -q --upgrade 'pip>=25.1'
 	$(BIN)/pip install -q '$(TORCH_CPU)' || $(BIN)/pip install -q '$(TORCH)'
 	$(BIN)/pip install -q -e '.[plots]'
-	# Compiles the loops of the engine and of the number formats now, not at the first run.
+	# Compiles all modules, which an environment may forbid a process that reads them, and the loops of the engine
+	# and of the number formats: now, not at the first run.
+	$(BIN)/python -m compileall -q areal_q bench buffer learner rollout
 	$(BIN)/python -c 'import areal_q.models.fused.functions, areal_q.kernels.quantize.eight_bits, rollout.engines.reference.ops_numba'
 	touch $@
 
