@@ -91,8 +91,8 @@ class Reference:
             noise_max=float(noise.max()),
         )
 
-    def policy(self, format: str, smoothing: Smoothing | None = None) -> Decoder:
-        return engine_policy(self.model.config, self.published(format, smoothing), format)
+    def policy(self, published: dict[str, Tensor], format: str) -> Decoder:
+        return engine_policy(self.model.config, published, format)
 
     def _compare(
         self, policy: Decoder, quiet: Tensor, noisy: Tensor, rows: slice

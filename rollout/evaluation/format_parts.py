@@ -35,7 +35,7 @@ class Outlier(Struct, frozen=True):
 
 def parts(reference: Reference, format: str) -> Iterator[Part]:
     """Yields the error of each kind of linear alone in the format, then of each layer alone."""
-    policy = reference.policy(format)
+    policy = reference.policy(reference.published(format), format)
     members: dict[str, list[str]] = defaultdict(list)
     layers: dict[str, list[str]] = defaultdict(list)
     for name in linears(policy):

@@ -152,7 +152,7 @@ def measured(reference: Reference, speed: bool) -> Iterator[Row]:
             yield Row(
                 format=format,
                 smoothed=smoothing is not None,
-                error=reference.error_of(reference.policy(format, smoothing)),
+                error=reference.error_of(reference.policy(published, format)),
                 bytes=sum(t.nbytes for t in rest_in_bf16(published, format).values()),
                 tokens_per_s=decoding_pace(reference.model, published, format) if timed else None,
                 says=vllm_refuses(reference.model.config, format) or "",
