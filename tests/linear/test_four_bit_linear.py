@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from areal_q.kernels import cpu_four_bits
+from areal_q.kernels.cpu_tile import has
 from areal_q.linear.four_bit_linear import (
     FourBitLinear,
     Int8RowsLinear,
@@ -111,6 +112,7 @@ def test_other_formats_keep_their_activations(name):
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
+@pytest.mark.skipif(not has("avx512f"), reason="this processor has no AVX-512: the tests above")
 def test_layers_agree_with_every_kernel_without_avx512():
     narrow = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+sse4.2,+avx,+avx2,+fma"}
     compiled = "areal_q.kernels.quantize.eight_bits, rollout.engines.reference.ops_numba"

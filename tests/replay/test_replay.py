@@ -36,7 +36,7 @@ from learner.measure.token_recorder import TokenRecorder
 from learner.replay.cli import main
 from learner.replay.replay_steps import Replay
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 """The first of them waits for two runs"""
 EXECUTABLE = Path(sysconfig.get_path("scripts")) / "areal-q"
 STEPS = 8
@@ -291,7 +291,6 @@ def test_other_micro_batches_are_allowed_nothing_but_rounding(finished, here):
     assert "within tolerances" in out and "bit for bit" not in out
 
 
-@pytest.mark.slow
 def test_another_instruction_set_stays_within_the_tolerances(finished):
     """The nearest thing to a log from another device: every kernel of torch without AVX, or, where these tests
     run without, with it."""
@@ -478,8 +477,6 @@ def test_the_step_log_is_plain_parquet_of_standard_types(finished):
     assert table["step"].to_pylist() == list(range(STEPS))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_the_doctor_follows_a_run_until_it_ends(tmp_path):
     quickstart = str(ROOT / "configs" / "quickstart.toml")
     command = [EXECUTABLE, "run", quickstart, *SETTINGS, "steps=60", "name=live"]
@@ -499,7 +496,6 @@ def test_the_doctor_follows_a_run_until_it_ends(tmp_path):
             run.kill()
 
 
-@pytest.mark.slow
 def test_probe_at_learning_rate_0_has_no_staleness_at_any_lag(run_dir):
     """Through launcher, engine and buffer; the run itself, which learns, has some."""
     results = {}
