@@ -32,7 +32,7 @@ from areal_q.errors import ConfigError, DivergedError
 from learner.backends.base import Backend, Scores
 from learner.backends.routing_replay import balance_weights
 from learner.backends.single_device import TorchPolicy
-from learner.data.packing import PATHS, PackedBatch, Sample, masked, pack_samples
+from learner.data.packing import PackedBatch, Sample, masked, pack_samples, paths_of
 from learner.measure.token_recorder import TokenRecorder
 from learner.policy_advantages import needs_policy, with_advantages
 
@@ -193,7 +193,7 @@ def _microbatches(
     all_learn = bool(more or learns_without_advantage(cfg.objective))
     useful = [sample for sample in samples if sample.advantage or all_learn]
     others = [sample for sample in samples if not (sample.advantage or all_learn)]
-    paths = PATHS if backend.shape.foreign is None else 1  # transformers computes each path whole
+    paths = paths_of(backend.shape)
     return [
         (
             cut,

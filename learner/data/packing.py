@@ -17,7 +17,7 @@ import torch
 from areal_q.algorithms import group_advantages
 from areal_q.config import AdvantageConfig, Gae
 from areal_q.messages import Array, FailureCause, FinishReason, Group, Trajectory, parts
-from areal_q.models import PackedLayout
+from areal_q.models import DecoderConfig, PackedLayout
 from areal_q.models.layers.moe import UNRECORDED
 from areal_q.models.packed_layout import Segment, ranges
 from buffer.sampling.replay_pool import SampledGroups
@@ -27,6 +27,11 @@ CAUSES: tuple[FailureCause, ...] = get_args(FailureCause)
 PATHS = 4
 """How many times the most tokens of a micro-batch its whole paths may have: a branch's queries are its own
 tokens, but attention lays out the keys and values of all of its path"""
+
+
+def paths_of(shape: DecoderConfig) -> int:
+    """Returns PATHS; 1 for a model of transformers, which computes each path whole."""
+    return PATHS if shape.foreign is None else 1
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from areal_q.config import LearnerConfig
 from areal_q.models import Decoder
 from learner.backends.single_device import token_logprobs
-from learner.data.packing import PATHS, Sample, microbatches, pack_samples
+from learner.data.packing import Sample, microbatches, pack_samples, paths_of
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,7 @@ class Scorer:
     def __call__(
         self, model: Decoder, samples: Sequence[Sample], temperature: float
     ) -> tuple[np.ndarray, np.ndarray]:
-        paths = PATHS if model.config.foreign is None else 1
-        cuts = microbatches(samples, self.cfg.microbatch_tokens, paths)
+        cuts = microbatches(samples, self.cfg.microbatch_tokens, paths_of(model.config))
         replay = self.cfg.routing_replay
         parts = [
             token_logprobs(model, pack_samples(cut, self.cfg.device), temperature, replay)
