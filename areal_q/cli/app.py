@@ -42,6 +42,7 @@ ELSEWHERE = {
     "launch": "areal_q.launch.cli",
     "report": "buffer.report.cli",
     "track": "areal_q.cli.track",
+    "quantize": "areal_q.cli.quantize",
     "weights": "buffer.weight_sync.commands.inspect_weights",
     "keys": "buffer.weight_sync.commands.make_keys",
     "replay": "learner.replay.cli",
@@ -215,37 +216,6 @@ def watch(
         import_module(ELSEWHERE["report"]).main([directory], serve=True, port=port, open=open)
         return
     follow(load(directory / "config.toml"), directory)
-
-
-@app.command()
-def quantize(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="a model in Hugging Face layout")],
-    target: Annotated[Path, typer.Argument(metavar="DST", help="a directory that is made")],
-    format: Annotated[str, typer.Option(help="number format of the linears, such as int8")],
-    dtype: Annotated[str, typer.Option(help="of all else: bfloat16 or float32")] = "bfloat16",
-) -> None:
-    """Write SRC as a quantized checkpoint that vLLM loads, with the tensors that rollouts would get."""
-    import torch
-
-    from areal_q.cli.quantize import quantize as write
-    from areal_q.models import load_config
-    from areal_q.models.hf.quantized import QUANTIZATION_CONFIGS
-    from areal_q.models.hf.vllm_shapes import vllm_refuses
-    from areal_q.quant import FORMATS
-
-    known = [name for name in FORMATS if name in QUANTIZATION_CONFIGS]
-    if format not in known:
-        raise ConfigError(f"--format {format}: none of {', '.join(known)}")
-    dtypes = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-    if dtype not in dtypes:
-        raise ConfigError(f"--dtype {dtype}: none of {', '.join(dtypes)}")
-    problem = vllm_refuses(load_config(source), format)
-    if problem and format != "fp8":  # whose blocks transformers takes at any width
-        raise ConfigError(f"--format {format}: {problem}")
-    before, after = write(source, target, format, dtypes[dtype])
-    if problem:
-        typer.echo(f"warning: {problem}", err=True)
-    typer.echo(f"{target}: {format}, {after:,} bytes of weights; in {dtype} {before:,}")
 
 
 @app.command()

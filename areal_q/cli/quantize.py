@@ -3,13 +3,16 @@ rollouts."""
 
 import shutil
 from pathlib import Path
+from typing import Annotated
 
 import torch
+import typer
 
-from areal_q.errors import CheckpointError, QuantizationError
-from areal_q.models import load_decoder
-from areal_q.models.hf.quantized import write_checkpoint
-from areal_q.quant import quantize_state
+from areal_q.errors import CheckpointError, ConfigError, QuantizationError
+from areal_q.models import load_config, load_decoder
+from areal_q.models.hf.quantized import QUANTIZATION_CONFIGS, write_checkpoint
+from areal_q.models.hf.vllm_shapes import vllm_refuses
+from areal_q.quant import FORMATS, quantize_state
 from areal_q.system.files import replacing
 
 BESIDE_WEIGHTS = (
@@ -23,6 +26,28 @@ BESIDE_WEIGHTS = (
     "tokenizer.model",
 )
 """Files that are copied unchanged if SRC has them"""
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def main(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="a model in Hugging Face layout")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="a directory that is made")],
+    format: Annotated[str, typer.Option(help="number format of the linears, such as int8")],
+    dtype: Annotated[str, typer.Option(help="of all else: bfloat16 or float32")] = "bfloat16",
+) -> None:
+    """Write SRC as a quantized checkpoint that vLLM loads, with the tensors that rollouts would get."""
+    known = [name for name in FORMATS if name in QUANTIZATION_CONFIGS]
+    if format not in known:
+        raise ConfigError(f"--format {format}: none of {', '.join(known)}")
+    if dtype not in DTYPES:
+        raise ConfigError(f"--dtype {dtype}: none of {', '.join(DTYPES)}")
+    problem = vllm_refuses(load_config(source), format)
+    if problem and format != "fp8":  # whose blocks transformers takes at any width
+        raise ConfigError(f"--format {format}: {problem}")
+    before, after = quantize(source, target, format, DTYPES[dtype])
+    if problem:
+        typer.echo(f"warning: {problem}", err=True)
+    typer.echo(f"{target}: {format}, {after:,} bytes of weights; in {dtype} {before:,}")
 
 
 def quantize(source: Path, target: Path, format: str, dtype: torch.dtype) -> tuple[int, int]:
