@@ -14,17 +14,16 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from areal_q.config import load
 from areal_q.errors import ConfigError
-from areal_q.messages import (
-    Delta,
-    HeldVersion,
-    Manifest,
-    WorkerStatus,
-)
+from areal_q.messages import Delta, HeldVersion, Manifest, WorkerStatus
 from areal_q.observability.metrics_log import read_metrics
 from areal_q.observability.run_end import how_it_ended
+from areal_q.system import command
 from areal_q.system.run_dir import METRICS_FILE, RUN_ID_FILE
 from areal_q.system.socket_dir import sockets_of
 from buffer.weight_sync.client import WeightClient
@@ -74,20 +73,16 @@ def workers_of(directory: Path) -> list[WorkerStatus]:
     return msgspec.convert(beats, list[WorkerStatus])
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Returns the rows as text, columns as wide as they need to be, numbers to the right."""
+def table(rows: list[dict[str, Any]]) -> RenderableType:
+    """Returns the rows as a table, numbers to the right."""
     if not rows:
         return "(none)"
-    lines = [list(rows[0])] + [[_text(v) for v in row.values()] for row in rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    right = [isinstance(v, int | float) for v in rows[0].values()]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(w) if r else cell.ljust(w)
-            for cell, w, r in zip(line, widths, right, strict=True)
-        ).rstrip()
-        for line in lines
-    )
+    shown = Table(box=None, pad_edge=False)
+    for name, value in rows[0].items():
+        shown.add_column(name, justify="right" if isinstance(value, int | float) else "left")
+    for row in rows:
+        shown.add_row(*(Text(_text(value)) for value in row.values()))
+    return shown
 
 
 def _text(value: Any) -> str:
@@ -137,6 +132,23 @@ def _follow(client: WeightClient, show: Any) -> None:
         show([line])
 
 
+def _client(run: Path | None, source: WeightSource, verify: bool) -> WeightClient:
+    """Returns a client of the endpoints that `source` names, else of those at which RUN's learner serves, else
+    of a learner's defaults. Raises ConfigError if the run has ended, so that nothing serves there."""
+    if run is None:
+        if source.fetch is None or verify:
+            raise ConfigError("RUN is needed" + (" to verify its workers" if verify else ""))
+        return WeightClient(*source.endpoints(_LEARNER), source.load_keys(None))
+    settings = load(run / "config.toml").broadcast
+    if source.fetch is None and settings.fetch is None and (ended := how_it_ended(run)):
+        raise ConfigError(f"{run}: {ended[0]}; nobody serves its weights any more")
+    sockets, told = sockets_of(run), dict(_LEARNER)
+    if sockets.is_dir():
+        told = {kind: f"ipc://{sockets / kind}" for kind in told}
+    told |= {k: v for k in told if (v := getattr(settings, k))}
+    return WeightClient(*source.endpoints(told), source.load_keys(settings.keys))
+
+
 def _check_run(directory: Path, newest: Manifest | None) -> None:
     """Raises ConfigError if the newest weights are of another run than that of `directory`, whose learner has
     gone while another one serves at the same place. Where either has no id they are not compared."""
@@ -174,23 +186,14 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of tables")] = False,
 ) -> None:
     """Lists the versions that can be fetched; more with the options."""
-    told, configured = dict(_LEARNER), None
-    if run is not None:
-        settings = load(run / "config.toml").broadcast
-        if fetch is None and settings.fetch is None and (ended := how_it_ended(run)):
-            raise ConfigError(f"{run}: {ended[0]}; nobody serves its weights any more")
-        configured = settings.keys
-        if (sockets := sockets_of(run)).is_dir():
-            told = {kind: f"ipc://{sockets / kind}" for kind in told}
-        told |= {k: v for k in told if (v := getattr(settings, k))}
-    elif fetch is None or verify:
-        raise ConfigError("RUN is needed" + (" to verify its workers" if verify else ""))
-    source = WeightSource(announce, fetch, keys, client)
 
     def show(rows: list[dict[str, Any]]) -> None:
-        typer.echo(msgspec.json.encode(rows).decode() if as_json else table(rows))
+        if as_json:
+            typer.echo(msgspec.json.encode(rows))
+        else:
+            command.console().print(table(rows))
 
-    asked = WeightClient(*source.endpoints(told), source.load_keys(configured))
+    asked = _client(run, WeightSource(announce, fetch, keys, client), verify)
     try:
         if run is not None:
             _check_run(run, asked.manifest())
