@@ -116,6 +116,8 @@ def _refused(run: Run, size: int) -> dict[str, bool]:
     sharing = size
     if isinstance(backend, MegatronBackend):
         sharing = size // (backend.tensor * backend.pipeline)
+    else:
+        sharing = size // cfg.context
     # If advantages need the policy, each rank computes its own, from at least one whole group.
     too_few = needs_policy(cfg) and cfg.groups // cfg.minibatches < sharing
     found = {

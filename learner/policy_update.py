@@ -124,7 +124,7 @@ def update_policy(
     values = reduce_metrics(backend.ranks.metrics(metrics))
     values["train/loss"] = values["loss/total"] / (len(minibatches) * backend.cfg.epochs)
     values["train/lr"] = backend.lr
-    values[MICROBATCH] = backend.cfg.microbatch_tokens
+    values[MICROBATCH] = backend.cfg.pass_tokens
     values["train/skipped_steps"] = backend.skipped
     return values
 
@@ -139,9 +139,9 @@ def prepare_minibatches(
     ConfigError for a sample that has more tokens than a micro-batch may have.
     """
     longest = max(samples, key=lambda sample: sample.num_tokens)
-    if longest.num_tokens > backend.cfg.microbatch_tokens:
+    if longest.num_tokens > backend.cfg.pass_tokens:
         raise ConfigError(
-            f"learner.microbatch_tokens = {backend.cfg.microbatch_tokens}: ticket {longest.ticket}, response "
+            f"{backend.cfg.pass_limit}: ticket {longest.ticket}, response "
             f"{longest.trajectory.index} has {longest.num_tokens} tokens, its prompt's included"
         )
     packed = [_microbatches(backend, cut) for cut in cut_minibatches(samples, backend.cfg)]
@@ -207,7 +207,7 @@ def _microbatches(
 def _most_tokens(backend: Backend, samples: Sequence[Sample]) -> int:
     """Returns the most tokens of one of the micro-batches of `samples`. Those that are computed at once share
     `learner.microbatch_tokens`; there are several for each thread, so that none waits long for the last."""
-    most, parallel = backend.cfg.microbatch_tokens, backend.parallel
+    most, parallel = backend.cfg.pass_tokens, backend.parallel
     total = sum(sample.own_tokens for sample in samples)
     cuts = min(total // _FEWEST, _CUTS * parallel)
     if parallel == 1 or cuts < 2:

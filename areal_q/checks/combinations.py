@@ -1,10 +1,12 @@
-"""What a model that transformers computes, `model.type = "hf"`, does not combine with."""
+"""What a model that transformers computes, `model.type = "hf"`, and ranks that share a micro-batch do not
+combine with."""
 
 from collections.abc import Iterator
 
 from areal_q.config import Muon, Run, ScriptedEngine, TorchBackend
 from areal_q.config.engines import HfEngine
 from areal_q.errors import ConfigError
+from areal_q.models import DecoderConfig
 
 
 def check_foreign(run: Run, family: str, ranks: int = 1, rollouts: bool = True) -> None:
@@ -57,3 +59,23 @@ def _refused(run: Run) -> Iterator[tuple[str, str]]:
         "rollout.kv_scales": (rollout.kv_scales is not None, "its cache is float32"),
     }
     yield from ((setting, why) for setting, (is_set, why) in refused.items() if is_set)
+
+
+def check_context(run: Run, shape: DecoderConfig, ranks: int = 0) -> None:
+    """Raises ConfigError if a model of this `shape`, or so many `ranks` (0: not known yet), cannot share
+    micro-batches as `learner.backend.context` asks."""
+    size = run.learner.context
+    if size == 1:
+        return
+    setting = f"learner.backend.context = {size}"
+    if shape.foreign is not None:
+        raise ConfigError(f"{setting}: not with {shape.family}, which transformers computes")
+    if shape.sparse_layers:
+        raise ConfigError(f"{setting}: not with a mixture of experts; learner.backend.context = 1")
+    if shape.heads < size:
+        raise ConfigError(
+            f"{setting}: more than the model's {shape.heads} attention heads, which the processes share"
+        )
+    if ranks % size:
+        several = f"torchrun --nproc-per-node {size} -m learner"
+        raise ConfigError(f"{setting} does not divide {ranks} processes of the learner; {several}")

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from areal_q.checks.automatic import settled
-from areal_q.checks.combinations import check_foreign
+from areal_q.checks.combinations import check_context, check_foreign
 from areal_q.checks.machine import CheckResult
 from areal_q.checks.memory import memory_of
 from areal_q.config import (
@@ -180,15 +180,16 @@ def without_noise(rollout: RolloutConfig) -> str:
 
 
 def check_fit(
-    run: Run, shape: DecoderConfig, tokenizer: Tokenizer, task: Task, ranks: int = 1
+    run: Run, shape: DecoderConfig, tokenizer: Tokenizer, task: Task, ranks: int = 0
 ) -> Task:
     """Returns `task` without the problems whose prompts are too long. Raises ConfigError for settings, or a
-    number of `ranks`, that do not fit a model of this `shape`, CheckpointError for weights or a tokenizer that
-    do not, and TaskError if the chat template refuses a problem or none is left."""
+    number of `ranks` (0: not known yet), that do not fit a model of this `shape`, CheckpointError for weights
+    or a tokenizer that do not, and TaskError if the chat template refuses a problem or none is left."""
     if shape.foreign is not None:
         check_foreign(run, shape.family, ranks)
     elif isinstance(run.model, PretrainedModel):
         check_tensors(run.model.path, shape)
+    check_context(run, shape, ranks)
     check_experts(shape, run.learner)
     check_format(shape, run.rollout.format)
     check_engine(shape, run.rollout)
@@ -220,7 +221,7 @@ def longest_prompt(run: Run, shape: DecoderConfig) -> int:
     engine = getattr(run.rollout.engine, "max_positions", 0)
     bounds = {
         f"the model's {shape.max_positions} positions": shape.max_positions,
-        f"learner.microbatch_tokens = {run.learner.microbatch_tokens}": run.learner.microbatch_tokens,
+        run.learner.pass_limit: run.learner.pass_tokens,
         f"rollout.engine.max_positions = {engine}": engine or shape.max_positions,
     }
     most = min(bounds, key=bounds.__getitem__)

@@ -43,9 +43,11 @@ class Lengths:
 
 
 def microbatch_responses(run: Run, lengths: Lengths) -> float:
-    """Returns how many responses one forward and backward pass has at most."""
+    """Returns how many responses one forward and backward pass has at most, or the part of them that is one
+    process's where several share their tokens."""
     cfg, one = run.learner, lengths.prompt + lengths.response
-    return min(cfg.groups * cfg.group_size / cfg.minibatches, max(1.0, cfg.microbatch_tokens / one))
+    most = min(cfg.groups * cfg.group_size / cfg.minibatches, max(1.0, cfg.pass_tokens / one))
+    return most / cfg.context
 
 
 def keeps_exponentials(run: Run, shape: DecoderConfig, lengths: Lengths) -> bool:
@@ -62,7 +64,8 @@ def pass_memory(run: Run, shape: DecoderConfig, lengths: Lengths) -> Iterator[Pa
     # A response's last token predicts nothing.
     padded = responses * (lengths.prompt + lengths.response - 1)
     tokens = responses * (lengths.response - 1)
-    tokens += math.ceil(responses / cfg.group_size) * lengths.prompt
+    prompts = math.ceil(responses * cfg.context / cfg.group_size) * lengths.prompt
+    tokens += prompts / cfg.context
     if isinstance(run.model, HfModel):
         tokens = padded
     layer, formula = _layer_bytes(run, shape, tokens, padded)

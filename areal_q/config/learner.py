@@ -125,6 +125,9 @@ class TorchBackend(TaggedSettings, frozen=True, kw_only=True, tag="torch"):
 
     offload: bool = False
     """Weights, gradients and moments rest in the host's memory; needs a GPU."""
+    context: Count = 1
+    """Processes that share the tokens of a micro-batch, which has so many times `microbatch_tokens`: for
+    responses too long for one. The rest are data parallel."""
 
 
 class MegatronBackend(TaggedSettings, frozen=True, kw_only=True, tag="megatron"):
@@ -255,7 +258,8 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
     lora: Lora | None = None
     """Train adapters alone; none trains all weights."""
     microbatch_tokens: Count = 16384
-    """The most tokens of one forward and backward pass; fewer need less memory and change no result."""
+    """The most tokens of one forward and backward pass, of each of the processes that share them; fewer need
+    less memory and change no result."""
     recompute: bool = False
     """Activation checkpointing: a layer keeps its input alone and runs again in the backward pass."""
     routing_replay: bool = False
@@ -287,6 +291,23 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
     def products(self) -> Literal["float32", "bfloat16"]:
         """The dtype that layers multiply in: `dtype`, and float32 where nobody has settled what `auto` is."""
         return "float32" if self.dtype == "auto" else self.dtype
+
+    @property
+    def pass_tokens(self) -> int:
+        """The most tokens of one forward and backward pass, and of a response with its prompt: those of all
+        processes that share a micro-batch."""
+        return self.microbatch_tokens * self.context
+
+    @property
+    def pass_limit(self) -> str:
+        """`pass_tokens` by the names of its settings, for a message."""
+        shared = f" · learner.backend.context = {self.context}" if self.context > 1 else ""
+        return f"learner.microbatch_tokens = {self.microbatch_tokens}{shared}"
+
+    @property
+    def context(self) -> int:
+        """Number of processes that share the tokens of a micro-batch."""
+        return self.backend.context if isinstance(self.backend, TorchBackend) else 1
 
     @property
     def update_scores_itself(self) -> bool:

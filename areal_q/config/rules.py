@@ -165,10 +165,10 @@ def _response_fits_small_model(run: Run) -> str | None:
 
 
 def _response_fits_microbatch(run: Run) -> str | None:
-    room, tokens = run.learner.microbatch_tokens, run.rollout.tokens_after_prompt
+    room, tokens = run.learner.pass_tokens, run.rollout.tokens_after_prompt
     if tokens >= room:
         return (
-            f"learner.microbatch_tokens = {room} has no room for a prompt and the {tokens} tokens that may "
+            f"{run.learner.pass_limit} has no room for a prompt and the {tokens} tokens that may "
             "follow it"
         )
     return None

@@ -1,12 +1,14 @@
 """The position of each token in a packed batch, computed once for a batch and used by every layer."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from areal_q.models.layers.token_share import TokenShare
 
 FILL = 0.75
 """Share of the longest sequence in its bucket below which a sequence goes into the next bucket"""
@@ -58,14 +60,20 @@ class PackedLayout:
     paths: np.ndarray
     """Indices into the packed tokens of all tokens of each sequence, one sequence after the other, int64"""
     positions: Tensor
-    """Position of each token in its sequences, int64 [T]"""
+    """Position of each token in its sequences, int64 [T]; where ranks divide the tokens, of this rank's"""
     buckets: tuple[Bucket, ...]
     unpad: Tensor
     """Index of each packed token in the concatenation of the queries of all buckets, int64 [T]"""
+    share: TokenShare | None = None
+    """The tokens that this rank computes; None for all. All else describes the whole batch"""
 
     @property
     def longest(self) -> int:
         return max(self.lengths)
+
+    def of_rank(self, share: TokenShare) -> "PackedLayout":
+        """Returns the layout of the same batch for the rank that computes `share` of its tokens."""
+        return replace(self, positions=self.positions[share.own], share=share)
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> "PackedLayout":

@@ -100,9 +100,9 @@ def shares(samples: Sequence[Sample], size: int) -> list[list[Sample]]:
     return [[sample for i in sorted(own) for sample in groups[i]] for own in members]
 
 
-def summed(loss: Tensor, ranks: Ranks) -> Tensor:
-    """Returns `loss` scaled so that FSDP, which averages gradients over ranks, gives the sum over ranks."""
-    return loss * ranks.size
+def summed(loss: Tensor, ranks: int) -> Tensor:
+    """Returns `loss` scaled so that FSDP, which averages gradients over so many ranks, gives their sum."""
+    return loss * ranks
 
 
 def reshard(model: torch.nn.Module) -> None:

@@ -29,7 +29,7 @@ from areal_q.models import Decoder, DecoderConfig
 from areal_q.models.layers.moe import Router
 from areal_q.models.low_bit.quantized_forward import QuantLinear, linears, materialise
 from learner.backends.critic import Critic
-from learner.backends.data_parallel import Ranks
+from learner.backends.data_parallel import ALONE, Ranks
 from learner.backends.messages import Begin
 from learner.backends.precision import PrecisionSettings, set_precision
 from learner.backends.single_device import TorchPolicy
@@ -68,7 +68,7 @@ class FsdpShard(TorchPolicy):
             for i, (p, slot) in enumerate(_slots(optimizer)):
                 for name, value in slot.items():
                     tensor = _joined(p, name, value)
-                    if i % self.ranks.size == self.ranks.rank:
+                    if i % dist.get_world_size() == dist.get_rank():
                         kept[f"{part}.{i}.{name}"] = tensor.detach().cpu().contiguous()
         return kept
 
@@ -81,7 +81,9 @@ class FsdpShard(TorchPolicy):
         materialise(self.reference)
 
     def close(self) -> None:
-        """Does nothing, as FSDP2 creates no process groups."""
+        if self.context.size > 1:
+            for ranks in (self.ranks, self.context):
+                dist.destroy_process_group(ranks.group)
 
 
 def fsdp_shard(
@@ -97,6 +99,7 @@ def fsdp_shard(
         cfg = msgspec.structs.replace(cfg, device=f"cuda:{os.environ['LOCAL_RANK']}")
         torch.cuda.set_device(cfg.device)
     mesh = init_device_mesh(kind, (ranks.size,))
+    data, context = _data_and_context(cfg, ranks)
 
     def decoder() -> Decoder:
         model = Decoder(DecoderConfig.from_hf(begin.model)).to(cfg.device)
@@ -123,7 +126,8 @@ def fsdp_shard(
         begin.temperature,
         begin.updates,
         begin.skipped,
-        ranks=ranks,
+        ranks=data,
+        context=context,
         critic=critic,
         reference=reference,
     )
@@ -133,6 +137,23 @@ def fsdp_shard(
             whole_optimizer = whole.critic.optimizer if whole and whole.critic else None
             _scatter_moments(whole_optimizer, critic.optimizer, ranks)
     return policy
+
+
+def _data_and_context(cfg: LearnerConfig, ranks: Ranks) -> tuple[Ranks, Ranks]:
+    """Returns the ranks that divide the samples, and those with this one that share a micro-batch: neighbours,
+    as they send each other more. Collective."""
+    size = cfg.context
+    if size == 1:
+        return ranks, ALONE
+    rows = [list(range(first, first + size)) for first in range(0, ranks.size, size)]
+    columns = [list(column) for column in zip(*rows, strict=True)]
+    data, _ = dist.new_subgroups_by_enumeration(columns)
+    context, _ = dist.new_subgroups_by_enumeration(rows)
+    assert isinstance(data, dist.ProcessGroup) and isinstance(context, dist.ProcessGroup)
+    return (
+        Ranks(ranks.rank // size, ranks.size // size, data),
+        Ranks(ranks.rank % size, size, context),
+    )
 
 
 def shard(model: Decoder, cfg: LearnerConfig, mesh: DeviceMesh) -> None:

@@ -19,6 +19,7 @@ from areal_q.quant.smoothing import SmoothingScales
 from areal_q.quant.sticky_scales import StickyRanges
 from learner.backends.base import LossOf, Scores
 from learner.backends.calibration import first_of, kv_scales
+from learner.backends.context_parallel import scores_over
 from learner.backends.critic import Critic
 from learner.backends.data_parallel import ALONE, Ranks, reshard, summed
 from learner.backends.microbatch_threads import MicrobatchThreads
@@ -57,7 +58,10 @@ class TorchPolicy:
     smoothing: SmoothingScales | None = None
     """The scales by channel with which the weights are published, if activations are smoothed."""
     ranks: Ranks = ALONE
-    """The ranks that learn together; with others, `model` is sharded over them (learner/backends/fsdp.py)."""
+    """The ranks among which the samples are divided. With others `model` is sharded over them, and over those
+    of `context` (learner/backends/fsdp.py)."""
+    context: Ranks = ALONE
+    """The ranks that share the tokens of each micro-batch."""
     readers: list[Callable[[], None]] = field(default_factory=list)
     """Functions that return once their thread reads weights and moments no more; each is called before these
     change: WeightPublisher.wait_until_read and CheckpointWriter.wait_until_read."""
@@ -71,11 +75,11 @@ class TorchPolicy:
     def __post_init__(self) -> None:
         cfg = self.cfg
         self.model.recompute_layers(cfg.recompute)
-        if self.ranks.size == 1:  # FSDP2 itself casts a sharded model to `cfg.products`
+        if not self.sharded:  # FSDP2 itself casts a sharded model to `cfg.products`
             self.model.dtype = getattr(torch, cfg.products)
         weights = sum(p.numel() for p in self.model.parameters())
         foreign = self.shape.foreign is not None  # whose forward passes may not run side by side
-        alone = cfg.device == "cpu" and self.ranks.size == 1 and not foreign
+        alone = cfg.device == "cpu" and not (self.sharded or foreign)
         self.threads = MicrobatchThreads(cfg.threads if alone and weights <= SMALL else 1)
         if cfg.critic and self.critic is None:
             self.critic = Critic(self.model, cfg.critic)
@@ -122,6 +126,11 @@ class TorchPolicy:
         self.reference = copy.deepcopy(self.model).requires_grad_(False)
 
     @property
+    def sharded(self) -> bool:
+        """True if other ranks hold parts of the model."""
+        return self.ranks.size * self.context.size > 1
+
+    @property
     def shape(self) -> DecoderConfig:
         return self.model.config
 
@@ -135,7 +144,7 @@ class TorchPolicy:
 
     def scores(self, batches: Sequence[PackedBatch], graph: bool = False) -> list[Scores]:
         # A sharded model's graph becomes invalid in the forward passes that follow.
-        graph = graph and self.ranks.size == 1
+        graph = graph and not self.sharded
 
         def scores(number: int) -> Scores:
             with torch.set_grad_enabled(graph and number == 0 and batches[number].learns):
@@ -150,7 +159,10 @@ class TorchPolicy:
         model = self.reference or self.model
 
         def logprobs(number: int) -> torch.Tensor:
-            return token_logprobs(model, batches[number], self.temperature)[0]
+            def scores(batch: PackedBatch) -> Scores:
+                return {"logprobs": token_logprobs(model, batch, self.temperature)[0]}
+
+            return scores_over(self.context, batches[number], scores)["logprobs"]
 
         with nullcontext() if self.reference is not None else adapters_off(self.model):
             return list(self.threads.map(logprobs, len(batches)))
@@ -167,7 +179,7 @@ class TorchPolicy:
         metrics = []
         for number in range(len(batches)):
             value, measured = loss(number)
-            summed(value, self.ranks).backward()
+            summed(value, self.ranks.size * self.context.size).backward()
             metrics.append(measured)
         return metrics
 
@@ -194,6 +206,9 @@ class TorchPolicy:
 
     def _scores(self, batch: PackedBatch) -> Scores:
         """Returns the present scores of the model, and of the critic, for each response token."""
+        return scores_over(self.context, batch, self._scores_of)
+
+    def _scores_of(self, batch: PackedBatch) -> Scores:
         routing = routing_for(self.model, batch, self.cfg.routing_replay)
         hidden = self.model(batch.token_ids, batch.layout, routing)[batch.predict]
         bonus = self.cfg.entropy_coef > 0
@@ -212,7 +227,7 @@ class TorchPolicy:
 
     def step_optimizer(self) -> tuple[Metrics, bool]:
         self.wait_until_read()
-        if self.ranks.size > 1:
+        if self.sharded:
             for module in (self.model, self.critic, self.reference):
                 if module is not None:
                     reshard(module)

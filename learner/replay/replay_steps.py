@@ -139,7 +139,7 @@ class Replay:
             cfg = self.settings_at(record).learner
             if record.machine != machine_name(cfg.device, threads=cfg.threads):
                 return False
-            if record.metrics.get(MICROBATCH, cfg.microbatch_tokens) != cfg.microbatch_tokens:
+            if record.metrics.get(MICROBATCH, cfg.pass_tokens) != cfg.pass_tokens:
                 return False
         return True
 

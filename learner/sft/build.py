@@ -7,7 +7,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from areal_q.checks.combinations import check_foreign
+from areal_q.checks.combinations import check_context, check_foreign
 from areal_q.checks.model import check_experts, check_format, check_vocabulary
 from areal_q.config import MegatronBackend, PretrainedModel, Run, Sft
 from areal_q.models.hf.weight_files import check_tensors
@@ -104,12 +104,13 @@ def _data(
         check_foreign(run, shape.family, ranks.size, rollouts=False)
     elif isinstance(run.model, PretrainedModel):
         check_tensors(run.model.path, shape)
+    check_context(run, shape, ranks.size)
     check_experts(shape, run.learner)
     if run.learner.lora or run.learner.precision != "full":
         check_format(shape, run.rollout.format)
     check_vocabulary(shape, tokenizer, encoded(rows.train[0], tokenizer)[0])
     check_data(directory, run.task if cfg.path is None else cfg, rows)
-    longest = min(shape.max_positions, run.learner.microbatch_tokens)
+    longest = min(shape.max_positions, run.learner.pass_tokens)
     data = Demonstrations(rows, tokenizer, longest, run.seed)
 
     def tell(done: int, of: int) -> None:

@@ -16,9 +16,19 @@ def packed_attention(
     """Returns the causal attention within each sequence, [T, heads, head_dim], of each token to the `window`
     last ones, its own included; None: to all before it.
 
-    q is [T, heads, head_dim], k and v are [T, kv_heads, head_dim]. Padding is at the end of a sequence, so that
-    no real token attends to it.
+    q is [T, heads, head_dim], k and v are [T, kv_heads, head_dim]; where ranks divide the tokens, T are this
+    rank's, and they compute some heads of all tokens each. Padding is at the end of a sequence, so that no real
+    token attends to it.
     """
+    if layout.share is not None:
+        own = _whole_batch(*layout.share.gather_tokens(q, k, v), layout, window)
+        return layout.share.gather_heads(own, q.shape[1])
+    return _whole_batch(q, k, v, layout, window)
+
+
+def _whole_batch(
+    q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, window: int | None
+) -> Tensor:
     outputs = []
     for bucket in layout.buckets:
         queries = bucket.rows[:, bucket.first :]
