@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from areal_q.models import Decoder, DecoderConfig, PackedLayout, init_weights, rope_tables
 from areal_q.models.layers.packed_attention import packed_attention
 from areal_q.models.layers.rope import apply_rope
+from areal_q.models.packed_layout import Segment
 
 SMALL = DecoderConfig(
     family="qwen3",
@@ -145,6 +146,50 @@ def test_packed_attention_equals_softmax_of_each_sequence(
         expected = torch.einsum("hij,jhd->ihd", scores.softmax(-1), wide_v)
         torch.testing.assert_close(out[part], expected, atol=1e-5, rtol=0)
         start += n
+
+
+LONG = {
+    "a window": ([Segment(700)], 90),
+    "a window of three tokens": ([Segment(700)], 3),
+    "a branch": ([Segment(400), Segment(310, 0, 390)], None),
+    "a branch, a window": ([Segment(400), Segment(310, 0, 390)], 200),
+}
+
+
+@pytest.mark.parametrize("kind", LONG)
+def test_long_sequences_have_no_mask_of_their_square(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And equal the softmax over what each token sees, gradient included."""
+    segments, window = LONG[kind]
+    monkeypatch.setattr("areal_q.models.layers.packed_attention.BLOCK", 64)
+    layout = PackedLayout.of_forest(segments)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(len(layout.positions), 2, 4, requires_grad=True) for _ in range(3))
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = packed_attention(q, k, v, layout, window)
+    rows = max(bucket.rows.shape[1] - bucket.first for bucket in layout.buckets)
+    assert max(kept.values()) < 4 * rows * layout.longest / 2
+    assert sum(kept.values()) < 4 * rows * layout.longest
+    paths = torch.from_numpy(layout.paths).split(layout.lengths)
+    sees = torch.zeros(len(q), len(q), dtype=torch.bool)
+    for path in paths:
+        for place, token in enumerate(path.tolist()):
+            sees[token, path[max(0, place + 1 - (window or place + 1)) : place + 1]] = True
+    scores = torch.einsum("qhd,khd->hqk", q, k) / 2
+    weights = scores.masked_fill(~sees, -torch.inf).softmax(-1)
+    expected = torch.einsum("hqk,khd->qhd", weights, v)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    slope = torch.randn_like(out)
+    ours, theirs = (torch.autograd.grad((o * slope).sum(), (q, k, v)) for o in (out, expected))
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("lengths", [[1], [7, 7, 7], [3, 40, 1, 9, 10, 38, 2]])

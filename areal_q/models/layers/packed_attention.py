@@ -9,6 +9,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from areal_q.models.packed_layout import PackedLayout
 
+BLOCK = 1024
+"""Most queries for which a mask is made. The choice depends on shapes alone, so that a step that is computed
+again makes the same one."""
+
 
 def packed_attention(
     q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, window: int | None = None
@@ -36,10 +40,32 @@ def _whole_batch(
             x.index_select(0, rows.flatten()).unflatten(0, rows.shape).transpose(1, 2)
             for x, rows in ((q, queries), (k, bucket.rows), (v, bucket.rows))
         )
-        mask = visible(queries.shape[1], bucket.rows.shape[1], window, q.device)
-        out = _attention(q_pad, k_pad, v_pad, mask)
+        out = _blockwise(q_pad, k_pad, v_pad, window)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, layout.unpad)
+
+
+def _blockwise(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    """Returns the attention of the last positions, whose queries [sequences, heads, queries, head_dim] are
+    given, to those that `visible` says. What needs a mask is computed block by block of queries, each with the
+    keys that it can see: masks, as numbers that are added to the products, then have a block's rows in place
+    of the sequence's, and one serves all blocks."""
+    queries, keys = q.shape[2], k.shape[2]
+    maskless = queries == keys and (window is None or window >= keys)
+    if maskless or queries <= BLOCK:
+        return _attention(q, k, v, visible(queries, keys, window, q.device))
+    mask = visible(BLOCK, keys, window, q.device)
+    assert mask is not None
+    mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
+    outputs, offset = [], keys - queries
+    for start in range(0, queries, BLOCK):
+        end = min(start + BLOCK, queries)
+        first = 0 if window is None else max(0, offset + start + 1 - window)
+        seen = slice(first, offset + end)
+        # The mask's last row is a position that sees as far back as the keys reach, or the window.
+        rows = mask[BLOCK - (end - start) :, keys - (offset + end - first) :]
+        outputs.append(_attention(q[:, :, start:end], k[:, :, seen], v[:, :, seen], rows))
+    return torch.cat(outputs, 2)
 
 
 def visible(
@@ -55,7 +81,7 @@ def visible(
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Returns the attention, each tensor [sequences, heads, length, head_dim]: causal without a mask, else to
-    what `mask` bool [length, length] says.
+    what `mask`, bool or added to the products, [queries, keys] says.
 
     Where torch is told to warn of what it cannot repeat bit for bit, a GPU's attention only warns, though its
     gradient could be repeated; so while that is computed, torch is told to insist. With a mask only the plain
