@@ -8,10 +8,12 @@ import pytest
 from helpers.kinds import VOCAB, config_of, foreign_model, write_foreign
 
 from areal_q.checks.automatic import settled
-from areal_q.checks.combinations import check_foreign
+from areal_q.checks.combinations import check_context, check_foreign
 from areal_q.checks.model import check_model
 from areal_q.config import HfEngine, HfModel, PretrainedModel, Run, TorchEngine, load
 from areal_q.errors import UserError
+from areal_q.models.shape import shape_of
+from areal_q.tasks import build_tokenizer
 from learner.build import build_learner
 from rollout.commands.check import engine_of, model_of
 
@@ -106,3 +108,33 @@ def test_several_ranks_are_refused_in_the_same_place(path: Path) -> None:
 def test_an_fp8_cache_is_refused_by_the_engine(path: Path) -> None:
     (found,) = engine_of(run_of(path, "rollout.engine.kv_cache=fp8"))
     assert found.level == "error" and "kv_cache: fp8 is not among auto" in found.says
+
+
+SHARING = {
+    "context = 2 does not divide 3 processes of the learner; torchrun --nproc-per-node 2": (
+        2,
+        3,
+        "",
+    ),
+    "context = 4 does not divide 1 processes": (4, 1, ""),
+    "context = 8: more than the model's 4 attention heads": (8, 0, ""),
+    "context = 2: not with a mixture of experts": (2, 0, "model.experts=4"),
+}
+
+
+@pytest.mark.parametrize("complaint", SHARING)
+def test_what_cannot_share_tokens_is_refused_by_name(complaint: str) -> None:
+    """By the learner, and by check, which does not know the number of its processes."""
+    context, ranks, more = SHARING[complaint]
+    run = load(None, [f"learner.backend.context={context}", *more.split()])
+    tokenizer = build_tokenizer(run.model, run.task)
+    with pytest.raises(UserError, match=f"^learner.backend.{complaint}"):
+        check_context(run, shape_of(run.model, tokenizer), ranks)
+    (found, *_) = model_of(run)
+    assert found.name == "model" and (found.level == "error") == (not ranks)
+    assert ranks or complaint in found.says
+
+
+def test_transformers_models_share_no_tokens(path: Path) -> None:
+    (found, *_) = model_of(run_of(path, "learner.backend.context=2"))
+    assert "learner.backend.context = 2: not with phi, which transformers computes" in found.says
