@@ -110,6 +110,17 @@ def test_adapters_alone_have_gradients_and_moments():
     assert parts["weights"] < SMALL.weights
 
 
+def test_ranks_that_share_tokens_keep_a_share_of_a_pass():
+    """Of a response that is longer than any of them could take alone."""
+
+    def activations(context: int, tokens: int) -> float:
+        settings = [f"learner.backend.context={context}", f"learner.microbatch_tokens={tokens}"]
+        run = load(None, [*settings, "learner.dtype=float32"])
+        return by_name(pass_memory(run, SMALL, Lengths(1000, 3000)))["activations"]
+
+    assert activations(4, 1000) == pytest.approx(activations(1, 4000) / 4, rel=1e-3)
+
+
 def test_ranks_share_what_is_sharded_and_nothing_else():
     run = load(None, ["learner.device=cuda", "learner.dtype=bfloat16"])
     one, four = (list(learner_memory(run, SMALL, Lengths(8, 8), ranks)) for ranks in (1, 4))
