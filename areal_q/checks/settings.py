@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from areal_q.evaluation.estimates import pass_ks
 from areal_q.system.ports import check_free
 from areal_q.system.run_dir import FIXED_CODE, with_digests
 from areal_q.tasks import (
+    Problem,
     Task,
     asked_of,
     build_task,
@@ -97,17 +99,23 @@ def preflight(run: Run) -> None:
 def check_problems(run: Run, task: Task) -> None:
     """Raises ConfigError or TaskError for an evaluation set whose problems cannot be read, and for a judge's
     prompt with a field that the first problems of `task` and of the sets do not have."""
+    for part, problems in first_problems(run, task):
+        if judge := part.reward.judge:
+            for problem in problems:
+                asked_of_judge(judge, problem, "")
+
+
+def first_problems(run: Run, task: Task) -> Iterator[tuple[Run, Sequence[Problem]]]:
+    """Yields `run` as it is to each of its tasks and evaluation sets, with the first problems that it trains on
+    and holds out, or asks there. Raises what reading a set's problems raises."""
     trained = parts_of(task.train)
     for name in run.sources:
         part = run.of(name)
         if name in trained:
             held = (problem for problem in task.heldout if problem.source == name)
-            first = [*trained[name][:1], *islice(held, 1)]
+            yield part, [*trained[name][:1], *islice(held, 1)]
         else:
-            first = asked_of(part.task, columns_of_one(part))[:1]
-        if judge := part.reward.judge:
-            for problem in first:
-                asked_of_judge(judge, problem, "")
+            yield part, asked_of(part.task, columns_of_one(part))[:1]
 
 
 def check_sets(run: Run, task: Task) -> None:

@@ -16,12 +16,23 @@ from areal_q.checks.automatic import settled, why_dtype
 from areal_q.checks.hub import fetched
 from areal_q.checks.machine import CheckResult, check_device, environment
 from areal_q.checks.packages import worker_python
-from areal_q.checks.settings import preflight
-from areal_q.config import PythonSampler, RolloutConfig, Run, SglangEngine, VllmEngine, load
+from areal_q.checks.settings import first_problems, preflight
+from areal_q.config import (
+    EvalConfig,
+    External,
+    Python,
+    PythonEnvironment,
+    PythonSampler,
+    RolloutConfig,
+    Run,
+    SglangEngine,
+    VllmEngine,
+    load,
+)
 from areal_q.errors import UserError
 from areal_q.system.command import console
 from areal_q.system.credentials import no_password
-from areal_q.tasks import build_task, columns_for
+from areal_q.tasks import Completed, Problem, build_reward, build_task, columns_for
 
 _MARKS = {"ok": "[green]✓[/]", "note": "[dim]·[/]", "warning": "[yellow]![/]", "error": "[red]✗[/]"}
 
@@ -64,6 +75,7 @@ def findings(run: Run, redis: str | None) -> Iterator[CheckResult]:
         run = settled(fetched(run))
         yield from model_of(run)
         yield from sampler_of(run)
+        yield from reward_of(run)
     yield from learner_of(run)
     yield from engine_of(run)
 
@@ -96,6 +108,35 @@ def sampler_of(run: Run) -> Iterator[CheckResult]:
             try_out(run.buffer.sampler, build_task(run.task, columns_for(run)).train)
     except UserError as error:
         yield CheckResult("sampler", "error", str(error), "mend the function")
+
+
+def reward_of(run: Run) -> Iterator[CheckResult]:
+    """Yields what a reward of the user's own does wrong with the first problem and a group of responses that
+    are its very answer."""
+    try:
+        for part, problems in first_problems(run, build_task(run.task, columns_for(run))):
+            if isinstance(run.rollout.environment, External | PythonEnvironment):
+                continue  # the rewards are theirs
+            if part.reward.path or isinstance(part.task, Python):
+                yield from asyncio.run(_judged(part, problems[0]))
+    except UserError as error:
+        yield CheckResult("reward", "error", str(error), "mend the function")
+
+
+async def _judged(run: Run, problem: Problem) -> list[CheckResult]:
+    """Returns how the reward of a run of one task fails; nothing if it gives what it should. What may come
+    right later, such as a judge that does not answer yet, is a warning."""
+    reward = build_reward(msgspec.structs.replace(run, eval=EvalConfig()))
+    ids = [*range(len(problem.answer))]
+    response = Completed(problem.answer, tokens=len(ids), ids=ids)
+    try:
+        await reward.start()
+        scores = await reward(problem, [response] * run.learner.group_size)
+    finally:
+        await reward.close()
+    causes = {score.failure for score in scores if score.failure}
+    level = "error" if "exception" in causes else "warning"
+    return [CheckResult("reward", level, reward.failure, "mend the function")] if causes else []
 
 
 def learner_of(run: Run) -> Iterator[CheckResult]:

@@ -22,7 +22,15 @@ from areal_q.checks.machine import CheckResult, engines, machine
 from areal_q.config import load
 from buffer.redis_store.local_server import find_binary
 from buffer.redis_store.server_checks import check_redis
-from rollout.commands.check import engine_of, learner_of, main, model_of, sampler_of, settings_of
+from rollout.commands.check import (
+    engine_of,
+    learner_of,
+    main,
+    model_of,
+    reward_of,
+    sampler_of,
+    settings_of,
+)
 from rollout.engines.base import Capabilities
 
 
@@ -254,6 +262,47 @@ def test_an_order_and_a_sampler_of_ones_own_are_called(tmp_path, settings, said)
     run = load(None, [settings.format(tmp_path / "own.py")])
     found = [one for one in (*model_of(run), *sampler_of(run)) if one.level == "error"]
     assert [bool(re.search(said, one.says)) for one in found] == [True] if said else not found
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["reward.path={}:exact"], None),
+        (["reward.path={}:each"], None),
+        (["reward.path={}:asks"], r"own.py:6: a reward asks for ansr; there are prompt, response"),
+        (["reward.path={}:nobody"], r"own.py: no function 'nobody'"),
+        (["reward.path={}:reward_group"], r"gave 1 rewards for 8 responses, in .*own.py"),
+        (["reward.path={}:typo"], r"NameError: name 'nubmer' is not defined, in .*own.py:11"),
+        (
+            [
+                "eval.sets.held={{task={{type='python', path='{}:problems'}}}}",
+                "reward.function=typo",
+            ],
+            r"NameError: name 'nubmer' is not defined, in .*own.py:11",
+        ),
+    ],
+)
+def test_a_reward_of_ones_own_is_called(tmp_path, settings, said):
+    (tmp_path / "own.py").write_text(
+        "def exact(response, answer):\n    return float(response == answer)\n"
+        "async def each(completion_ids, group):\n    return len(completion_ids) / len(group)\n\n"
+        "def asks(response, ansr):\n    return 1.0\n"
+        "def reward_group(rows):\n    return [1.0]\n"
+        "def typo(response):\n    return nubmer\n"
+        "def problems():\n    return [('1+1=', '2')] * 20\n"
+    )
+    found = list(reward_of(load(None, [one.format(tmp_path / "own.py") for one in settings])))
+    assert [bool(re.search(said, one.says)) for one in found] == [True] if said else not found
+    assert {one.level for one in found} <= {"error"}
+
+
+def test_a_judge_that_is_not_there_yet_is_a_warning(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "from areal_q.errors import RewardUnavailable\n"
+        "def reward(response):\n    raise RewardUnavailable('nobody listens')\n"
+    )
+    (found,) = reward_of(load(None, [f"reward.path={tmp_path / 'own.py'}"]))
+    assert found.level == "warning" and "nobody listens" in found.says
 
 
 @pytest.mark.parametrize(
