@@ -27,7 +27,7 @@ from areal_q.checks.automatic import settled, why_dtype, why_smoothing
 from areal_q.checks.disk_use import check_room, still_to_write
 from areal_q.checks.hub import fetched
 from areal_q.config import MegatronBackend, Run, load
-from areal_q.errors import BufferGone, ConfigError, Stopped, TaskError
+from areal_q.errors import BufferGone, ConfigError, Stopped
 from areal_q.observability import service_log
 from areal_q.observability.metric_table import METRICS
 from areal_q.observability.progress import ProgressLog
@@ -201,6 +201,8 @@ def _exporter(run: Run, directory: Path, redis: str, metrics: str) -> Exporter:
 
 def _train(learner: "Learner", directory: Path, exporter: Exporter, stop: StopRequest) -> bool:
     """Trains, exports the model and closes the learner. Returns True if the run is done."""
+    from buffer.redis_store.keys import WORKER_TTL_S
+    from learner.data.invalid_rewards import NeverScored, and_how
     from learner.final_export import finish
 
     log = ProgressLog(learner.run, directory, logger.info)
@@ -209,9 +211,8 @@ def _train(learner: "Learner", directory: Path, exporter: Exporter, stop: StopRe
     learner.metrics.also("faults", lambda _: exporter.update(log.lasting_faults()))
     try:
         finished = finish(learner, directory, learner.train(stop))
-    except TaskError as error:
-        told = [f"{w.failure} ({w.worker})" for w in learner.buffer.workers() if w.failure]
-        raise TaskError("; ".join([str(error), *told[:1]])) from error
+    except NeverScored as error:
+        raise and_how(error, learner.buffer.workers, WORKER_TTL_S) from error
     finally:
         learner.close()
     if finished:

@@ -2,19 +2,25 @@
 them in a replay."""
 
 import logging
+import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from msgspec.structs import replace
 
 from areal_q.errors import ConfigError, TaskError
-from areal_q.messages import Group
+from areal_q.messages import Group, WorkerStatus
 from buffer.sampling.replay_pool import SampledGroups
 from learner.data.packing import CAUSES
 
 logger = logging.getLogger(__name__)
 FEWEST = 256
 """The least number of responses that must fail, without exception, before the reward counts as broken."""
+
+
+class NeverScored(TaskError):
+    """No reward has ever worked."""
 
 
 class Failures:
@@ -32,7 +38,7 @@ class Failures:
         self._warn_at = 1
 
     def add(self, group: Group) -> None:
-        """Counts the responses of a group and logs failures. Raises TaskError if no reward has ever worked."""
+        """Counts the responses of a group and logs failures. Raises NeverScored if no reward ever worked."""
         if self.count(group):
             self._warn()
 
@@ -55,9 +61,8 @@ class Failures:
         total = self.invalid.total()
         causes = ", ".join(f"{count} {cause}" for cause, count in self.invalid.most_common())
         if total == self.responses >= self._hopeless:
-            raise TaskError(
-                f"the reward failed for all of the first {total} responses ({causes}); the workers' logs "
-                "say how: mend it, and continue with --resume"
+            raise NeverScored(
+                f"the reward failed for all of the first {total} responses ({causes})"
             )
         if (
             total >= self._warn_at
@@ -70,6 +75,20 @@ class Failures:
                 self.responses,
                 causes,
             )
+
+
+def and_how(
+    error: NeverScored, heartbeats: Callable[[], Sequence[WorkerStatus]], wait_s: float
+) -> TaskError:
+    """Returns `error` with how a reward failed, which a worker's heartbeat tells: a reward that fails at once
+    fails that often before the next one. After `wait_s` without it the logs have to do."""
+    until_s, told = time.monotonic() + wait_s, list[str]()
+    while not told and time.monotonic() < until_s:
+        told = [f"{beat.failure} ({beat.worker})" for beat in heartbeats() if beat.failure]
+        if not told:
+            time.sleep(0.1)
+    how = told[0] if told else "the workers' logs say how"
+    return TaskError(f"{error}: {how}; mend it, and continue with --resume")
 
 
 def judged(

@@ -1,6 +1,8 @@
 """A failed reward is no reward: what could not be scored changes nothing of what could."""
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,12 +23,12 @@ from areal_q.config import (
     Rloo,
 )
 from areal_q.errors import ConfigError, RecordError, TaskError
-from areal_q.messages import Array, Group, Trajectory, decode_group, encode
+from areal_q.messages import Array, Group, Trajectory, WorkerStatus, decode_group, encode
 from bench.records import make_group, make_ticket, make_trajectory
 from buffer.logs.trajectory_schema import groups_from_table, groups_to_table
 from buffer.sampling.replay_pool import SampledGroups
 from buffer.sampling.samplers import PooledGroup, PrioritizedSampler, spread
-from learner.data.invalid_rewards import Failures, judged
+from learner.data.invalid_rewards import Failures, NeverScored, and_how, judged
 from learner.data.packing import CAUSES, failure_metrics, samples_of
 from learner.data.staleness import VersionHistory
 from learner.policy_update import SingleProcessUpdater, cut_minibatches, prepare_minibatches
@@ -241,6 +243,18 @@ def test_a_reward_that_never_worked_ends_the_learner():
         counts.add(bad)
     with pytest.raises(TaskError, match=r"all of the first 512 responses \(512 exception\)"):
         counts.add(bad)
+
+
+def test_the_end_waits_for_a_worker_to_tell_how_it_failed():
+    zeros: dict[str, Any] = dict.fromkeys(WorkerStatus.__struct_fields__, 0)
+    silent = msgspec.structs.replace(WorkerStatus(**zeros), worker="w0", failure="")
+    told = msgspec.structs.replace(silent, worker="w1", failure="raised KeyError: 'a', in r.py:5")
+    beats = iter([[], [silent], [silent, told]])
+    said = and_how(NeverScored("it failed for all"), lambda: next(beats), wait_s=math.inf)
+    end = "mend it, and continue with --resume"
+    assert str(said) == f"it failed for all: raised KeyError: 'a', in r.py:5 (w1); {end}"
+    without = and_how(NeverScored("it failed for all"), lambda: [silent], wait_s=0.0)
+    assert str(without) == f"it failed for all: the workers' logs say how; {end}"
 
 
 def test_a_reward_that_worked_once_may_fail_for_long():
