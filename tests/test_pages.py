@@ -226,7 +226,16 @@ def desk(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Path) -> Path
         "steps=4",
         "eval.sets.hard.samples=2",
     ]
-    areal_q(desk, "run", "quickstart", *FEWER, *small, "checkpoint.every=2", "eval.every=2")
+    areal_q(
+        desk,
+        "run",
+        "quickstart",
+        *FEWER,
+        *small,
+        "checkpoint.every=2",
+        "checkpoint.keep=9",
+        "eval.every=2",
+    )
     for name in ("other", "demo"):
         shutil.copytree(desk / "runs" / "quickstart", desk / "runs" / name)
     return desk
