@@ -99,6 +99,7 @@ def _train(
         precision="full",
         lora=None,
         backend=TorchBackend(),
+        microbatch_tokens=run.learner.pass_tokens,  # this process computes alone what several share
     )
     data = Demonstrations(task, tokenizer, longest=0, seed=run.seed)
     policy = TorchPolicy(model, learner, temperature=1.0)

@@ -163,3 +163,14 @@ def test_a_torn_file_in_the_cache_is_made_again(make_run: MakeRun, cache: Path):
 def test_it_learns(make_run: MakeRun):
     _, _, told = warmed(make_run("warmstart.steps=60", "warmstart.batch=32", "warmstart.lr=1e-2"))
     assert told[-1][1] < told[0][1] / 2
+
+
+def test_one_process_warms_up_what_several_then_share(make_run: MakeRun, cache: Path):
+    """An answer with its prompt has more tokens than one process's third of a micro-batch."""
+    usual = ["warmstart.steps=1", "warmstart.batch=8"]
+    shared = ["learner.backend.context=3", "learner.microbatch_tokens=3"]
+    model, *_ = warmed(make_run(*usual, *shared))
+    for file in cache.rglob("*.safetensors"):
+        file.unlink()
+    expected, cached, _ = warmed(make_run(*usual, "learner.microbatch_tokens=9"))
+    assert not cached and same(model, expected)
