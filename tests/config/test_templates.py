@@ -1,12 +1,9 @@
 """`areal-q init`: two files that begin a run, and that learn."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from helpers.commands import refused, run_here
+from helpers.commands import areal_q, refused, run_here
 
 from areal_q.cli.init import MEANINGS, main
 from areal_q.config import load
@@ -71,10 +68,7 @@ def test_templates_are_not_offered_as_configurations():
 def test_a_template_runs(tmp_path: Path, template: str):
     """Its first steps: all of them, in which it learns, take too long for every suite."""
     run_here("init", main, "mine", "--template", template)
-    environment = {k: v for k, v in os.environ.items() if k != "REDIS_URL"}
-    command = [sys.executable, "-P", "-m", "areal_q", "run", "mine.toml"]
     short = ["steps=3", "warmstart.steps=20", "eval.problems=32"]
-    done = subprocess.run([*command, *short], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    areal_q(tmp_path, "run", "mine.toml", *short)
     records = read_metrics(tmp_path / "runs" / "mine" / "metrics.jsonl")
     assert [r["step"] for r in records if r["kind"] == "step"] == [1, 2, 3]

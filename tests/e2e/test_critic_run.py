@@ -1,11 +1,10 @@
 """PPO with a critic and a reference policy through real processes: it learns, resumes and is replayed."""
 
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
-from helpers.paths import EXECUTABLE, QUICKSTART
+from helpers.commands import areal_q
+from helpers.paths import QUICKSTART
 from safetensors import safe_open
 
 from areal_q.models import load_decoder
@@ -23,17 +22,6 @@ SETTINGS = [
     *("learner.entropy_coef=1e-4", "checkpoint.every=15"),
 ]
 FORK, STEPS = 12, 30
-
-
-def areal_q(cwd: Path, *args: str) -> str:
-    environment = {**os.environ, "COLUMNS": "160", "NO_COLOR": "1"}
-    environment.pop("REDIS_URL", None)
-    command = [EXECUTABLE, *args]
-    done = subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,10 @@
 """`areal-q run` with a family that is not ours: it steps, replays, and transformers loads its export."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.commands import areal_q
 from helpers.kinds import write_foreign
 from transformers import AutoModelForCausalLM
 
@@ -25,13 +24,6 @@ learner = { groups = 8, group_size = 4, max_lag = 0, uaq = 1.0 }
 eval = { problems = 20, every = 10 }
 checkpoint = { every = 2 }
 """
-
-
-def areal_q(directory: Path, *args: str) -> str:
-    command = [sys.executable, "-m", "areal_q", *args]
-    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.mark.parametrize(("family", "format"), [("gpt_neox", "int8"), ("gemma3_text", "bf16")])

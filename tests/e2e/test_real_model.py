@@ -1,16 +1,15 @@
 """A pretrained model from `areal-q run` to what transformers makes of its export."""
 
 import json
-import os
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from helpers.paths import EXECUTABLE, REAL_MODEL, ROOT
+from helpers.commands import areal_q
+from helpers.paths import REAL_MODEL, ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_q.observability.metrics_log import read_metrics
@@ -52,16 +51,6 @@ def finished(place: Path) -> Path:
     areal_q(place, "run", config, *settings, f"steps={FIRST}")
     areal_q(place, "run", "runs/real", "--resume", f"steps={STEPS}")
     return place / "runs" / "real"
-
-
-def areal_q(place: Path, *arguments: str) -> str:
-    """Returns what the command says, which must end well."""
-    environment = {name: value for name, value in os.environ.items() if name != "REDIS_URL"}
-    done = subprocess.run(
-        [EXECUTABLE, *arguments], cwd=place, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def test_a_pretrained_model_learns_over_a_resumption(finished: Path):

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.commands import areal_q
 
 from areal_q.observability.metrics_log import read_metrics
 
@@ -39,21 +40,6 @@ SETTINGS = [
     *("model.mlp=128", "warmstart.steps=30", "rollout.sampling.max_tokens=4", "learner.groups=16"),
     *("eval.problems=20", "eval.every=1000"),
 ]
-
-
-def areal_q(here: Path, *words: str) -> str:
-    environment = {k: v for k, v in os.environ.items() if k != "REDIS_URL"}
-    command = [sys.executable, "-P", "-m", "areal_q", *words]
-    done = subprocess.run(
-        command,
-        cwd=here,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
 
 
 def test_trackers_that_hang_or_die_cost_the_run_nothing(tmp_path: Path) -> None:

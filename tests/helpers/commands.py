@@ -36,6 +36,17 @@ def run_here(
     return subprocess.CompletedProcess(args, code or 0, out.getvalue(), err.getvalue())
 
 
+def areal_q(here: Path, *words: str) -> str:
+    """Returns what `areal-q WORDS`, in the directory `here`, prints on stdout; it must end well. A process of
+    its own, whose runs start a Redis of their own."""
+    environment = {k: v for k, v in os.environ.items() if k != "REDIS_URL"}
+    environment |= {"COLUMNS": "160", "NO_COLOR": "1"}
+    command = [sys.executable, "-P", "-m", "areal_q", *words]
+    done = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 @contextmanager
 def handlers_kept() -> Iterator[None]:
     """Undoes what a command does with signals, so that Ctrl-C reaches the tests after it."""

@@ -1,11 +1,9 @@
 """A mixture whose tasks have advantages of their own, resumed, and replayed with them and with others."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from helpers.commands import stretched
+from helpers.commands import areal_q
 from helpers.paths import ROOT
 
 from areal_q.errors import TaskError
@@ -36,11 +34,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (cwd / "mine.py").write_text(MINE)
     quickstart = str(ROOT / "configs" / "quickstart.toml")
     for args in ([quickstart, *SETTINGS], ["runs/mix", "--resume", f"steps={STEPS}"]):
-        command = [sys.executable, "-P", "-m", "areal_q", "run", *args]
-        done = subprocess.run(
-            command, cwd=cwd, capture_output=True, text=True, timeout=stretched(120)
-        )
-        assert done.returncode == 0, done.stderr
+        areal_q(cwd, "run", *args)
     return cwd
 
 

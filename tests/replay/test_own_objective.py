@@ -1,12 +1,10 @@
 """An objective in a user's own file, over a run that is resumed, and replayed with it and without."""
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from helpers.commands import stretched
+from helpers.commands import areal_q
 from helpers.paths import ROOT
 
 from areal_q.config import load
@@ -37,11 +35,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             [quickstart, *SETTINGS, f"name={name}", f"learner.objective.{chosen}"],
             [f"runs/{name}", "--resume", f"steps={STEPS}"],
         ):
-            command = [sys.executable, "-P", "-m", "areal_q", "run", *args]
-            done = subprocess.run(
-                command, cwd=cwd, capture_output=True, text=True, timeout=stretched(100)
-            )
-            assert done.returncode == 0, done.stderr
+            areal_q(cwd, "run", *args)
     return cwd
 
 
@@ -69,10 +63,8 @@ def test_another_loss_is_tried_on_what_was_logged(runs: Path, tmp_path: Path):
     )
     path = f'learner.objective.path="{tmp_path / "square.py"}"'
     settings = ["--set", path, "--set", "learner.objective.settings.beta=2.0"]
-    command = [sys.executable, "-P", "-m", "areal_q", "replay", "runs/tis", *settings]
-    done = subprocess.run(command, cwd=runs, capture_output=True, text=True, timeout=stretched(100))
-    assert done.returncode == 0, done.stderr
-    assert "another history" in done.stdout and "step 0 is the first that differs" in done.stdout
+    said = areal_q(runs, "replay", "runs/tis", *settings)
+    assert "another history" in said and "step 0 is the first that differs" in said
 
 
 def test_code_that_changed_is_refused_until_it_is_asked_for(runs: Path, tmp_path: Path):

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import time
 from pathlib import Path
@@ -19,7 +18,7 @@ import pytest
 import torch
 import typer
 from helpers.commands import refused, run_here, stretched
-from helpers.paths import ROOT
+from helpers.paths import EXECUTABLE, ROOT
 
 from areal_q.config import load, settings_hash
 from areal_q.errors import CheckpointError, LogError, RecordError, UserError
@@ -38,7 +37,6 @@ from learner.replay.replay_steps import Replay
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 """The first of them waits for two runs"""
-EXECUTABLE = Path(sysconfig.get_path("scripts")) / "areal-q"
 STEPS = 8
 FORK = 5
 """Where the run was stopped and resumed"""

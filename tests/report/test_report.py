@@ -6,8 +6,6 @@ import http.client
 import math
 import re
 import shutil
-import subprocess
-import sys
 import threading
 from functools import partial
 
@@ -15,6 +13,7 @@ import msgspec
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from helpers.commands import areal_q, refused, run_here
 from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -504,31 +503,19 @@ def test_the_report_of_a_read_only_run_asks_for_a_place(run_dir, tmp_path, monke
 
 @pytest.mark.timeout(60)
 def test_the_command_writes_file_and_csv_and_names_gaps(run_dir, tmp_path):
-    def areal_q(*args):
-        command = [sys.executable, "-m", "areal_q", "report", *map(str, args)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60)
-
-    result = areal_q(
-        run_dir, "--out", tmp_path / "r.html", "--csv", tmp_path / "csv", "--max-mb", 1
-    )
-    assert result.returncode == 0, result.stderr
+    asked = ["--out", "r.html", "--csv", "csv", "--max-mb", "1"]
+    areal_q(tmp_path, "report", str(run_dir), *asked)
     assert 50_000 < (tmp_path / "r.html").stat().st_size < 10**6
     assert (tmp_path / "csv" / "reward.csv").is_file()
-    for args in (
-        (run_dir, tmp_path / "none"),
-        (run_dir, "--out", tmp_path / "none" / "r.html"),
-    ):
-        result = areal_q(*args)
-        assert result.returncode == 2 and "none" in result.stderr
-        assert len(result.stderr.splitlines()) == 1
+    for args in ([tmp_path / "none"], ["--out", tmp_path / "none" / "r.html"]):
+        refused(run_here("report", command.main, str(run_dir), *map(str, args)), "none")
 
 
-@pytest.mark.timeout(60)
-def test_several_runs_are_told_in_one_line_each(write_run, tmp_path):
+def test_several_runs_are_told_in_one_line_each(write_run, tmp_path, monkeypatch):
     for name in "ab":
         write_run(tmp_path / name, 4)
-    command = [sys.executable, "-m", "areal_q", "report", "a", "b", "--out", "r.html"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    monkeypatch.chdir(tmp_path)
+    result = run_here("report", command.main, "a", "b", "--out", "r.html")
     assert result.returncode == 0 and result.stderr == ""
     lines = result.stdout.splitlines()
     assert len(lines) == 3

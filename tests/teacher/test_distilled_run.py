@@ -1,15 +1,11 @@
 """A whole run with a teacher, and its replay where there is no teacher any more."""
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from helpers.commands import run_here
+from helpers.commands import areal_q, run_here
 from helpers.fixture_types import MakeRun
-from helpers.paths import ROOT
 from helpers.policies import initial_model
 
 from areal_q.models import save_decoder
@@ -33,11 +29,7 @@ def test_a_replay_needs_no_teacher_and_has_its_bits(make_run: MakeRun, tmp_path:
     save_decoder(initial_model(make_run("model.width=64", "seed=5")), teacher, CharTokenizer())
     settings = [*SETTINGS, f"root={tmp_path}"]
     settings.append(f"learner.teacher={{type='model', path='{teacher}', coef=0.5}}")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "160"}
-    environment.pop("REDIS_URL", None)
-    command = [sys.executable, "-m", "areal_q", "run", "quickstart", *settings]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    areal_q(tmp_path, "run", "quickstart", *settings)
     directory = tmp_path / "taught"
     steps = [r for r in read_metrics(directory / "metrics.jsonl") if r["kind"] == "step"]
     assert all(r["teacher/kl"] > 0 and r["teacher/score_s"] >= 0 for r in steps)
