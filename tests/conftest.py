@@ -22,6 +22,7 @@ import redis
 import torch
 import torch.distributed.tensor  # torch.testing imports it, which a cold disk makes longer than a test may take
 from helpers import commands
+from helpers.fixture_types import Buffers, MakeBuffers
 from helpers.hooks.coroutine_tests import pytest_pyfunc_call  # noqa: F401  as a hook of pytest
 from helpers.hooks.not_run import (  # noqa: F401  the closing lines, as hooks of pytest
     pytest_configure,
@@ -197,6 +198,27 @@ def redis_url(redis_server: RedisServer) -> str:
     with redis.Redis.from_url(redis_server.url) as client:
         client.flushall()
     return redis_server.url
+
+
+@pytest.fixture
+def make_buffers(redis_server: RedisServer) -> Iterator[MakeBuffers]:
+    """Returns an empty buffer of run "run" at each call; those before, as of other examples, are closed."""
+    made: list[Buffers] = []
+
+    def make() -> Buffers:
+        while made:
+            made.pop().close()
+        made.append(Buffers(redis_server.url))
+        return made[0]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def buffers(make_buffers: MakeBuffers) -> Buffers:
+    return make_buffers()
 
 
 @pytest.fixture(scope="session")

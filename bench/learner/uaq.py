@@ -53,7 +53,7 @@ def setting(steps: int, *overrides: str) -> Run:
 async def draw(run: Run) -> tuple[list[list[Group]], str]:
     """Groups for each step, all from the weights after the warm start, and those weights' digest."""
     task, tokenizer = build_task(run.task), build_tokenizer(run.model, run.task)
-    tickets: Any = Tickets(run.name)  # what Admission needs of a buffer
+    tickets: Any = Tickets()  # what Admission needs of a buffer
     admission = Admission(AdmissionSettings.of(run), task, tokenizer, tickets, 0, set())
     admission.issue(range(run.steps * run.learner.groups), 0)
     version = VersionBuilder(VersionSettings.of(run)).build(warm_model(run, task, tokenizer), 0)

@@ -1,12 +1,12 @@
 """One whole training run in one process, without Redis and sockets: for experiments on the algorithms.
 
-    Admission ──tickets──▶ MemoryBuffer ──▶ engine (published, quantized weights) ──groups──▶ MemoryBuffer
-       ▲                                    ▲ version max(0, t - η)                            │
-       └────────── version ── VersionBuilder ────┴──────────── learn (step t) ◀────── GroupReader ◀──────┘
+    Admission ──tickets──▶ engine (published, quantized weights) ──groups──▶ learn (step t)
+        ▲                    ▲ version max(0, t - η)                              │
+        └──── version ───────┴─────────────── VersionBuilder ◀────────────────────┘
 
 Every part is the one that `areal-q run` uses: admission, version history, policy, quantizer, engine, reward.
-What is left out is transport and chance: the buffer lives in memory, and a version is handed to the engine
-instead of sent. The mathematics is the same: a step is a function of weights and groups alone
+What is left out is transport and chance: tickets and groups wait in lists, and a version is handed to the
+engine instead of sent. The mathematics is the same: a step is a function of weights and groups alone
 (learner/train_step.py), a group one of weights and ticket. What does differ is which version draws a group. In
 a real run that depends on timing, here it is a rule: the groups of step t are drawn by version max(0, t - η),
 so that all tokens lag by η = `learner.max_lag`, the most that the bound allows. One run twice gives the same
@@ -39,7 +39,6 @@ from areal_q.tasks import (
 )
 from areal_q.weights.version import WeightVersion
 from bench.records import drawn_trajectory, make_group
-from bench.stability.memory_buffer import MemoryBuffer, MemoryLearner
 from buffer.redis_store import LearnerBuffer
 from buffer.sampling.replay_pool import SampledGroups
 from learner.backends.precision import PrecisionSettings, set_precision
@@ -68,11 +67,13 @@ def warm_model(run: Run, task: Task, tokenizer: Tokenizer) -> Decoder:
     return model
 
 
-class Tickets(MemoryLearner):
-    """Admitted tickets, first come first served. Nothing is encoded and decoded on the way."""
+class Tickets:
+    """Stands in for the buffer towards the admission. Admitted tickets wait in a list, first come first served;
+    nothing is encoded and decoded on the way."""
 
-    def __init__(self, run: str) -> None:
-        super().__init__(MemoryBuffer(run))
+    run_id = ""
+
+    def __init__(self) -> None:
         self.waiting: list[Ticket] = []
 
     def admit(self, tickets: list[Ticket], cursor: int) -> None:
@@ -164,7 +165,7 @@ async def train(run: Run, flaky: Reward | None = None) -> AsyncIterator[Values]:
     if run.rollout.smooths:
         scales = scales_for(run.rollout.format, run.rollout.smooths, policy.model.config.head_dim)
         begin_smoothing(policy, scales, run, task, tokenizer)
-    tickets = Tickets(run.name)
+    tickets = Tickets()
     buffer = cast(LearnerBuffer, tickets)
     admission = Admission(AdmissionSettings.of(run), task, tokenizer, buffer, 0, set())
     history, check = VersionHistory(run.learner.versions_kept), RewardCheck(run, tokenizer)

@@ -1,13 +1,12 @@
-"""The buffer's contract, over memory and over a real Redis."""
+"""The buffer's contract, over each kind of server."""
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-import redis
+from helpers.fixture_types import Buffers
 from msgspec.structs import replace
 
 from areal_q.errors import RecordError
@@ -20,53 +19,15 @@ from areal_q.messages import (
     encode,
 )
 from bench.records import make_beat, make_trajectory
-from bench.stability.memory_buffer import MemoryBuffer, QueuedTicket
 from buffer.interface import START, Claim
-from buffer.redis_store import LearnerBuffer, WorkerBuffer
-from buffer.redis_store.keys import Keys
+from buffer.redis_store import WorkerBuffer
 
 
-class Buffers:
-    """Makes either side of one run's buffer."""
-
-    def __init__(self, url: str | None) -> None:
-        self._url, self._memory = url, MemoryBuffer("run")
-        self.learners: list[LearnerBuffer] = []
-
-    def learner(self) -> LearnerBuffer:
-        made = LearnerBuffer(self._url, "run") if self._url else self._memory.learner()
-        self.learners.append(made)
-        return made
-
-    def poison(self, record: bytes) -> None:
-        """Puts what is no ticket among the tickets."""
-        if self._url:
-            with redis.Redis.from_url(self._url) as client:
-                client.xadd(Keys("run").tickets, {"record": record})
-        else:
-            memory = self._memory
-            memory.tickets[Keys("run").tickets][memory.next_id()] = QueuedTicket(record)
-
-    @asynccontextmanager
-    async def worker(
-        self, name: str = "w", claim_timeout_s: float = 30.0
-    ) -> AsyncIterator[WorkerBuffer]:
-        side: WorkerBuffer = (
-            WorkerBuffer(self._url, "run", name, claim_timeout_s)
-            if self._url
-            else self._memory.worker(name, claim_timeout_s)
-        )
-        yield side
-        await side.close()
-
-
-@pytest.fixture(params=["memory", "redis 6.2", "redis 7", "valkey 9"])
-def buffers(request):
-    servers = request.getfixturevalue("servers")
-    made = Buffers(servers(request.param) if request.param != "memory" else None)
+@pytest.fixture(params=["redis 6.2", "redis 7", "valkey 9"])
+def buffers(request: pytest.FixtureRequest, servers: Callable[[str], str]) -> Iterator[Buffers]:
+    made = Buffers(servers(request.param))
     yield made
-    for learner in made.learners:
-        learner.close()
+    made.close()
 
 
 def numbers(items) -> list[int]:
@@ -437,7 +398,7 @@ async def test_arrays_come_back_bit_for_bit(buffers, make_ticket, make_group):
 def test_a_poison_ticket_is_quarantined_and_the_next_served(buffers, make_ticket):
     learner = buffers.learner()
     assert learner.quarantined == learner.quarantined_total() == 0
-    buffers.poison(b"\xc1")
+    buffers.poison("tickets")
     learner.admit([make_ticket(1)], cursor=2)
 
     async def work() -> tuple[list[int], int]:

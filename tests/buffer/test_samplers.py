@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from helpers.fixture_types import MakeGroup, MakeRun
+from helpers.fixture_types import Buffers, MakeBuffers, MakeGroup, MakeRun
 from helpers.policies import build_group_reader, build_pool, new_admission
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -31,7 +31,6 @@ from areal_q.config import (
 )
 from areal_q.errors import ConfigError, TaskError
 from areal_q.messages import Group, Ticket, VersionSpan
-from bench.stability.memory_buffer import MemoryBuffer
 from buffer.interface import Entry
 from buffer.sampling.replay_pool import SampledGroups
 from buffer.sampling.samplers import PooledGroup, build_sampler, inclusion, spread, systematic
@@ -345,15 +344,14 @@ class Looks(threading.Event):
 
 
 class Life:
-    """A learner over a buffer in memory that steps, crashes and resumes from its checkpoints."""
+    """A learner over a real buffer that steps, crashes and resumes from its checkpoints."""
 
-    def __init__(self, run: Run, make_group: MakeGroup) -> None:
-        self.run, self.make_group = run, make_group
-        self.store = MemoryBuffer(run.name)
+    def __init__(self, run: Run, make_group: MakeGroup, buffers: Buffers) -> None:
+        self.run, self.make_group, self.buffers = run, make_group, buffers
         self.version, self.digest = 0, 0
         self.batches: list[list[int]] = []
         """Tickets of every step that survives"""
-        self.learner = self.store.learner()
+        self.learner = self.buffers.learner()
         self.admission = new_admission(run, self.learner)
         self.history = VersionHistory(run.learner.versions_kept)
         self.history.add(0, "d0")
@@ -375,11 +373,11 @@ class Life:
         saved = self.saved
         self.version = saved["version"]
         del self.batches[self.version :]
-        self.learner = self.store.learner()
+        self.learner = self.buffers.learner()
         self.learner.position = saved["position"]
         alive = self.learner.open_tickets() | set(self.learner.unread())
         alive = {n for n in alive if n >= saved["cursor"] or n in saved["outstanding"]}
-        cursor = max(saved["cursor"], self.store.cursor or 0)
+        cursor = max(saved["cursor"], self.learner.cursor() or 0)
         self.admission = new_admission(self.run, self.learner, cursor, alive)
         self.history = VersionHistory(
             self.run.learner.versions_kept, dict(saved["digests"]), [self.version]
@@ -399,10 +397,10 @@ class Life:
             return msgspec.structs.replace(group, trajectories=trajectories)
 
         async def commit() -> None:
-            worker = self.store.worker("w", claim_timeout_s=0.0)
-            worker.max_deliveries = 10**9
-            for claim in await worker.claim(count, block_s=0.0):
-                await worker.commit(claim, drawn(claim.ticket))
+            async with self.buffers.worker(claim_timeout_s=0.0) as worker:
+                worker.max_deliveries = 10**9
+                for claim in await worker.claim(count, block_s=0.0):
+                    await worker.commit(claim, drawn(claim.ticket))
 
         asyncio.run(commit())
 
@@ -432,12 +430,16 @@ class Life:
 @shared
 @given(moves=st.lists(st.sampled_from(["step", "step", "step", "save", "crash"]), max_size=14))
 def test_over_a_crash_no_group_is_used_more_often_than_it_may(
-    make_run: MakeRun, make_group: MakeGroup, type: str, moves: list[str]
+    make_run: MakeRun,
+    make_group: MakeGroup,
+    make_buffers: MakeBuffers,
+    type: str,
+    moves: list[str],
 ):
     overrides = ["learner.max_lag=3", "learner.groups=2", "learner.minibatches=1", "steps=20"]
     run = make_run(*overrides, f"buffer.sampler.type={type}")
     max_uses = build_sampler(run.buffer.sampler).max_uses
-    life = Life(run, make_group)
+    life = Life(run, make_group, make_buffers())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(group_reader_module, "POLL_S", 0.0)
         for move in moves:

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import redis
-from helpers.fixture_types import MakeGroup, MakeRun
+from helpers.fixture_types import Buffers, MakeBuffers, MakeGroup, MakeRun
 from helpers.policies import new_admission
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -21,7 +21,6 @@ from areal_q.messages import Array, Ticket, decode_ticket, encode
 from areal_q.system.run_dir import differences, with_digests
 from areal_q.tasks import Problem, build_task, build_tokenizer, columns_for, problem_at
 from areal_q.tasks.ordering.pass_rates import Drawn
-from bench.stability.memory_buffer import MemoryBuffer, MemoryLearner
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
 from learner import checkpoint
 from learner.build import build_admission
@@ -30,37 +29,42 @@ from learner.data.admission import Admission, ticket_seed
 shared = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 
 
-def admission_of(run: Run, store: MemoryBuffer) -> Admission:
-    return new_admission(run, store.learner())
+def admission_of(run: Run, buffers: Buffers) -> Admission:
+    return new_admission(run, buffers.learner())
 
 
-def tickets_in(store: MemoryBuffer) -> list[Ticket]:
+def tickets_in(buffers: Buffers) -> list[Ticket]:
     async def claim() -> list[Ticket]:
-        claims = await store.worker("reader").claim(10**6, block_s=0)
-        return [claim.ticket for claim in claims]
+        async with buffers.worker("reader") as worker:
+            return [claim.ticket for claim in await worker.claim(10**6, block_s=0)]
 
     return asyncio.run(claim())
 
 
-@shared
+@settings(shared, max_examples=40)
 @given(
     max_lag=st.integers(0, 3),
     moves=st.lists(st.tuples(st.sampled_from(["commit", "take", "drop"]), st.integers(1, 9))),
 )
 def test_no_interleaving_admits_more_than_the_staleness_bound(
-    make_run: MakeRun, make_group: MakeGroup, max_lag: int, moves: list[tuple[str, int]]
+    make_run: MakeRun,
+    make_group: MakeGroup,
+    make_buffers: MakeBuffers,
+    max_lag: int,
+    moves: list[tuple[str, int]],
 ):
     run = make_run(f"learner.max_lag={max_lag}", "learner.groups=3", "learner.minibatches=1")
     size, bound = run.learner.groups, (max_lag + 1) * run.learner.groups
-    store = MemoryBuffer(run.name)
-    learner, worker = store.learner(), store.worker("w")
+    buffers = make_buffers()
+    learner = buffers.learner()
     admission = new_admission(run, learner)
     version, dropped, taken, claims = 0, 0, [], []
 
     async def commit(count: int) -> None:
-        claims.extend(await worker.claim(10**6, block_s=0))
-        for claim in [claims.pop(0) for _ in range(min(count, len(claims)))]:
-            await worker.commit(claim, make_group(claim.ticket))
+        async with buffers.worker() as worker:
+            claims.extend(await worker.claim(10**6, block_s=0))
+            for claim in [claims.pop(0) for _ in range(min(count, len(claims)))]:
+                await worker.commit(claim, make_group(claim.ticket))
 
     admission.admit(version)
     for move, count in moves:
@@ -86,8 +90,8 @@ def test_no_interleaving_admits_more_than_the_staleness_bound(
         assert admission.outstanding == in_buffer | {g.ticket.number for g in taken}
 
 
-def test_ticket_counts_while_outstanding_and_if_it_comes_back(make_run: MakeRun):
-    admission = admission_of(make_run("learner.max_lag=0"), MemoryBuffer("run"))
+def test_ticket_counts_while_outstanding_and_if_it_comes_back(make_run: MakeRun, buffers: Buffers):
+    admission = admission_of(make_run("learner.max_lag=0"), buffers)
     admission.admit(0)
     admission.recount({0, 1})
     assert (admission.outstanding, admission.lost, admission.capacity_left) == ({0, 1}, {2, 3}, 2)
@@ -96,13 +100,12 @@ def test_ticket_counts_while_outstanding_and_if_it_comes_back(make_run: MakeRun)
 
 
 def test_lag_0_admits_nothing_before_the_whole_step_is_over(
-    make_run: MakeRun, make_group: MakeGroup
+    make_run: MakeRun, buffers: Buffers, make_group: MakeGroup
 ):
     run = make_run("learner.max_lag=0")
-    store = MemoryBuffer(run.name)
-    admission = admission_of(run, store)
+    admission = admission_of(run, buffers)
     assert (admission.admit(0), admission.admit(0)) == (4, 0)
-    tickets = tickets_in(store)
+    tickets = tickets_in(buffers)
     for done, ticket in enumerate(tickets, start=1):
         assert admission.capacity_left == done - 1
         admission.done(make_group(ticket))
@@ -111,27 +114,31 @@ def test_lag_0_admits_nothing_before_the_whole_step_is_over(
     assert {t.step for t in tickets} == {0}
 
 
-def test_admissions_that_found_no_room_are_counted(make_run: MakeRun, monkeypatch):
+def test_admissions_that_found_no_room_are_counted(
+    make_run: MakeRun, buffers: Buffers, monkeypatch
+):
     def refuse(*args: object) -> None:
         raise BufferFull("no room")
 
-    admission = admission_of(make_run(), MemoryBuffer("run"))
+    admission = admission_of(make_run(), buffers)
     with monkeypatch.context() as full:
-        full.setattr(MemoryLearner, "admit", refuse)
+        full.setattr(LearnerBuffer, "admit", refuse)
         assert [admission.admit(0), admission.admit(0)] == [0, 0]
     assert (admission.refused, admission.cursor, admission.outstanding) == (2, 0, set())
     assert admission.admit(0) > 0
 
 
-def test_a_ticket_is_a_function_of_the_seed_and_its_number(make_run: MakeRun):
+def test_a_ticket_is_a_function_of_the_seed_and_its_number(
+    make_run: MakeRun, make_buffers: MakeBuffers
+):
     run = make_run("seed=3")
-    stores = [MemoryBuffer(run.name) for _ in range(2)]
-    admission_of(run, stores[0]).admit(0)
-    admission_of(run, stores[1]).issue([7, 2], 0)
-    tickets = tickets_in(stores[0])
-    assert [t for t in tickets if t.number in (7, 2)] == sorted(
-        tickets_in(stores[1]), key=lambda t: t.number
-    )
+    buffers = make_buffers()
+    admission_of(run, buffers).admit(0)
+    tickets = tickets_in(buffers)
+    buffers = make_buffers()
+    admission_of(run, buffers).issue([7, 2], 0)
+    again = sorted(tickets_in(buffers), key=lambda t: t.number)
+    assert [t for t in tickets if t.number in (7, 2)] == again
     task = build_task(run.task)
     for t in tickets:
         problem = problem_at(task, t.number, 3)
@@ -154,17 +161,21 @@ def test_a_ticket_is_a_function_of_the_seed_and_its_number(make_run: MakeRun):
     ],
 )
 def test_a_row_of_the_data_travels_with_its_ticket(
-    make_run: MakeRun, make_group: MakeGroup, tmp_path: Path, more: list[str], row: object
+    make_run: MakeRun,
+    buffers: Buffers,
+    make_group: MakeGroup,
+    tmp_path: Path,
+    more: list[str],
+    row: object,
 ):
     (tmp_path / "mine.py").write_text(
         "def problems():\n"
         "    return [{'prompt': f'{n}=', 'answer': '2', 'level': [1.5]} for n in (2, 2, 3)]\n"
     )
     run = make_run("task={type='python', heldout=0.4, path='" + f"{tmp_path}/mine.py'}}", *more)
-    store = MemoryBuffer(run.name)
-    admission = admission_of(run, store)
+    admission = admission_of(run, buffers)
     admission.admit(0)
-    ticket = decode_ticket(encode(tickets_in(store)[0]))
+    ticket = decode_ticket(encode(tickets_in(buffers)[0]))
     problem = Problem.of_ticket(ticket)
     assert problem in build_task(run.task, columns_for(run)).train
     assert (json.loads(ticket.columns) if ticket.columns else None) == row
@@ -183,14 +194,13 @@ def test_a_row_of_the_data_travels_with_its_ticket(
     ],
 )
 def test_a_group_may_have_an_agents_own_prompt(
-    make_run: MakeRun, make_group: MakeGroup, environment: str, fits: bool
+    make_run: MakeRun, buffers: Buffers, make_group: MakeGroup, environment: str, fits: bool
 ):
     """As a worker commits it: instructions and tools stand before what the ticket asks."""
     run = make_run(f"rollout.environment={environment}", "model.max_positions=1024")
-    store = MemoryBuffer(run.name)
-    admission = admission_of(run, store)
+    admission = admission_of(run, buffers)
     admission.admit(0)
-    ticket = decode_ticket(encode(tickets_in(store)[0]))
+    ticket = decode_ticket(encode(tickets_in(buffers)[0]))
     ids = ticket.prompt_ids.numpy()
     longer = replace(ticket, prompt_ids=Array.of([*ids, 1, 2, *ids], "int32"))
     with nullcontext() if fits else pytest.raises(RecordError, match="not the one admitted"):
@@ -199,13 +209,12 @@ def test_a_group_may_have_an_agents_own_prompt(
         admission.check(make_group(replace(longer, answer="another")))
 
 
-def test_evaluation_is_greedy_on_held_out_and_takes_no_place(make_run: MakeRun):
+def test_evaluation_is_greedy_on_held_out_and_takes_no_place(make_run: MakeRun, buffers: Buffers):
     run = make_run("eval.problems=6")
-    store = MemoryBuffer(run.name)
-    admission = admission_of(run, store)
+    admission = admission_of(run, buffers)
     assert admission.evaluate(5) == 6
     assert admission.capacity_left == 12
-    tickets, task = tickets_in(store), build_task(run.task)
+    tickets, task = tickets_in(buffers), build_task(run.task)
     assert [(t.prompt, t.answer) for t in tickets] == [
         (p.prompt, p.answer) for p in task.heldout[:6]
     ]
@@ -214,10 +223,9 @@ def test_evaluation_is_greedy_on_held_out_and_takes_no_place(make_run: MakeRun):
     }
 
 
-def test_places_of_tickets_that_came_to_nothing_are_refilled(make_run: MakeRun):
+def test_places_of_tickets_that_came_to_nothing_are_refilled(make_run: MakeRun, buffers: Buffers):
     run = make_run()
-    store = MemoryBuffer(run.name)
-    admission = admission_of(run, store)
+    admission = admission_of(run, buffers)
     admission.admit(0)
     admission.recount(set(range(5, 12)))
     assert admission.admit(0) == 5
@@ -347,12 +355,13 @@ def test_over_a_crash_a_ticket_keeps_what_it_drew(
     second.dies()
 
 
-def test_a_ticket_asks_for_what_it_drew_and_no_other(make_run: MakeRun, make_group: MakeGroup):
+def test_a_ticket_asks_for_what_it_drew_and_no_other(
+    make_run: MakeRun, buffers: Buffers, make_group: MakeGroup
+):
     run = make_run("learner.order.type=pass-rate")
-    store = MemoryBuffer(run.name)
-    admission = admission_of(run, store)
+    admission = admission_of(run, buffers)
     admission.admit(0)
-    ticket = decode_ticket(encode(tickets_in(store)[0]))
+    ticket = decode_ticket(encode(tickets_in(buffers)[0]))
 
     admission.check(make_group(ticket))
     another = replace(ticket, problem=(ticket.problem + 1) % 80)
@@ -430,13 +439,12 @@ def leveled(tmp_path: Path) -> list[str]:
 
 
 def test_an_order_of_ones_own_says_which_problem_is_next(
-    make_run: MakeRun, make_group: MakeGroup, leveled: list[str]
+    make_run: MakeRun, buffers: Buffers, make_group: MakeGroup, leveled: list[str]
 ):
     run = make_run(*leveled, 'learner.order.settings={level="level"}', "learner.max_lag=9")
-    store = MemoryBuffer(run.name)
-    admission = admission_of(run, store)
+    admission = admission_of(run, buffers)
     admission.admit(0)
-    tickets = tickets_in(store)
+    tickets = tickets_in(buffers)
     levels = [json.loads(t.columns)["level"] for t in tickets]
     assert len(levels) == 40 and levels[:18] == levels[18:36] == sorted(levels[:18])
     for ticket in tickets:
@@ -452,11 +460,11 @@ def test_an_order_of_ones_own_says_which_problem_is_next(
     ],
 )
 def test_an_order_that_gives_no_problem_is_named_with_its_line(
-    make_run: MakeRun, leveled: list[str], name: str, said: str
+    make_run: MakeRun, buffers: Buffers, leveled: list[str], name: str, said: str
 ):
     run = make_run(leveled[0], f"{leveled[1]}:{name}")
     with pytest.raises(TaskError, match=said):
-        admission_of(run, MemoryBuffer(run.name)).admit(0)
+        admission_of(run, buffers).admit(0)
 
 
 def test_a_run_keeps_its_order_and_may_change_its_sampler(

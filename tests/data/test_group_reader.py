@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
-from helpers.fixture_types import MakeGroup, MakeRun
+from helpers.fixture_types import Buffers, MakeBuffers, MakeGroup, MakeRun
 from helpers.policies import build_group_reader, new_admission
 
 from areal_q.config import Run
 from areal_q.errors import TaskError
 from areal_q.messages import Group, Ticket, VersionSpan
-from bench.stability.memory_buffer import MemoryBuffer
 from learner.data import group_reader as group_reader_module
 from learner.data.group_reader import WhileWaiting
 from learner.data.staleness import VersionHistory
@@ -32,11 +31,11 @@ def drawn_by(group: Group, *versions: int) -> Group:
 
 
 class Learner:
-    """The learner's side at version 9 with a bound of 2, B = 4, over a buffer in memory."""
+    """The learner's side at version 9 with a bound of 2, B = 4, over a real buffer."""
 
-    def __init__(self, run: Run, make_group: MakeGroup) -> None:
-        self.store, self.make_group = MemoryBuffer(run.name), make_group
-        self.buffer = self.store.learner()
+    def __init__(self, run: Run, make_group: MakeGroup, buffers: Buffers) -> None:
+        self.buffers, self.make_group = buffers, make_group
+        self.buffer = buffers.learner()
         self.admission = new_admission(run, self.buffer)
         self.history = VersionHistory(keep=run.learner.versions_kept, forks=[5])
         for version in range(6, 10):
@@ -48,10 +47,10 @@ class Learner:
         """Commits groups for the oldest `count` tickets; returns the tickets' numbers."""
 
         async def commit() -> list[int]:
-            worker = self.store.worker("w")
-            claims = await worker.claim(count, block_s=0.0)
-            for claim in claims:
-                await worker.commit(claim, drawn_by(self.make_group(claim.ticket), *versions))
+            async with self.buffers.worker() as worker:
+                claims = await worker.claim(count, block_s=0.0)
+                for claim in claims:
+                    await worker.commit(claim, drawn_by(self.make_group(claim.ticket), *versions))
             return [claim.ticket.number for claim in claims]
 
         return asyncio.run(commit())
@@ -62,9 +61,11 @@ class Learner:
 
 
 @pytest.fixture
-def learner(make_run: MakeRun, make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch) -> Learner:
+def learner(
+    make_run: MakeRun, buffers: Buffers, make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
+) -> Learner:
     monkeypatch.setattr(group_reader_module, "POLL_S", 0.01)
-    learner = Learner(make_run("learner.max_lag=2", "learner.groups=4"), make_group)
+    learner = Learner(make_run("learner.max_lag=2", "learner.groups=4"), make_group, buffers)
     learner.admission.admit(9)
     return learner
 
@@ -141,7 +142,7 @@ def test_the_position_is_that_of_the_last_step_that_is_over(learner: Learner):
     assert after_one != start
 
     # A learner that dies now resumes there, and takes the same groups again.
-    again = learner.store.learner()
+    again = learner.buffers.learner()
     again.position = after_one
     assert [g.ticket.number for g in again.take(4, timeout_s=0)] == second
     assert not set(first or []) & set(second or [])
@@ -162,7 +163,7 @@ def test_a_stop_while_waiting_takes_nothing_and_loses_nothing(learner: Learner):
     threading.Timer(0.05, learner.stop.set).start()
     assert learner.take() is None
     assert learner.admission.outstanding == set(range(12))
-    again = learner.store.learner()
+    again = learner.buffers.learner()
     again.position = learner.group_reader.position
     assert len(again.take(4, timeout_s=0)) == 3
 
@@ -184,16 +185,15 @@ def worker_thread(learner: Learner) -> Iterator[None]:
 
 
 def poison_tickets(learner: Learner) -> None:
-    for entry in learner.store.tickets[learner.store.keys.tickets].values():
-        entry.record = b"poison"
+    learner.buffers.empty("tickets")
+    learner.buffers.poison("tickets", 12)
     assert learner.answer(12) == []  # the worker that meets them sets them aside
 
 
 def poison_groups(learner: Learner) -> None:
     learner.answer(12)
-    groups = learner.store.groups[learner.store.keys.groups]
-    for entry in groups:
-        groups[entry] = b"poison"
+    learner.buffers.empty("groups")
+    learner.buffers.poison("groups", 12)
 
 
 def fall_silent(learner: Learner) -> None:
@@ -201,7 +201,8 @@ def fall_silent(learner: Learner) -> None:
 
     async def die() -> None:
         for life in range(7):
-            await learner.store.worker(f"w{life}", claim_timeout_s=0.0).claim(12, block_s=0.0)
+            async with learner.buffers.worker(f"w{life}", claim_timeout_s=0.0) as worker:
+                await worker.claim(12, block_s=0.0)
 
     asyncio.run(die())
 
@@ -213,14 +214,17 @@ def test_poison_does_not_starve_the_learner(
     poison(learner)
     request.getfixturevalue("worker_thread")
     assert learner.take() == [12, 13, 14, 15]
-    assert len(learner.store.quarantine) == 12
+    assert learner.buffer.quarantined_total() == 12
     assert learner.buffer.quarantined == (12 if poison is poison_groups else 0)
     learner.group_reader.consumed()
     assert len(learner.admission.outstanding) <= 12
 
 
 def test_groups_of_equal_rewards_are_dropped_and_refilled(
-    make_run: MakeRun, make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
+    make_run: MakeRun,
+    make_buffers: MakeBuffers,
+    make_group: MakeGroup,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(group_reader_module, "POLL_S", 0.01)
 
@@ -234,17 +238,18 @@ def test_groups_of_equal_rewards_are_dropped_and_refilled(
         return group
 
     settings = ("learner.max_lag=2", "learner.groups=4")
-    dropping = Learner(make_run(*settings, "learner.drop_uniform=true"), uneven)
-    keeping = Learner(make_run(*settings), uneven)
-    for learner in (dropping, keeping):
-        learner.admission.admit(9)
-        learner.answer(12, 9)
+    keeping = Learner(make_run(*settings), uneven, make_buffers())
+    keeping.admission.admit(9)
+    keeping.answer(12, 9)
     assert keeping.take() == [0, 1, 2, 3]
-    assert keeping.group_reader.uniform == 0
+    assert (keeping.group_reader.uniform, keeping.group_reader.failures.errors) == (0, 3 * 2)
 
+    dropping = Learner(make_run(*settings, "learner.drop_uniform=true"), uneven, make_buffers())
+    dropping.admission.admit(9)
+    dropping.answer(12, 9)
     assert dropping.take() == [1, 4, 5, 6]
     assert (dropping.group_reader.uniform, dropping.group_reader.dropped) == (3, 0)
-    assert dropping.group_reader.failures.errors == keeping.group_reader.failures.errors == 3 * 2
+    assert dropping.group_reader.failures.errors == 3 * 2
     # 12 were admitted; the 3 dropped ones made room for 3 more, which nobody had to wait for.
     assert dropping.admission.cursor == 15
     assert dropping.admission.outstanding == set(range(15)) - {0, 2, 3}
@@ -272,6 +277,7 @@ def failing(group: Group, *indexes: int) -> Group:
 )
 def test_groups_with_too_few_scores_are_refilled(
     make_run: MakeRun,
+    buffers: Buffers,
     make_group: MakeGroup,
     monkeypatch: pytest.MonkeyPatch,
     advantage: str,
@@ -291,7 +297,7 @@ def test_groups_with_too_few_scores_are_refilled(
         "learner.group_size=3",
         f"learner.advantage.type={advantage}",
     )
-    learner = Learner(run, some)
+    learner = Learner(run, some, buffers)
     learner.admission.admit(9)
     learner.answer(12, 9)
     assert learner.take() == taken
@@ -306,7 +312,7 @@ def test_groups_with_too_few_scores_are_refilled(
 
 
 def test_uniform_groups_are_judged_by_valid_scores(
-    make_run: MakeRun, make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
+    make_run: MakeRun, buffers: Buffers, make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
 ):
     """Ticket 1's valid rewards are equal; its failed response's 0 must not make it look informative."""
     monkeypatch.setattr(group_reader_module, "POLL_S", 0.01)
@@ -319,7 +325,7 @@ def test_uniform_groups_are_judged_by_valid_scores(
         return failing(msgspec.structs.replace(group, trajectories=same), 2)
 
     sizes = ("learner.max_lag=2", "learner.groups=4", "learner.group_size=3")
-    learner = Learner(make_run(*sizes, "learner.drop_uniform=true"), some)
+    learner = Learner(make_run(*sizes, "learner.drop_uniform=true"), some, buffers)
     learner.admission.admit(9)
     learner.answer(12, 9)
     assert learner.take() == [0, 2, 3, 4]
@@ -327,9 +333,9 @@ def test_uniform_groups_are_judged_by_valid_scores(
 
 
 def test_a_reward_that_fails_for_two_whole_steps_ends_the_run(
-    make_run: MakeRun, make_group: MakeGroup, make_ticket
+    make_run: MakeRun, buffers: Buffers, make_group: MakeGroup, make_ticket
 ):
-    learner = Learner(make_run("learner.groups=40", "learner.group_size=8"), make_group)
+    learner = Learner(make_run("learner.groups=40", "learner.group_size=8"), make_group, buffers)
     failures = learner.group_reader.failures
     group = failing(make_group(make_ticket(0, group_size=8)), *range(8))
     for _ in range(2 * 40 - 1):

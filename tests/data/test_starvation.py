@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import redis
 from helpers.commands import wait_until
+from helpers.fixture_types import Buffers
 from helpers.policies import build_group_reader, new_admission
 from msgspec.structs import replace
 from rich.console import Console
@@ -24,7 +25,6 @@ from areal_q.messages import Group, WorkerStatus
 from areal_q.observability.metrics_log import MetricsLog, read_metrics
 from areal_q.system.run_dir import METRICS_FILE
 from bench.records import make_beat
-from bench.stability.memory_buffer import MemoryBuffer
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
 from learner.data import group_reader as group_reader_module
 from learner.data import starvation
@@ -104,17 +104,25 @@ async def test_a_learner_that_starves_tells_who_holds_its_tickets(
     [(168.0, None), (0.0, "workers draw 0 tokens/s"), (None, "no worker has reported yet")],
 )
 def test_a_wait_is_told_only_if_no_worker_draws(
-    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, tokens_per_s, says
+    make_run: Callable[..., Run],
+    buffers: Buffers,
+    monkeypatch: pytest.MonkeyPatch,
+    tokens_per_s,
+    says,
 ):
     """As in the first evaluation of a large model, which takes longer than SAY_AFTER_S."""
     monkeypatch.setattr(group_reader_module, "POLL_S", 0.01)
     monkeypatch.setattr(starvation, "SAY_AFTER_S", 0.05)
-    run, store = make_run(), MemoryBuffer("run")
-    buffer, stop, said = store.learner(), threading.Event(), []
+    run, buffer, stop, said = make_run(), buffers.learner(), threading.Event(), []
     reader = build_group_reader(run, buffer, new_admission(run, buffer), VersionHistory(3))
     if tokens_per_s is not None:
         status = replace(beat("w", ""), tokens_per_s=tokens_per_s)
-        asyncio.run(store.worker("w").heartbeat(status))
+
+        async def beats() -> None:
+            async with buffers.worker() as worker:
+                await worker.heartbeat(status)
+
+        asyncio.run(beats())
     if says is None:
         threading.Timer(0.3, stop.set).start()
     assert reader.take(0, stop, Warned(said, stop)) is None

@@ -1,4 +1,4 @@
-"""Evaluations during a run, over the buffer in memory: complete with what can still be answered."""
+"""Evaluations during a run, over a real buffer: complete with what can still be answered."""
 
 import asyncio
 import re
@@ -7,21 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.fixture_types import Buffers
 from msgspec.structs import replace
 
 from areal_q.config import EvalConfig, Run
-from areal_q.messages import Array, Branch, VersionSpan
+from areal_q.messages import Array, Branch, Ticket, VersionSpan
 from areal_q.observability.metrics_log import MetricsLog, read_metrics
 from areal_q.tasks import Tokenizer, build_task, build_tokenizer, columns_for
-from bench.stability.memory_buffer import MemoryBuffer
 from learner.data.admission import Admission, AdmissionSettings
 from learner.data.eval_sets import problems_of_sets
 from learner.heldout_eval import BestVersion, HeldOutEvaluation, set_metrics
-
-
-@pytest.fixture
-def store() -> MemoryBuffer:
-    return MemoryBuffer("run")
 
 
 @pytest.fixture
@@ -31,9 +26,9 @@ def metrics(tmp_path: Path):
 
 
 @pytest.fixture
-def heldout(make_run, store: MemoryBuffer, metrics: MetricsLog, monkeypatch) -> HeldOutEvaluation:
+def heldout(make_run, buffers: Buffers, metrics: MetricsLog, monkeypatch) -> HeldOutEvaluation:
     run = make_run("eval.problems=3")
-    learner, tokenizer = store.learner(), build_tokenizer(run.model, run.task)
+    learner, tokenizer = buffers.learner(), build_tokenizer(run.model, run.task)
     admission = Admission(
         AdmissionSettings.of(run), build_task(run.task), tokenizer, learner, 0, set()
     )
@@ -42,14 +37,14 @@ def heldout(make_run, store: MemoryBuffer, metrics: MetricsLog, monkeypatch) -> 
     return HeldOutEvaluation(admission, learner, tokenizer, metrics)
 
 
-async def answer(store: MemoryBuffer, make_group, poison: set[int]) -> None:
+async def answer(buffers: Buffers, make_group, poison: set[int]) -> None:
     """A worker that answers every open ticket but those numbers, which it sets aside."""
-    worker = store.worker("w")
-    for claim in await worker.claim(100, block_s=0.0):
-        if claim.ticket.number in poison:
-            await worker.quarantine(claim, "its prompt is too long")
-        else:
-            await worker.commit(claim, make_group(claim.ticket))
+    async with buffers.worker("w") as worker:
+        for claim in await worker.claim(100, block_s=0.0):
+            if claim.ticket.number in poison:
+                await worker.quarantine(claim, "its prompt is too long")
+            else:
+                await worker.commit(claim, make_group(claim.ticket))
 
 
 def evaluations(tmp_path: Path) -> dict[int, float]:
@@ -57,9 +52,9 @@ def evaluations(tmp_path: Path) -> dict[int, float]:
     return {r["step"]: r["eval/problems"] for r in records if r["kind"] == "eval"}
 
 
-def test_an_evaluation_ends_without_quarantined_tickets(heldout, make_group, store, tmp_path):
+def test_an_evaluation_ends_without_quarantined_tickets(heldout, make_group, buffers, tmp_path):
     heldout.ask(0)
-    asyncio.run(answer(store, make_group, poison={1}))
+    asyncio.run(answer(buffers, make_group, poison={1}))
 
     heldout.finish(threading.Event(), timeout_s=600.0)
 
@@ -67,30 +62,32 @@ def test_an_evaluation_ends_without_quarantined_tickets(heldout, make_group, sto
 
 
 def test_an_evaluation_waits_for_its_open_tickets(
-    heldout, make_group, store, tmp_path, monkeypatch
+    heldout, make_group, buffers, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("learner.heldout_eval.LOOK_S", 0.0)
     heldout.ask(0)
-    asyncio.run(answer(store, make_group, poison={0}))
+    asyncio.run(answer(buffers, make_group, poison={0}))
     heldout.ask(10)
 
     heldout.collect()
     heldout.collect()
     assert evaluations(tmp_path) == {0: 2}
 
-    asyncio.run(answer(store, make_group, poison=set()))
+    asyncio.run(answer(buffers, make_group, poison=set()))
     heldout.collect()
     assert evaluations(tmp_path) == {0: 2, 10: 3}
 
 
-def test_an_answer_without_a_score_is_neither_right_nor_wrong(heldout, make_group, store, tmp_path):
+def test_an_answer_without_a_score_is_neither_right_nor_wrong(
+    heldout, make_group, buffers, tmp_path
+):
     async def fail() -> None:
-        worker = store.worker("w")
-        for claim in await worker.claim(100, block_s=0.0):
-            group = make_group(claim.ticket)
-            failed = {"valid": False, "failure": "exception", "reward": 0.0, "reward_parts": {}}
-            trajectories = [replace(t, **failed) for t in group.trajectories]
-            await worker.commit(claim, replace(group, trajectories=trajectories))
+        async with buffers.worker("w") as worker:
+            for claim in await worker.claim(100, block_s=0.0):
+                group = make_group(claim.ticket)
+                failed = {"valid": False, "failure": "exception", "reward": 0.0, "reward_parts": {}}
+                trajectories = [replace(t, **failed) for t in group.trajectories]
+                await worker.commit(claim, replace(group, trajectories=trajectories))
 
     heldout.ask(0)
     asyncio.run(fail())
@@ -103,22 +100,22 @@ def test_an_answer_without_a_score_is_neither_right_nor_wrong(heldout, make_grou
 
 @pytest.mark.parametrize("environment", ["single", "calculator", "external"])
 def test_episodes_are_measured_however_short_they_are(
-    make_run, make_group, store, metrics, tmp_path, environment
+    make_run, make_group, buffers, metrics, tmp_path, environment
 ):
     """All of one turn, and one of them failed at once; answers of a single turn have no such metrics."""
     room = "model.max_positions=256"
     run = make_run("eval.problems=3", f"rollout.environment.type={environment}", room)
-    evaluation = evaluation_of(run, store, metrics, decoding())
+    evaluation = evaluation_of(run, buffers, metrics, decoding())
 
     async def play() -> None:
-        worker = store.worker("w")
-        for claim in await worker.claim(100, block_s=0.0):
-            group = make_group(claim.ticket)
-            of_one = {"loss_mask": Array.of(np.ones(group.trajectories[0].num_tokens), "uint8")}
-            if claim.ticket.number == 1:
-                of_one |= {"valid": False, "failure": "timeout", "reward": 0.0}
-            (t,) = group.trajectories
-            await worker.commit(claim, replace(group, trajectories=[replace(t, **of_one)]))
+        async with buffers.worker("w") as worker:
+            for claim in await worker.claim(100, block_s=0.0):
+                group = make_group(claim.ticket)
+                of_one = {"loss_mask": Array.of(np.ones(group.trajectories[0].num_tokens), "uint8")}
+                if claim.ticket.number == 1:
+                    of_one |= {"valid": False, "failure": "timeout", "reward": 0.0}
+                (t,) = group.trajectories
+                await worker.commit(claim, replace(group, trajectories=[replace(t, **of_one)]))
 
     evaluation.ask(0)
     asyncio.run(play())
@@ -162,12 +159,12 @@ def test_an_evaluation_that_nobody_answers_is_given_up_aloud(heldout, tmp_path):
     assert re.search(r"version 4 is given up: 0 of 3 problems are answered", record["message"])
 
 
-def test_what_is_asked_again_after_a_crash_counts_once(heldout, make_group, store, tmp_path):
+def test_what_is_asked_again_after_a_crash_counts_once(heldout, make_group, buffers, tmp_path):
     """The first learner had asked the same, and its answers are still there."""
     heldout.ask(4)
-    asyncio.run(answer(store, make_group, poison={2}))
+    asyncio.run(answer(buffers, make_group, poison={2}))
     heldout.ask(4)
-    asyncio.run(answer(store, make_group, poison=set()))
+    asyncio.run(answer(buffers, make_group, poison=set()))
     heldout.finish(threading.Event(), timeout_s=600.0)
 
     assert evaluations(tmp_path) == {4: 3}
@@ -184,10 +181,10 @@ def test_what_is_asked_again_after_a_crash_counts_once(heldout, make_group, stor
     ],
 )
 def test_sets_without_their_newest_evaluation_are_missed(
-    make_run, store, metrics, more, version, recorded, missed
+    make_run, buffers, metrics, more, version, recorded, missed
 ):
     run = make_run("eval.problems=3", "eval.every=2", more)
-    evaluation = evaluation_of(run, store, metrics, decoding())
+    evaluation = evaluation_of(run, buffers, metrics, decoding())
     records = [
         {"kind": "eval", "step": step, f"eval/{name}/problems".replace("//", "/"): 3.0}
         for step, name in recorded
@@ -202,21 +199,20 @@ def decoding() -> Tokenizer:
     return tokenizer
 
 
-async def answer_right(store: MemoryBuffer, make_group, right: int) -> None:
+async def answer_right(buffers: Buffers, make_group, right: int) -> None:
     """A worker that answers everything, `right` of the responses to each problem rightly."""
-    worker = store.worker("w")
-    for claim in await worker.claim(1000, block_s=0.0):
-        group = make_group(claim.ticket)
-        trajectories = [
-            replace(t, reward_parts={"correct": float(t.index < right)}) for t in group.trajectories
-        ]
-        await worker.commit(claim, replace(group, trajectories=trajectories))
+    async with buffers.worker("w") as worker:
+        for claim in await worker.claim(1000, block_s=0.0):
+            group = make_group(claim.ticket)
+            trajectories = [
+                replace(t, reward_parts={"correct": float(t.index < right)})
+                for t in group.trajectories
+            ]
+            await worker.commit(claim, replace(group, trajectories=trajectories))
 
 
-def evaluation_of(
-    run: Run, store: MemoryBuffer, metrics: MetricsLog, tokenizer
-) -> HeldOutEvaluation:
-    learner, task = store.learner(), build_task(run.task, columns_for(run))
+def evaluation_of(run: Run, buffers: Buffers, metrics: MetricsLog, tokenizer) -> HeldOutEvaluation:
+    learner, task = buffers.learner(), build_task(run.task, columns_for(run))
     own = problems_of_sets(run, build_tokenizer(run.model, run.task), longest=20)
     admission = Admission(
         AdmissionSettings.of(run), task, build_tokenizer(run.model, run.task), learner, 0, set(),
@@ -236,10 +232,10 @@ def more(tmp_path: Path) -> str:
 
 
 def test_a_set_is_asked_in_its_own_way_and_measured(
-    make_run, make_group, store, metrics, tmp_path, more
+    make_run, make_group, buffers, metrics, tmp_path, more
 ):
     run = make_run("eval.problems=3", "eval.every=2", more, "eval.sets.again.samples=2")
-    evaluation = evaluation_of(run, store, metrics, decoding())
+    evaluation = evaluation_of(run, buffers, metrics, decoding())
 
     assert [[one.name for one in evaluation.due(step)] for step in (0, 2, 3, 5)] == [
         ["", "more", "again"],
@@ -248,7 +244,12 @@ def test_a_set_is_asked_in_its_own_way_and_measured(
         [],
     ]
     evaluation.ask(0)
-    asked = [claim.ticket for claim in asyncio.run(store.worker("look").claim(100, block_s=0.0))]
+
+    async def look() -> list[Ticket]:
+        async with buffers.worker("look") as worker:
+            return [claim.ticket for claim in await worker.claim(100, block_s=0.0)]
+
+    asked = asyncio.run(look())
     assert [(t.source, t.group_size, t.sampling.temperature) for t in asked] == [
         *[("", 1, 0.0)] * 3,
         *[("more", 4, 1.0)] * 3,
@@ -257,12 +258,12 @@ def test_a_set_is_asked_in_its_own_way_and_measured(
 
 
 def test_the_metrics_of_a_set_are_those_of_its_answers(
-    make_run, make_group, store, metrics, tmp_path, more
+    make_run, make_group, buffers, metrics, tmp_path, more
 ):
     run = make_run("eval.problems=3", more, "eval.best=eval/more/pass_at_2")
-    evaluation = evaluation_of(run, store, metrics, decoding())
+    evaluation = evaluation_of(run, buffers, metrics, decoding())
     evaluation.ask(0)
-    asyncio.run(answer_right(store, make_group, right=1))
+    asyncio.run(answer_right(buffers, make_group, right=1))
     evaluation.collect()
 
     [record] = read_metrics(tmp_path / "metrics.jsonl")
@@ -277,11 +278,11 @@ def test_the_metrics_of_a_set_are_those_of_its_answers(
 
 
 def test_an_evaluation_of_sets_alone_leaves_the_accuracy(
-    make_run, make_group, store, metrics, tmp_path, more
+    make_run, make_group, buffers, metrics, tmp_path, more
 ):
-    evaluation = evaluation_of(make_run("eval.every=2", more), store, metrics, decoding())
+    evaluation = evaluation_of(make_run("eval.every=2", more), buffers, metrics, decoding())
     evaluation.ask(3, evaluation.due(3))
-    asyncio.run(answer_right(store, make_group, right=4))
+    asyncio.run(answer_right(buffers, make_group, right=4))
     evaluation.collect()
 
     [record] = read_metrics(tmp_path / "metrics.jsonl")
@@ -290,15 +291,15 @@ def test_an_evaluation_of_sets_alone_leaves_the_accuracy(
     assert evaluation.accuracy is None
 
 
-def test_a_mixture_is_evaluated_by_its_tasks(make_run, make_group, store, metrics, tmp_path):
+def test_a_mixture_is_evaluated_by_its_tasks(make_run, make_group, buffers, metrics, tmp_path):
     run = make_run(
         "task={type='mix', sources={a={task={type='arithmetic', digits=1, heldout=8}},"
         " b={task={type='countdown', problems=20, heldout=8}}}}",
         "eval.problems=4",
     )
-    evaluation = evaluation_of(run, store, metrics, decoding())
+    evaluation = evaluation_of(run, buffers, metrics, decoding())
     evaluation.ask(0)
-    asyncio.run(answer_right(store, make_group, right=1))
+    asyncio.run(answer_right(buffers, make_group, right=1))
     evaluation.collect()
 
     [record] = read_metrics(tmp_path / "metrics.jsonl")
@@ -335,14 +336,14 @@ def test_the_best_version_is_the_first_with_the_largest_value(values, best, give
     assert (again.step, again.value, again.since) == (found.step, found.value, found.since)
 
 
-def test_checkpoints_that_may_be_the_best_are_spared(make_run, make_group, store, metrics, more):
+def test_checkpoints_that_may_be_the_best_are_spared(make_run, make_group, buffers, metrics, more):
     run = make_run("eval.problems=3", "eval.every=2", more, "eval.best=eval/more/accuracy")
-    evaluation = evaluation_of(run, store, metrics, decoding())
+    evaluation = evaluation_of(run, buffers, metrics, decoding())
     for step, right in ((0, 2), (2, 4), (3, 3)):
         evaluation.ask(step, evaluation.due(step))
         if step == 2:
             assert evaluation.spared == {0}
-        asyncio.run(answer_right(store, make_group, right))
+        asyncio.run(answer_right(buffers, make_group, right))
         evaluation.collect()
     evaluation.ask(6)
 
@@ -352,9 +353,9 @@ def test_checkpoints_that_may_be_the_best_are_spared(make_run, make_group, store
     assert evaluation.spared == {5, 6}
 
 
-def test_a_missed_evaluation_asked_elsewhere_is_spared(make_run, store, metrics, more):
+def test_a_missed_evaluation_asked_elsewhere_is_spared(make_run, buffers, metrics, more):
     run = make_run("eval.problems=3", "eval.every=2", more, "eval.best=eval/more/accuracy")
-    evaluation = evaluation_of(run, store, metrics, decoding())
+    evaluation = evaluation_of(run, buffers, metrics, decoding())
     assert not evaluation.may_be_best(4)
     evaluation.ask(4, evaluation.missed(4, [{"kind": "eval", "step": 4, "eval/problems": 3.0}]))
     assert evaluation.spared == {-1, 4}
