@@ -16,7 +16,7 @@ from areal_q.models import Decoder
 from areal_q.tasks import Tokenizer, build_tokenizer, without_end
 from rollout import engines
 from rollout.engines.base import Completion, Engine, Request
-from rollout.evaluation.evaluate import settings_of
+from rollout.evaluation.asked import settings_of
 from rollout.evaluation.generate import as_published, load_model
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]

@@ -8,35 +8,36 @@ Answers are written as they come in. Ctrl-C keeps them and prints the accuracies
 
 import asyncio
 import contextlib
-import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 import msgspec
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from areal_q.checks.automatic import settled
-from areal_q.checks.hub import directory_of
-from areal_q.config import EvalConfig, EvalSet, External, Mix, Run, Sampling, load
-from areal_q.config.run import FormatName
+from areal_q.config import EvalConfig, Run, Sampling
 from areal_q.errors import ConfigError, RecordError
-from areal_q.evaluation.benchmarks import BENCHMARKS, PRESETS, Preset, preset_of
+from areal_q.evaluation.benchmarks import PRESETS, Preset, preset_of
 from areal_q.evaluation.estimates import Answered, Evaluation, estimates_by_source
 from areal_q.system import command
 from areal_q.system.files import replacing
 from areal_q.tasks import (
     Problem,
     Tokenizer,
-    asked_of,
-    build_task,
     build_tokenizer,
     check_reward,
-    columns_for,
-    task_types,
+)
+from rollout.evaluation.asked import (
+    asked_problems,
+    check_agents,
+    check_format,
+    check_samples,
+    default_out,
+    set_of,
+    settings_of,
 )
 from rollout.evaluation.kept_rows import SAMPLES, WantedRows, wanted_rows, write_rows
 
@@ -100,12 +101,12 @@ def main(
     if preset is not None and preset not in PRESETS:
         raise ConfigError(f"--preset {preset}: none of {', '.join(PRESETS)}")
     chosen = PRESETS[preset] if preset else Preset(source="")
-    _check_format(format, settings or [])
+    check_format(format, settings or [])
     wanted = wanted_rows(keep, out) if keep else None
     run, path = settings_of(model, task, data, settings or [])
     whole = data is not None
     if of_set is not None:
-        one = _set_of(run, of_set)
+        one = set_of(run, of_set)
         chosen = preset_of(one, f"eval.sets.{of_set}.preset")
         whole, problems = bool(one.task or one.path), problems or one.problems or run.eval.problems
         run = run.of(of_set)
@@ -122,10 +123,10 @@ def main(
         max_tokens=max_tokens or chosen.max_tokens or run.rollout.sampling.max_tokens,
         stop=run.rollout.sampling.stop,
     )
-    _check_samples(samples, sampling.temperature, greedy)
-    _check_agents(run, model, serve_at)
+    check_samples(samples, sampling.temperature, greedy)
+    check_agents(run, model, serve_at)
     check_reward(run)
-    asked = _asked(run, whole, wanted is not None)
+    asked = asked_problems(run, whole, wanted is not None)
     asked = asked[: problems or (len(asked) if data or wanted else 512)]
     about = Evaluation(
         model=str(model),
@@ -141,63 +142,8 @@ def main(
         estimates=[],
     )
     if wanted or out is None:
-        out = _default_out(model, of_set or ("train" if wanted else task), format, preset)
+        out = default_out(model, of_set or ("train" if wanted else task), format, preset)
     return evaluate(run, path, asked, about, greedy, show, out, wanted, (serve_at, serve_token))
-
-
-def _check_format(format: str, settings: list[str]) -> None:
-    """Raises ConfigError for a format that there is not, or one that the settings name."""
-    if format not in get_args(FormatName):
-        raise ConfigError(f"--format {format}: none of {', '.join(get_args(FormatName))}")
-    if any(setting.startswith("rollout.format=") for setting in settings):
-        raise ConfigError("rollout.format: the format of an evaluation is --format")
-
-
-def _check_agents(run: Run, model: Path, serve_at: str) -> None:
-    """Raises ConfigError if the problems are for agents, and none can play them, or the other way round."""
-    external = isinstance(run.rollout.environment, External)
-    if external and not serve_at:
-        raise ConfigError(
-            f"{model}: agents play its problems (rollout.environment.type = 'external'): let them by --serve "
-            "8000, or ask the model alone, in one turn, by rollout.environment.type=single"
-        )
-    if serve_at and not external:
-        raise ConfigError(
-            f"--serve {serve_at}: no agents play here, as rollout.environment.type is not 'external'"
-        )
-
-
-def _check_samples(samples: int, temperature: float, greedy: bool) -> None:
-    """Raises ConfigError unless something is asked, and samples can differ."""
-    if samples and temperature == 0:
-        raise ConfigError("--samples needs --temperature above 0: greedy answers are all the same")
-    if not samples and not greedy:
-        raise ConfigError("--no-greedy needs --samples")
-
-
-def _set_of(run: Run, name: str) -> EvalSet:
-    """Returns the evaluation set `name`. Raises ConfigError for one that there is not."""
-    if name not in run.eval.sets:
-        there = ", ".join(run.eval.sets) or "none"
-        raise ConfigError(
-            f"--set {name}: the run has no such evaluation set; eval.sets has {there}"
-        )
-    return run.eval.sets[name]
-
-
-def _asked(run: Run, whole: bool, training: bool) -> Sequence[Problem]:
-    """Returns the problems to ask: all of the file if `whole`, else those to train on if `training`, else the
-    held-out ones; with all their columns if `training`. Raises TaskError or ConfigError for data that cannot be
-    read, and ConfigError for the training problems of a mixture, whose rows have no one task."""
-    if training and isinstance(run.task, Mix):
-        raise ConfigError(
-            "--keep: a mixture has no one file: --task and --data name that of one task"
-        )
-    columns = None if training else columns_for(run)
-    if whole and not isinstance(columns, Mapping):
-        return asked_of(run.task, columns)
-    task = build_task(run.task, columns)
-    return task.train if training else task.heldout
 
 
 def evaluate(
@@ -303,42 +249,6 @@ def remarks(rows: Sequence[Answered]) -> list[str]:
     told = [f"{cut} of {len(replies)} answers were cut off at --max-tokens"] if cut else []
     left_out = f"{failed} of {len(replies)} answers could not be scored and are left out"
     return told + ([left_out] if failed else [])
-
-
-def settings_of(
-    model: Path, task: str | None, data: Path | None, overrides: list[str]
-) -> tuple[Run, Path]:
-    """Returns the settings and the model's directory. The settings are the run's own if MODEL is a run's
-    directory, otherwise the defaults. Raises ConfigError for options that do not fit together."""
-    config = next(
-        (d / "config.toml" for d in (model, model.parent) if (d / "config.toml").is_file()), None
-    )
-    path = model / "hf" if (model / "hf").is_dir() else Path(directory_of(str(model), "MODEL"))
-    if config is None and task is None:
-        raise ConfigError(f"{model}: not a run's directory, so --task is needed")
-    if data and task is None and not hasattr(load(config).task, "path"):
-        raise ConfigError(f"--data {data}: the run's own task reads no file, so --task is needed")
-    if task and task not in (known := sorted({*BENCHMARKS, *task_types()})):
-        raise ConfigError(f"--task {task}: none of {', '.join(known)}")
-    choice = [f"task.type={BENCHMARKS.get(task, task)}"] if task else []
-    if data:
-        choice.append(f"task.path={json.dumps(str(data))}")
-    pretrained = ["model.type=pretrained", f"model.path={json.dumps(str(path))}"]
-    # A model that no run was made with is measured in the format as it is.
-    plain = [] if config else ["rollout.smoothing=off"]
-    run = load(config, [*choice, *pretrained, *plain, *overrides])
-    return settled(run), path
-
-
-def _default_out(model: Path, task: str | None, format: str, preset: str | None) -> Path | None:
-    """Returns the path of a new file in the run's directory; None if MODEL is not in one."""
-    root = next((d for d in (model, model.parent) if (d / "config.toml").is_file()), None)
-    if root is None:
-        return None
-    name = "-".join(
-        [time.strftime("%Y%m%d-%H%M%S"), task or "heldout", format, *([preset] if preset else [])]
-    )
-    return root / "evals" / f"{name}.jsonl"
 
 
 @contextlib.contextmanager

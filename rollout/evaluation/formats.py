@@ -23,7 +23,7 @@ from areal_q.quant import FORMATS
 from areal_q.quant.state_dict import rest_in_bf16
 from areal_q.system.files import replacing
 from areal_q.tasks import Tokenizer, build_task, build_tokenizer, load_tokenizer
-from rollout.evaluation.evaluate import settings_of
+from rollout.evaluation.asked import settings_of
 from rollout.evaluation.format_error import Error, Reference, Text
 from rollout.evaluation.format_parts import Outlier, Part, outliers, parts
 from rollout.evaluation.format_texts import PROMPTS, answered, decoding_pace, read_conversations
