@@ -16,7 +16,7 @@ Dtype = Literal["auto", "float32", "bfloat16x2", "bfloat16", "int8"]
 
 
 class TorchEngine(TaggedSettings, frozen=True, kw_only=True, tag="torch"):
-    """The reference engine: continuous batching over a slotted KV cache, on a CPU or one GPU."""
+    """The reference engine: continuous batching over a KV cache in pages, on a CPU or one GPU."""
 
     slots: Count = 512
     """Responses generated at once."""
@@ -28,6 +28,10 @@ class TorchEngine(TaggedSettings, frozen=True, kw_only=True, tag="torch"):
     """auto: float32; fp8: E4M3, a quarter of the memory."""
     kv_margin: AtLeastOne = 1.5
     """Room of an FP8 cache above the largest key and value of the first prompts under a version."""
+    kv_cache_bytes: WholeNumber = 0
+    """Most bytes of the KV cache; a request waits until the responses before it leave room. 0: no limit."""
+    prefill_tokens: Count = 1024
+    """Most tokens of prompts in a forward pass, for which the responses that are being drawn wait."""
     fused: bool = True
     """On a CPU: one compiled loop for each chain of small torch operations; false: plain torch."""
     dtype: Dtype = "auto"

@@ -197,10 +197,9 @@ ROWS_OF_RANGES: Any = _rows_of_ranges
 
 @kernel(fastmath=SUMS)
 def weighted_sums(weights, rows, count, out, ahead):
-    """Writes weights [G, N] · rows [N, D] into out [G, D], all float32 and C contiguous: of the first `count`
-    of N. Meanwhile as many rows of `ahead` [N, D] are prefetched."""
+    """Adds weights [G, N] · rows [N, D] to out [G, D], all float32 and C contiguous: of the first `count` of N.
+    Meanwhile as many rows of `ahead` [N, D] are prefetched."""
     whole = rows.shape[1] // LANES * LANES
-    out[:] = float32(0.0)
     for first in range(0, count, _CACHED):
         last = min(first + _CACHED, count)
         PREFETCH(ahead, first, last)

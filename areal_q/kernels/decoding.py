@@ -27,7 +27,7 @@ _MOSTLY_ENOUGH = 8.0
 _BINS = 1024
 """Classes of logits in one of which the least one that can be drawn is looked for"""
 F1, F2, F3, F4 = (nt.Array(nt.float32, n, "C") for n in (1, 2, 3, 4))
-I1, D1 = nt.Array(nt.int64, 1, "C"), nt.Array(nt.float64, 1, "C")
+I1, I2, D1 = nt.Array(nt.int64, 1, "C"), nt.Array(nt.int64, 2, "C"), nt.Array(nt.float64, 1, "C")
 
 
 @kernel(void(F2, F1, nt.float32, F2), fastmath=SUMS)
@@ -78,42 +78,60 @@ def _largest(bits):
 
 
 @kernel(fastmath=SUMS)
-def _softmax(w, count, scale):
-    """Turns the first `count` numbers of each row of w, times `scale`, into their softmax."""
-    for j in range(w.shape[0]):
-        row = w[j, :count]
-        top, total = _largest(row.view(int32)) * scale, float32(0.0)
-        for p in range(count):
-            row[p] = exp(row[p] * scale - top)
-            total += row[p]
+def _softmax(w, first, last, length, scale):
+    """Turns the scores of positions `first` … length - 1, times `scale`, into their softmax, for each of G
+    queries. In w [pages, G, PAGE] each page's scores begin at 0; the last page is `last`."""
+    page = w.shape[2]
+    for g in range(w.shape[1]):
+        top, total = float32(-np.inf), float32(0.0)
+        for p in range(first // page, last + 1):
+            seen = min(length, (p + 1) * page) - max(first, p * page)
+            largest = _largest(w[p, g, :seen].view(int32)) * scale
+            top = largest if largest > top or largest != largest else top
+        for p in range(first // page, last + 1):
+            row = w[p, g, : min(length, (p + 1) * page) - max(first, p * page)]
+            for i in range(len(row)):
+                row[i] = exp(row[i] * scale - top)
+                total += row[i]
         share = float32(1.0) / total
-        for p in range(count):
-            row[p] *= share
+        for p in range(first // page, last + 1):
+            row = w[p, g, : min(length, (p + 1) * page) - max(first, p * page)]
+            for i in range(len(row)):
+                row[i] *= share
 
 
-@kernel(void(F3, F4, F4, I1, nt.int64, nt.float32, F3), fastmath=SUMS)
-def decode_attention(qkv, keys, values, positions, window, scale, out):
-    """Writes the new keys and values of qkv [R, heads + 2 · kv_heads, dim] into the cache [slots, kv_heads,
-    max_len, dim], and computes the attention of each row r to the last `window` positions of its slot, up to
-    positions[r]. The next head's keys and values come into the cache meanwhile: the processor itself would look
-    for them after a slot's last position."""
-    kv_heads, heads, dim = keys.shape[1], out.shape[1], out.shape[2]
+@kernel(void(F3, F4, F4, I2, I1, nt.int64, nt.float32, F3), fastmath=SUMS)
+def decode_attention(qkv, keys, values, tables, positions, window, scale, out):
+    """Writes the new keys and values of qkv [R, heads + 2 · kv_heads, dim] into the cache [kv_heads, pages,
+    PAGE, dim], and computes the attention of each row r, whose pages are tables[r], to its last `window`
+    positions up to positions[r]. The next head's keys and values come into the processor's cache meanwhile: it
+    would itself look for them after a page's last position."""
+    kv_heads, page, heads, dim = keys.shape[0], keys.shape[2], out.shape[1], out.shape[2]
     group = heads // kv_heads
-    w = np.empty((group, keys.shape[2]), float32)
+    w = np.empty((tables.shape[1], group, page), float32)
+    out[:] = float32(0.0)
     for r in range(qkv.shape[0]):
-        length = positions[r] + 1
+        length, last = positions[r] + 1, positions[r] // page
         first = max(length - window, 0)
-        seen = length - first
         for h in range(kv_heads):
-            k, v = keys[r, h, first:], values[r, h, first:]
+            at = positions[r] % page
+            k, v = keys[h, tables[r, last], at], values[h, tables[r, last], at]
             for i in range(dim):
-                k[seen - 1, i] = qkv[r, heads + h, i]
-                v[seen - 1, i] = qkv[r, heads + kv_heads + h, i]
+                k[i] = qkv[r, heads + h, i]
+                v[i] = qkv[r, heads + kv_heads + h, i]
             mine = slice(h * group, (h + 1) * group)
             row, head = (r, h + 1) if h + 1 < kv_heads else (min(r + 1, qkv.shape[0] - 1), 0)
-            dots(k, qkv[r, mine], seen, w, keys[row, head])
-            _softmax(w, seen, scale)
-            weighted_sums(w, v, seen, out[r, mine], values[row, head])
+            end = positions[row] // page
+            for p in range(first // page, last + 1):
+                skip = max(first - p * page, 0)
+                seen, ahead = min(length - p * page, page) - skip, tables[row, min(p, end)]
+                dots(keys[h, tables[r, p], skip:], qkv[r, mine], seen, w[p], keys[head, ahead])
+            _softmax(w, first, last, length, scale)
+            for p in range(first // page, last + 1):
+                skip = max(first - p * page, 0)
+                seen, ahead = min(length - p * page, page) - skip, tables[row, min(p, end)]
+                rows = values[h, tables[r, p], skip:]
+                weighted_sums(w[p], rows, seen, out[r, mine], values[head, ahead])
 
 
 @kernel()

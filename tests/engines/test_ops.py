@@ -30,6 +30,7 @@ from rollout.engines.reference.build_ops import build_ops
 from rollout.engines.reference.kv_cache import KVCache
 from rollout.engines.reference.ops import TorchOps
 from rollout.engines.reference.ops_numba import FusedOps
+from rollout.engines.reference.page_pool import PAGE
 from rollout.engines.reference.sampling import seed_keys
 
 TORCH, FUSED = TorchOps(), FusedOps()
@@ -151,16 +152,17 @@ def test_decode_attention_is_the_plain_one_and_caches_the_same(heads, kv_heads, 
         kv_heads=kv_heads, head_dim=dim, mlp=8, max_positions=200,
     )  # fmt: skip
     positions = torch.tensor([0, 1, 15, 16, 63, 99])
-    cached = torch.randn(2, 2, 7, kv_heads, 128, dim)
+    tables = 1 + torch.randperm(6 * 7).view(6, 7)
+    cached = [torch.randn(2, kv_heads, 43, PAGE, dim) for _ in range(2)]
     qkv = 2 * torch.randn(6, heads + 2 * kv_heads, dim)
     outs, caches = [], []
     for ops in (FUSED, TORCH):
         cache = KVCache(config, "cpu")
-        cache.data = cached.clone()
-        outs.append(ops.decode(cache, positions, 100)(1, qkv))
-        caches.append(cache.data)
+        cache.layers = [layer.clone() for layer in cached]
+        outs.append(ops.decode(cache, tables, positions, 100)(1, qkv))
+        caches.append(cache.layers[1])
     close(outs[0], outs[1])
-    assert torch.equal(caches[0], caches[1]) and not torch.equal(caches[0], cached)
+    assert torch.equal(caches[0], caches[1]) and not torch.equal(caches[0], cached[1])
 
 
 def test_uniform_numbers_are_the_same_to_the_bit():

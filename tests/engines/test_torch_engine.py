@@ -126,8 +126,8 @@ def test_the_prompt_of_a_group_is_computed_once(monkeypatch):
 
 
 def test_what_prompts_begin_with_is_computed_once_a_version(monkeypatch):
-    """25 tokens are common to all prompts. They are computed when two prompts come together and again after a
-    swap, but not for prompts that come later. A prompt of another kind is computed whole."""
+    """The first page of 16 tokens is common to all prompts. It is computed once for prompts that come together
+    and again after a swap, but not for prompts that come later. A prompt of another kind is computed whole."""
     seen = []
     forward = InferenceModel.forward
 
@@ -160,7 +160,7 @@ def test_what_prompts_begin_with_is_computed_once_a_version(monkeypatch):
                 counts.append(seen.copy())
 
     asyncio.run(main())
-    assert counts == [[25, 6, 4], [2, 2], [25, 4, 4], [20, 2]]
+    assert counts == [[28 + 10, 4], [11, 2], [27 + 11, 4], [20, 2]]
 
 
 @pytest.mark.parametrize("family", VARIANTS)

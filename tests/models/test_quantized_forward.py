@@ -28,8 +28,9 @@ from learner.policy_update import update_policy
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
 from rollout.engines.base import Completion
 from rollout.engines.reference.inference_model import InferenceModel
-from rollout.engines.reference.kv_cache import KVCache, PrefillAttention
+from rollout.engines.reference.kv_cache import KVCache, Piece, PrefillAttention
 from rollout.engines.reference.ops import TorchOps
+from rollout.engines.reference.page_pool import pages_of
 
 QARL = "learner.precision=qarl"
 
@@ -73,8 +74,8 @@ def gap_to_plain_engine(weights: WeightVersion, samples: list[Sample]) -> np.nda
         response = torch.tensor(s.trajectory.response_ids.numpy()).long()
         ids = torch.cat((torch.from_numpy(s.prompt_ids).long(), response))
         cache = KVCache(model.config, "cpu")
-        cache.reserve(1, len(ids))
-        prefill = PrefillAttention(cache, 0, torch.zeros(1, dtype=torch.long), 1)
+        piece = Piece(ids.numpy(), 0, cache.take(pages_of(len(ids))))
+        prefill = PrefillAttention(cache, [piece])
         logits = model.logits(model.forward(ids, torch.arange(len(ids)), prefill))
         logp = logits[len(s.prompt_ids) - 1 : -1].log_softmax(-1)
         now = logp.gather(1, response[:, None]).squeeze(1).numpy()

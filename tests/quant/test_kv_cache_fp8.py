@@ -27,6 +27,7 @@ from learner.policy_update import update_policy
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
 from rollout.engines import build_engine
 from rollout.engines.base import Completion, Request
+from rollout.engines.reference.kv_cache_fp8 import Fp8KVCache
 from rollout.engines.reference.torch_engine import TorchStepper
 from rollout.engines.scripted import scripted_engine
 
@@ -146,13 +147,12 @@ def test_every_version_has_its_own_scales_and_slots_keep_theirs(make_run: MakeRu
     versions = [builder.build(first, 0), builder.build(second, 1)]
     stepper = TorchStepper(config)
     stepper.swap(stepper.prepare(versions[0]))
-    cache = stepper.cache
     job = _job(stepper)
     stepper.step()
-    torch.testing.assert_close(cache.slot_scales[:, :, 0], measured(first), rtol=1e-5, atol=0)  # type: ignore[attr-defined]
+    torch.testing.assert_close(_scales(stepper), measured(first), rtol=1e-5, atol=0)
     stepper.swap(stepper.prepare(versions[1]))
     stepper.step()
-    held = cache.slot_scales[:, :, 0]  # type: ignore[attr-defined]
+    held = _scales(stepper)
     if kv_on_update == "keep":
         torch.testing.assert_close(held, measured(first), rtol=1e-5, atol=0)
     else:
@@ -161,7 +161,13 @@ def test_every_version_has_its_own_scales_and_slots_keep_theirs(make_run: MakeRu
     _job(stepper)
     stepper.step()
     if kv_on_update == "keep":
-        torch.testing.assert_close(cache.slot_scales[:, :, 0], measured(second), rtol=1e-5, atol=0)  # type: ignore[attr-defined]
+        torch.testing.assert_close(_scales(stepper), measured(second), rtol=1e-5, atol=0)
+
+
+def _scales(stepper: TorchStepper) -> Tensor:
+    """The scales of the first row's first page."""
+    assert isinstance(stepper.cache, Fp8KVCache)
+    return stepper.cache.page_scales[:, :, stepper.rows[0].pages[0]]
 
 
 def _job(stepper: TorchStepper):
@@ -184,7 +190,7 @@ def test_the_cache_takes_a_quarter_of_the_memory(make_run: MakeRun):
         )
         _job(stepper)
         stepper.step()
-        sizes.append(stepper.cache.data.nbytes)
+        sizes.append(stepper.cache.nbytes)
     assert sizes[0] == 4 * sizes[1] > 0
 
 
@@ -232,7 +238,7 @@ def test_published_scales_reach_the_engine_and_the_checkpoint(
     stepper.swap(stepper.prepare(made))
     _job(stepper)
     stepper.step()
-    assert torch.equal(stepper.cache.slot_scales[:, :, 0], wanted)  # type: ignore[attr-defined]
+    assert torch.equal(_scales(stepper), wanted)
     save_at(1, tmp_path, policy)
     resumed = build_policy(run)
     checkpoint.restore(tmp_path, resumed)

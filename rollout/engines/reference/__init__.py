@@ -1,4 +1,4 @@
-"""The reference engine in torch: continuous batching over a slotted KV cache."""
+"""The reference engine in torch: continuous batching over a KV cache in pages."""
 
 from typing import get_args
 

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from areal_q.config import Sampling
-from areal_q.models.config import DecoderConfig
 from rollout.engines.base import Request
 from rollout.engines.reference.kv_cache import grown
+from rollout.engines.reference.page_pool import NOTHING, pages_of
 from rollout.engines.reference.sampling import seed_keys
 
 
@@ -15,7 +15,7 @@ class BatchState:
     """The state of all rows in tensors whose first dimension is the slot, so that a step needs no loop over
     rows."""
 
-    def __init__(self, config: DecoderConfig, device: str) -> None:
+    def __init__(self, device: str) -> None:
         def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
@@ -24,13 +24,8 @@ class BatchState:
         """Prompt and response so far, int64 [slots, max_len]"""
         self.logprobs = empty(0, 0, dtype=torch.float32)
         """Log-probs of `ids` in nats, float32 [slots, max_len]; those of the prompt have no meaning."""
-        experts = config.experts
-        self.routes = empty(
-            *(0, 0, len(config.sparse_layers), experts.per_token if experts else 0),
-            dtype=torch.uint8 if not experts or experts.count <= 256 else torch.int16,
-        )
-        """Experts to which each of L sparse layers sent each token of `ids`, uint8 or int16 [slots, max_len, L,
-        K]"""
+        self.pages = empty(0, 0)
+        """Pages of the KV cache that hold the rows' tokens, int64 [slots, W]; NOTHING where there are none"""
         self.length = empty(0)
         """Number of tokens in `ids`, int64 [slots]; all but the last have keys and values in the cache."""
         self.end = empty(0)
@@ -47,8 +42,10 @@ class BatchState:
     def reserve(self, slots: int, length: int) -> None:
         for name, tensor in vars(self).items():
             if isinstance(tensor, Tensor):
-                wide = {1: length} if name in ("ids", "logprobs", "routes") else {}
-                setattr(self, name, grown(tensor, {0: slots, **wide}, -1 if name == "stops" else 0))
+                wide = {"ids": length, "logprobs": length, "pages": pages_of(length)}.get(name, 0)
+                setattr(
+                    self, name, grown(tensor, {0: slots, 1: wide}, -1 if name == "stops" else 0)
+                )
 
     def narrow(self, stops: int) -> None:
         """Narrows `stops` to `stops` ids for each row, since each step compares every token with all of
@@ -86,6 +83,19 @@ class BatchState:
         seeds = [r.seed + i for r in requests for i in range(r.num_samples)]
         self.keys[rows] = seed_keys(seeds).to(self.device, non_blocking=True)
 
+    def fill_pages(self, first: int, tables: list[list[int]]) -> None:
+        """Sets the pages of the rows from `first` on."""
+        found = np.full((len(tables), self.pages.shape[1]), NOTHING, np.int64)
+        for row, pages in zip(found, tables, strict=True):
+            row[: len(pages)] = pages
+        moved = torch.from_numpy(found).to(self.device, non_blocking=True)
+        self.pages[first : first + len(tables)] = moved
+
+    def put_pages(self, slots: list[int], at: list[int], pages: list[int]) -> None:
+        """Sets page at[i] of row slots[i] to pages[i]."""
+        rows, columns, values = torch.tensor([slots, at, pages]).to(self.device, non_blocking=True)
+        self.pages[rows, columns] = values
+
     def append(self, rows: int, tokens: Tensor, logprobs: Tensor) -> Tensor:
         """Appends tokens int64 [rows] with log-probs float32 [rows] to the first rows. Returns bool [rows],
         True for the rows that are done."""
@@ -96,23 +106,6 @@ class BatchState:
         length += 1
         stopped = (tokens.unsqueeze(1) == self.stops[:rows]).any(1)
         return stopped.logical_or_(length >= self.end[:rows])
-
-    def put_routes(self, first: int, taken: Tensor) -> None:
-        """Stores the experts `taken` [rows, tokens, L, K] of the first tokens of the rows from `first` on."""
-        rows, tokens = taken.shape[:2]
-        self.routes[first : first + rows, :tokens] = taken.to(self.routes.dtype)
-
-    def add_routes(self, at: Tensor, taken: Tensor) -> None:
-        """Stores the experts `taken` [rows, L, K] of one token of each of the first rows, at positions `at`
-        int64 [rows]."""
-        rows = torch.arange(len(at), device=at.device)
-        self.routes[rows, at] = taken.to(self.routes.dtype)
-
-    def read_routes(self, slot: int, length: int) -> np.ndarray | None:
-        """Returns the experts of the first tokens of a row, uint8 or uint16 [length, L, K]; None if no layer is
-        sparse."""
-        found = self.routes[slot, :length].cpu().numpy()
-        return found.astype(np.uint8 if found.itemsize == 1 else np.uint16) if found.size else None
 
     def read(self, slots: list[int]) -> tuple[np.ndarray, np.ndarray, list[int]]:
         """Returns ids [S, max_len], log-probs [S, max_len] and lengths [S] of the S slots, on the host."""

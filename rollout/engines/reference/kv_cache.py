@@ -1,12 +1,13 @@
-"""Attention over a slotted KV cache: one query per row (decoding), or whole prompts (prefill).
+"""Attention over a KV cache in pages: one query per row (decoding), or pieces of prompts (prefill).
 
-The cache is one tensor [layers, 2, slots, kv_heads, max_len, head_dim]. Row r of the batch owns slot r, so
-that the slots in use are the first ones and attention reads them in place. Notation: R decoding rows, N prompts
-padded to P tokens, L cached positions that attention reads.
+Each layer's cache is one tensor [2, kv_heads, pages, PAGE, head_dim], keys and then values. Token t of a row
+lies in the row's page t // PAGE, at t % PAGE; the row's table names its pages. Rows that begin alike may name
+the same ones (rollout/engines/reference/page_pool.py). Notation: R decoding rows, N pieces of at most P tokens,
+T of them together, W pages of the longest row, L cached positions that attention reads.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,188 +15,207 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from areal_q.models.config import DecoderConfig
-from areal_q.models.layers.packed_attention import visible
+from rollout.engines.reference.page_pool import NOTHING, PAGE, PagePool, pages_of
 
 Attend = Callable[[int, Tensor], Tensor]
 """Function that computes the attention of one layer: (layer, qkv [T, heads + 2 · kv_heads, head_dim]) →
 [T, heads · head_dim]. The heads of q come first, then those of k, then those of v."""
 
-_LENGTH_STEP = 64
-_FEWEST_SHARED = 16
-"""Fewer tokens with which prompts begin alike are computed for each anew, as that takes less than looking after
-them."""
-
 
 class KVCache:
-    def __init__(self, config: DecoderConfig, device: str) -> None:
-        self.config = config
+    item = torch.float32
+    """What a number is held in"""
+
+    def __init__(self, config: DecoderConfig, device: str, most_bytes: int = 0) -> None:
+        self.config, self.device = config, device
         # Zeros rather than empty memory, since a masked position has weight 0, and 0 · NaN would be NaN.
-        shape = (config.layers, 2, 0, config.kv_heads, 0, config.head_dim)
-        self.data = torch.zeros(shape, device=device)
+        shape = (2, config.kv_heads, 1, PAGE, config.head_dim)
+        self.layers = [
+            torch.zeros(shape, device=device, dtype=self.item) for _ in range(config.layers)
+        ]
+        experts = config.experts
+        self.routes = torch.zeros(
+            *(1, PAGE, len(config.sparse_layers), experts.per_token if experts else 0),
+            dtype=torch.uint8 if not experts or experts.count <= 256 else torch.int16,
+            device=device,
+        )
+        """Experts to which each of S sparse layers sent each token, uint8 or int16 [pages, PAGE, S, K]"""
+        self.pool = PagePool(max(1, most_bytes // self.nbytes) if most_bytes else 0)
+        self._spoilt: set[int] = set()
+        """Pages that hold, or held, numbers that are not finite"""
 
-    def reserve(self, slots: int, length: int) -> None:
-        """Grows the cache to at least `slots` slots of `length` positions and keeps what it holds."""
-        length = min(-(-length // _LENGTH_STEP) * _LENGTH_STEP, self.config.max_positions)
-        self.data = grown(self.data, {2: slots, 4: length})
-
-    def split(self, qkv: Tensor) -> tuple[Tensor, ...]:
-        """Returns (q, k, v) of qkv [·, heads + 2 · kv_heads, …]."""
-        c = self.config
-        return qkv.split((c.heads, c.kv_heads, c.kv_heads), 1)
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers)
 
     def new_version(self, scales: Tensor | None) -> None:
         """Tells the cache that keys and values come from other weights from now on. `scales` are those that the
         learner published with them, float32 [layers, 2], or None."""
+        self.pool.forget()
 
-    def put_tokens(self, layer: int, k: Tensor, v: Tensor, at: Tensor) -> None:
-        """Caches k and v [R, kv_heads, dim] of one token in each row. `at` int64 [R · kv_heads] are flat
-        indices into (slot, head, position)."""
-        for cached, new in zip(self.data[layer], (k, v), strict=True):
-            cached.view(-1, cached.shape[-1]).index_copy_(0, at, new.reshape(-1, new.shape[-1]))
+    def take(self, count: int) -> list[int]:
+        """Returns `count` pages with one owner. The layers grow one by one, so that there is never a copy of
+        more than one of them."""
+        pages = self.pool.take(count)
+        if self.pool.size > len(self.routes):
+            for i in range(len(self.layers)):
+                self.layers[i] = grown(self.layers[i], {2: self.pool.size})
+            self.routes = grown(self.routes, {0: self.pool.size})
+        if spoilt := self._spoilt.intersection(pages):
+            at = torch.tensor(sorted(spoilt), device=self.device)
+            for layer in self.layers:
+                layer[:, :, at] = 0
+            self._spoilt -= spoilt
+        return pages
 
-    def put_prompts(
-        self, layer: int, k: Tensor, v: Tensor, slots: slice, source: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Caches k and v [N, kv_heads, P, dim] of N prompts: prompt source[j] goes to the j-th of `slots`.
-        Returns k and v with the rounding that the cache gives them, for attention."""
-        for cached, new in zip(self.data[layer], (k, v), strict=True):
-            cached[slots, :, : new.shape[2]] = new[source]
-        return k, v
+    def spoil(self, pages: Sequence[int]) -> None:
+        """Has `pages` cleared before somebody else gets them: a NaN would reach the page's next row, since a
+        weight of 0 times NaN is NaN."""
+        self._spoilt.update(pages)
 
-    def read(self, layer: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
-        """Returns the keys and values of the first slots, each [rows · kv_heads, length, dim]."""
-        kv_heads, capacity, dim = self.data.shape[3:]
-        keys, values = (
-            x.view(-1, capacity, dim)[: rows * kv_heads, :length] for x in self.data[layer]
-        )
-        return keys, values
+    def copy(self, sources: list[int], targets: list[int]) -> None:
+        """Copies whole pages."""
+        to, frm = (torch.tensor(x).to(self.device, non_blocking=True) for x in (targets, sources))
+        for layer in self.layers:
+            layer[:, :, to] = layer[:, :, frm]
+        self.routes[to] = self.routes[frm]
 
-    def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
-        """Copies the first `length` positions of slots `sources` int64 to slots `targets` int64."""
-        used = self.data[..., :length, :]
-        used[:, :, targets] = used[:, :, sources]
+    def split(self, qkv: Tensor) -> tuple[Tensor, ...]:
+        """Returns (q, k, v) of qkv [T, heads + 2 · kv_heads, dim]."""
+        c = self.config
+        return qkv.split((c.heads, c.kv_heads, c.kv_heads), 1)
 
-    def clear(self, slots: Tensor) -> None:
-        self.data[:, :, slots] = 0.0
+    def put(self, layer: int, k: Tensor, v: Tensor, at: Tensor, whole: bool = False) -> None:
+        """Caches k and v [T, kv_heads, dim] of tokens at flat places (page, position) `at` int64 [T]; `whole`
+        says that they lie in pages of which nothing else is left."""
+        for cached, new in zip(self.layers[layer], (k, v), strict=True):
+            cached.flatten(1, 2).index_copy_(1, at, new.transpose(0, 1))
+
+    def read(self, layer: int, pages: Tensor) -> Tensor:
+        """Returns the keys and values of `pages` int64 [R, W], [2, kv_heads, R, W · PAGE, dim]."""
+        found = self.layers[layer].index_select(2, pages.flatten())
+        return found.view(2, found.shape[1], len(pages), -1, found.shape[-1])
+
+    def put_routes(self, at: Tensor, taken: Tensor) -> None:
+        """Keeps the experts `taken` [T, S, K] of the tokens at flat places `at` int64 [T]."""
+        self.routes.flatten(0, 1).index_copy_(0, at, taken.to(self.routes.dtype))
+
+    def read_routes(self, pages: list[int], length: int) -> np.ndarray | None:
+        """Returns the experts of the first tokens of `pages`, uint8 or uint16 [length, S, K]; None if no layer
+        is sparse."""
+        if not self.config.experts:
+            return None
+        at = torch.tensor(pages, dtype=torch.int64, device=self.device)
+        found = self.routes[at].flatten(0, 1)[:length].cpu().numpy()
+        return found.astype(np.uint8 if found.itemsize == 1 else np.uint16)
+
+
+def places(tables: Tensor, positions: Tensor) -> Tensor:
+    """Returns the flat places (page, position) int64 [R] of the tokens at `positions` int64 [R] of rows whose
+    pages are `tables` int64 [R, W]."""
+    pages = tables.gather(1, (positions // PAGE).unsqueeze(1)).squeeze(1)
+    return pages * PAGE + positions % PAGE
 
 
 class DecodeAttention:
-    """Attention of one token in each of R rows to the positions of its own slot, up to and including
-    `positions` int64 [R], or to those of them that a layer's window shows; `length` is L."""
+    """Attention of one token in each of R rows to the positions of its row, up to and including `positions`
+    int64 [R], or to those of them that a layer's window shows; `length` is L, `tables` int64 [R, ≥ W]."""
 
-    def __init__(self, cache: KVCache, positions: Tensor, length: int) -> None:
-        self.cache, self.length, self.rows = cache, length, positions.shape[0]
-        kv_heads, capacity = cache.data.shape[3], cache.data.shape[4]
-        per_head = positions.repeat_interleave(kv_heads)
-        heads = torch.arange(per_head.shape[0], device=positions.device)
-        self.write_at = heads * capacity + per_head
-        self.per_head = per_head.view(-1, 1, 1)
+    def __init__(self, cache: KVCache, tables: Tensor, positions: Tensor, length: int) -> None:
+        self.cache, self.length, self.positions = cache, length, positions
+        self.pages, self.at = tables[:, : pages_of(length)], places(tables, positions)
         self.masks: dict[int | None, Tensor] = {}
-        """What is added to scores [R · kv_heads, 1, L], by window."""
+        """What is added to scores [kv_heads · R, 1, L], by window."""
         self.scale = cache.config.head_dim**-0.5
 
     def __call__(self, layer: int, qkv: Tensor) -> Tensor:
+        c, rows = self.cache.config, len(qkv)
         q, k, v = self.cache.split(qkv)
-        self.cache.put_tokens(layer, k, v, self.write_at)
-        keys, values = self.cache.read(layer, self.rows, self.length)
-        mask = self._mask(self.cache.config.window_of(layer))
+        self.cache.put(layer, k, v, self.at)
+        keys, values = self.cache.read(layer, self.pages)[:, :, :, : self.length].flatten(1, 2)
         # The query heads that share a key head are the rows of one small matrix product.
-        scores = torch.baddbmm(
-            mask, q.reshape(len(keys), -1, q.shape[-1]), keys.transpose(1, 2), alpha=self.scale
-        )
-        return torch.bmm(scores.softmax(-1), values).view(self.rows, -1)
+        q = q.view(rows, c.kv_heads, -1, c.head_dim).transpose(0, 1).flatten(0, 1)
+        mask = self._mask(c.window_of(layer))
+        scores = torch.baddbmm(mask, q, keys.transpose(1, 2), alpha=self.scale)
+        out = torch.bmm(scores.softmax(-1), values)
+        return out.view(c.kv_heads, rows, -1).transpose(0, 1).reshape(rows, -1)
 
     def _mask(self, window: int | None) -> Tensor:
         if window not in self.masks:
-            at = torch.arange(self.length, device=self.per_head.device)
-            hidden = at > self.per_head
+            at = torch.arange(self.length, device=self.positions.device)
+            last = self.positions.repeat(self.cache.config.kv_heads).view(-1, 1, 1)
+            hidden = at > last
             if window is not None:
-                hidden |= at <= self.per_head - window
+                hidden |= at <= last - window
             zeros = torch.zeros(hidden.shape, device=hidden.device)
             self.masks[window] = zeros.masked_fill_(hidden, -torch.inf)
         return self.masks[window]
 
 
-class PromptPrefix:
-    """The tokens with which the latest prompts begin alike, such as a system prompt, with their keys and values
-    under the present weights."""
+class Piece(NamedTuple):
+    """Tokens of a prompt that follow one another, to be computed in one forward pass."""
 
-    def __init__(self) -> None:
-        self.ids = np.zeros(0, np.int32)
-        self.layers: list[tuple[Tensor, Tensor]] = []
-        """Keys and values [1, kv_heads, n, head_dim] of the n tokens `ids` in each layer; none if they are not
-        computed yet"""
-
-    def shared(self, prompts: Sequence[np.ndarray]) -> int:
-        """Returns how many first tokens all of `prompts`, each int32 [P], have in common with each other and
-        with those before them, and cuts `ids` and `layers` to these. They are fewer than the shortest prompt's,
-        and 0 if they are too few to matter."""
-        whole = [ids[:-1] for ids in prompts]
-        shared = _common([*whole, self.ids])
-        if shared < _FEWEST_SHARED:  # other prompts than before
-            self.layers = []
-            several = _common(whole) if len(whole) > 1 else 0
-            shared = several if several >= _FEWEST_SHARED else 0
-            self.ids = prompts[0][: shared or None]
-        elif shared < len(self.ids):
-            self.ids = self.ids[:shared]
-            self.layers = [(k[:, :, :shared], v[:, :, :shared]) for k, v in self.layers]
-        return shared
-
-    def observe(self, layer: int, qkv: Tensor, cache: KVCache) -> Tensor:
-        """Computes the causal attention of the tokens `ids`, and keeps their keys and values."""
-        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in cache.split(qkv))
-        self.layers.append((k, v))
-        mask = visible(len(qkv), len(qkv), cache.config.window_of(layer), qkv.device)
-        causal = mask is None
-        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=True)
-        return out.squeeze(0).transpose(0, 1).flatten(1)
-
-
-def _common(beginnings: Sequence[np.ndarray]) -> int:
-    """Returns how many first tokens are the same in all of `beginnings`."""
-    most = min(map(len, beginnings))
-    differ = [np.flatnonzero(a[:most] != b[:most]) for a, b in pairwise(beginnings)]
-    return min([most, *(int(d[0]) for d in differ if len(d))])
+    ids: np.ndarray
+    """int [n], n ≥ 1"""
+    start: int
+    """Their first position, at which a page begins"""
+    pages: list[int]
+    """The pages of the prompt, up to the piece's end at least. What lies before `start` is computed, or is by
+    other pieces of the same pass."""
 
 
 class PrefillAttention:
-    """Causal attention within N right-padded prompts; prompt `source[j]` is cached in slot `first + j`. With
-    `prefix` all prompts begin with its tokens, and only the tokens behind them are computed.
+    """Causal attention of the tokens of N pieces, one behind the other, to all before them in their prompts."""
 
-    Padding needs no mask, since it comes after every real token. What it writes into the cache lies beyond the
-    row's length until decoding overwrites it.
-    """
+    def __init__(self, cache: KVCache, pieces: Sequence[Piece]) -> None:
+        self.cache = cache
+        counts = np.array([len(piece.ids) for piece in pieces])
+        starts = np.array([piece.start for piece in pieces])
+        ends, width = starts + counts, pages_of(int((starts + counts).max()))
+        tables = np.full((len(pieces), width), NOTHING, np.int64)
+        for table, piece, end in zip(tables, pieces, ends, strict=True):
+            table[: pages_of(end)] = piece.pages[: pages_of(end)]
+        each = np.arange(counts.max())
+        inside = each < counts[:, None]
+        # Padding repeats a piece's last token, so that it sees what that sees.
+        padded = np.minimum(each, counts[:, None] - 1)
+        owner, at = np.repeat(np.arange(len(pieces)), counts), (starts[:, None] + padded)[inside]
 
-    def __init__(
-        self,
-        cache: KVCache,
-        first: int,
-        source: Tensor,
-        prompts: int,
-        prefix: PromptPrefix | None = None,
-    ) -> None:
-        self.cache, self.source, self.prompts = cache, source, prompts
-        self.slots = slice(first, first + source.shape[0])
-        self.prefix = prefix
-        self.masks: dict[int | None, Tensor | None] = {}
-        """What the prompts' tokens attend to, by window."""
+        def moved(array: np.ndarray) -> Tensor:
+            return torch.from_numpy(array).to(cache.device, non_blocking=True)
+
+        self.tokens = moved(np.concatenate([piece.ids for piece in pieces]).astype(np.int64))
+        """int64 [T]"""
+        self.positions = moved(at)
+        """int64 [T]"""
+        self.at = moved(tables[owner, at // PAGE] * PAGE + at % PAGE)
+        """Flat places (page, position) of the tokens, int64 [T]"""
+        self.pages = moved(tables)
+        self.pad = moved((counts.cumsum() - counts)[:, None] + padded)
+        """Which token each query is, int64 [N, P]"""
+        self.unpad = moved(np.flatnonzero(inside))
+        self.seen = moved(starts[:, None] + padded).unsqueeze(-1)
+        """The last position that each query sees, int64 [N, P, 1]"""
+        self.masks: dict[int | None, Tensor] = {}
+        """What the queries see, bool [N, 1, P, L], by window."""
 
     def __call__(self, layer: int, qkv: Tensor) -> Tensor:
-        by_prompt = qkv.view(self.prompts, -1, *qkv.shape[1:]).transpose(1, 2)
-        q, k, v = self.cache.split(by_prompt)
-        length = q.shape[2]
-        if self.prefix:
-            before = (x.expand(self.prompts, -1, -1, -1) for x in self.prefix.layers[layer])
-            k, v = (torch.cat(pair, 2) for pair in zip(before, (k, v), strict=True))
-        k, v = self.cache.put_prompts(layer, k, v, self.slots, self.source)
-        window = self.cache.config.window_of(layer)
+        q, k, v = self.cache.split(qkv)
+        self.cache.put(layer, k, v, self.at, whole=True)
+        keys, values = self.cache.read(layer, self.pages).transpose(1, 2)
+        mask = self._mask(self.cache.config.window_of(layer), keys.shape[2])
+        q = q[self.pad].transpose(1, 2)
+        out = F.scaled_dot_product_attention(q, keys, values, mask, enable_gqa=True)
+        return out.transpose(1, 2).flatten(0, 1).flatten(1).index_select(0, self.unpad)
+
+    def _mask(self, window: int | None, length: int) -> Tensor:
         if window not in self.masks:
-            self.masks[window] = visible(length, k.shape[2], window, k.device)
-        mask = self.masks[window]
-        causal = mask is None
-        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=True)
-        return out.transpose(1, 2).reshape(self.prompts * length, -1)
+            at = torch.arange(length, device=self.seen.device)
+            seen = at <= self.seen
+            if window is not None:
+                seen &= at > self.seen - window
+            self.masks[window] = seen.unsqueeze(1)
+        return self.masks[window]
 
 
 def combined_attention(decode: Attend, prefill: PrefillAttention, rows: int) -> Attend:

@@ -69,7 +69,7 @@ class Ops(Protocol):
         """Returns silu(gate) · up: [T, 2 · mlp] → [T, mlp]."""
         ...
 
-    def decode(self, cache: KVCache, positions: Tensor, length: int) -> Attend:
+    def decode(self, cache: KVCache, tables: Tensor, positions: Tensor, length: int) -> Attend:
         """Returns attention of one query in each row, with the results of kv_cache.DecodeAttention."""
         ...
 
@@ -106,8 +106,8 @@ class TorchOps:
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate).mul_(up)
 
-    def decode(self, cache: KVCache, positions: Tensor, length: int) -> Attend:
-        return DecodeAttention(cache, positions, length)
+    def decode(self, cache: KVCache, tables: Tensor, positions: Tensor, length: int) -> Attend:
+        return DecodeAttention(cache, tables, positions, length)
 
     def uniform(self, keys: Tensor, positions: Tensor) -> Tensor:
         return random_uniform(keys, positions)

@@ -32,16 +32,16 @@ class FusedDecodeAttention:
     """The attention of kv_cache.DecodeAttention in one loop. It needs no mask, since each row reads only its
     own positions."""
 
-    def __init__(self, cache: KVCache, positions: Tensor) -> None:
-        self.cache, self.positions = cache.data, positions.numpy()
+    def __init__(self, cache: KVCache, tables: Tensor, positions: Tensor) -> None:
+        self.layers, self.tables, self.positions = cache.layers, tables.numpy(), positions.numpy()
         self.config, self.scale = cache.config, cache.config.head_dim**-0.5
 
     def __call__(self, layer: int, qkv: Tensor) -> Tensor:
         out = np.empty((len(qkv), self.config.heads, qkv.shape[-1]), np.float32)
-        keys, values = self.cache[layer].numpy()
-        window = self.config.window_of(layer) or keys.shape[2]
+        keys, values = self.layers[layer].numpy()
+        window = self.config.window_of(layer) or self.config.max_positions
         decoding.decode_attention(
-            qkv.numpy(), keys, values, self.positions, window, self.scale, out
+            qkv.numpy(), keys, values, self.tables, self.positions, window, self.scale, out
         )
         return torch.from_numpy(out).view(len(qkv), -1)
 
@@ -91,10 +91,10 @@ class FusedOps:
         decoding.swiglu(gate_up.numpy(), y)
         return torch.from_numpy(y)
 
-    def decode(self, cache: KVCache, positions: Tensor, length: int) -> Attend:
+    def decode(self, cache: KVCache, tables: Tensor, positions: Tensor, length: int) -> Attend:
         if isinstance(cache, Fp8KVCache):
-            return DecodeAttention(cache, positions, length)
-        return FusedDecodeAttention(cache, positions)
+            return DecodeAttention(cache, tables, positions, length)
+        return FusedDecodeAttention(cache, tables, positions)
 
     def uniform(self, keys: Tensor, positions: Tensor) -> Tensor:
         u = np.empty(len(keys))

@@ -1,15 +1,19 @@
-"""The reference engine: continuous batching over a slotted KV cache, on a CPU or one GPU.
+"""The reference engine: continuous batching over a KV cache in pages, on a CPU or one GPU.
 
-A step is one forward pass over [last tokens of the R rows | the prompts just admitted], one draw, and one
-transfer to the host, of which rows are done. Rows 0 … R-1 own slots 0 … R-1; when some finish, the last rows
-move into their places. A prompt is computed once, and its keys and values are copied to the slots of its group.
-What all prompts begin with is computed once for each version of the weights.
+A step is one forward pass over [last tokens of the R rows | pieces of prompts], one draw, and one transfer to
+the host, of which rows are done. Rows 0 … R-1 own the first slots of the tensors; when some finish, the last
+rows move into their places. A prompt is computed once for its group, piece by piece, so that a long one holds
+nobody up for long; the whole pages of the cache that it has in common with what was computed before under the
+same weights are not computed again (page_pool.py).
 The state of the rows is in tensors, so that the work in Python does not grow with the number of rows.
 """
 
 import math
 import time
 from collections import deque
+from dataclasses import dataclass, field
+from itertools import starmap, takewhile
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -28,21 +32,46 @@ from rollout.engines.reference.build_ops import build_ops
 from rollout.engines.reference.inference_model import InferenceModel
 from rollout.engines.reference.kv_cache import (
     KVCache,
+    Piece,
     PrefillAttention,
-    PromptPrefix,
     combined_attention,
+    places,
 )
 from rollout.engines.reference.kv_cache_fp8 import build_cache
+from rollout.engines.reference.page_pool import PAGE, page_keys, pages_of
 from rollout.engines.reference.sampling import Knobs, truncates
-
-PREFILL_TOKENS = 8192
-"""Most padded prompt tokens in one forward pass; a longer prompt is computed by itself."""
 
 
 def torch_engine(config: TorchEngine) -> AsyncEngine:
     """Returns the reference engine. Raises ConfigError for a device that torch does not have."""
     check_device("rollout.engine.device", config.device)
     return AsyncEngine(TorchStepper(config))
+
+
+@dataclass(eq=False)
+class Prompt:
+    """A prompt that is not computed yet, or not to its end."""
+
+    job: Job
+    keys: list[bytes]
+    """Keys of its whole pages, but for one that ends with its last token: that is computed anyway, since its
+    logits are needed."""
+    swaps: int
+    """Number of the engine's swaps when the prompt was begun. Pages of several versions are not shared."""
+    pages: list[int] = field(default_factory=list)
+    done: int = 0
+    """Number of tokens whose keys and values are in the cache"""
+
+
+class Row(NamedTuple):
+    """A response that is being drawn."""
+
+    job: Job
+    number: int
+    """Its index in the job's group"""
+    pages: list[int]
+    """Pages of the cache that it owns, also in `BatchState.pages`"""
+    prompt: Prompt
 
 
 class TorchStepper:
@@ -57,11 +86,12 @@ class TorchStepper:
         self.steps = 0
         self.versions = StepVersions()
         self.model: InferenceModel | None = None
-        self.owners: list[tuple[Job, int]] = []
-        """The job of each row, and the index of the row's response in the job's group"""
+        self.prompts: deque[Prompt] = deque()
+        self.rows: list[Row] = []
         self.running: dict[Job, int] = {}
         """Number of rows that each job still has"""
-        self.prefix = PromptPrefix()
+        self.swaps = 0
+        self.most_tokens = max(PAGE, config.prefill_tokens // PAGE * PAGE)
         self.batch: BatchState
         self.cache: KVCache
 
@@ -71,11 +101,16 @@ class TorchStepper:
 
     @property
     def active(self) -> int:
-        return len(self.owners)
+        return len(self.rows) + sum(p.job.request.num_samples for p in self.prompts)
 
     def check_request(self, request: Request) -> None:
         assert self.model is not None
         check_fits(request, self.model.config)
+        needed, most = _pages_needed(request, request.num_samples), self.cache.pool.most
+        if needed > most:
+            raise RecordError(
+                f"a request of {needed} pages of {PAGE} tokens exceeds the {most} of kv_cache_bytes"
+            )
 
     def prepare(self, weights: WeightVersion) -> InferenceModel:
         model = InferenceModel(weights, self.config.device, self.ops)
@@ -87,145 +122,202 @@ class TorchStepper:
     def swap(self, prepared: InferenceModel) -> None:
         if self.model is None:
             self.cache = build_cache(prepared.config, self.config)
-            self.batch = BatchState(prepared.config, self.config.device)
+            self.batch = BatchState(self.config.device)
         self.model = prepared
+        self.swaps += 1
         self.cache.new_version(prepared.kv_scales)
-        self.prefix.layers = []
         self.versions.swapped(self.steps, prepared.manifest)
         if self.config.kv_on_update == "recompute":
             self._recompute(prepared)
 
     @torch.inference_mode()
     def step(self) -> int:
-        model, old = self.model, self.active
+        model = self.model
         assert model is not None
-        jobs = self._admit()
-        new = self.active
-        if not new:
+        self._admit()
+        self._extend()
+        pieces, ready = self._next_pieces()
+        if not self.rows and not pieces:
             return 0
-        logits = self._forward(model, old, jobs)
+        logits = self._forward(model, pieces, ready)
+        if not self.rows:
+            return 0
         tokens, logprobs = self._draw(logits)
-        done = self.batch.append(new, tokens, logprobs)
+        done = self.batch.append(len(self.rows), tokens, logprobs)
         self.steps += 1
         self._report(tokens, logprobs)
         ended = np.flatnonzero(done.cpu().numpy()).tolist()  # nonzero() would wait for a GPU twice
         finished = sorted({*ended, *self._stopped(tokens)})
         if finished:
             self._finish(finished)
-        return new
+        return len(logits)
 
     def drop(self, job: Job) -> None:
         if job in self.waiting:
             self.waiting.remove(job)
-        slots = [slot for slot, (owner, _) in enumerate(self.owners) if owner is job]
+        for prompt in [p for p in self.prompts if p.job is job]:
+            self.prompts.remove(prompt)
+            self.cache.pool.release(prompt.pages)
+        slots = [slot for slot, row in enumerate(self.rows) if row.job is job]
         if slots:
             with torch.inference_mode():
                 self._free(slots)
 
-    def _admit(self) -> list[Job]:
-        """Gives rows to waiting jobs, first come, first served, whole groups at a time and as many as fit into
-        one forward pass. Returns those jobs."""
-        jobs: list[Job] = []
-        longest, rows = 0, self.active
+    def _admit(self) -> None:
+        """Begins the prompts of waiting jobs, first come, first served, for whose responses there are slots and
+        pages, however long they become."""
+        if not self.waiting:
+            return
+        slots = self.config.slots - self.active
+        begun = [(p.job.request, p.job.request.num_samples) for p in self.prompts]
+        begun += [(job.request, left) for job, left in self.running.items()]
+        pages = self.cache.pool.most - sum(starmap(_pages_needed, begun))
         while self.waiting:
             request = self.waiting[0].request
-            longest = max(longest, len(request.prompt_ids))
-            full = rows + request.num_samples > self.config.slots
-            if full or (jobs and longest * (len(jobs) + 1) > PREFILL_TOKENS):
-                break
-            jobs.append(self.waiting.popleft())
-            rows += request.num_samples
-        if not jobs:
-            return []
-        # Slots double, so that a steady trickle of requests does not copy the cache each time.
-        room = min(self.config.slots, max(16, 1 << (rows - 1).bit_length()))
-        ends = [len(j.request.prompt_ids) + j.request.sampling.max_tokens for j in jobs]
-        self.batch.reserve(room, max(ends))
-        self.cache.reserve(room, max(ends))
-        self.batch.narrow(max((len(j.request.stop_ids) for j in self.running), default=0))
-        return self._place(jobs)
+            slots -= request.num_samples
+            pages -= _pages_needed(request, request.num_samples)
+            if slots < 0 or pages < 0:
+                return
+            keys = page_keys(request.prompt_ids[:-1])
+            self.prompts.append(Prompt(self.waiting.popleft(), keys, self.swaps))
 
-    def _place(self, jobs: list[Job]) -> list[Job]:
-        """Gives `jobs` the next rows and returns those that have them. A request with a number that does not
-        fit into its tensor fails alone."""
-        requests = [job.request for job in jobs]
+    def _extend(self) -> None:
+        """Gives another page to the rows whose pages are full."""
+        full = {j for j in self.running if (self._length(j) - 1) % PAGE == 0}
+        if not full:
+            return
+        slots = [slot for slot, row in enumerate(self.rows) if row.job in full]
+        pages = self.cache.take(len(slots))
+        self.batch.put_pages(slots, [len(self.rows[slot].pages) for slot in slots], pages)
+        for slot, page in zip(slots, pages, strict=True):
+            self.rows[slot].pages.append(page)
+
+    def _next_pieces(self) -> tuple[list[Piece], list[Prompt]]:
+        """Returns the next pieces of as many prompts as fit into a forward pass, padded to the longest, and
+        those prompts that end with them, whose pieces come last. Prompts that do not end take turns."""
+        pieces, whole, begun, ready = list[Piece](), list[Piece](), list[Prompt](), list[Prompt]()
+        widest = 0
+        while self.prompts:
+            prompt = self.prompts[0]
+            self._reuse(prompt)
+            ids, start = prompt.job.request.prompt_ids, prompt.done
+            end = min(len(ids), start + self.most_tokens)
+            widest = max(widest, end - start)
+            count = len(pieces) + len(whole)
+            if count and widest * (count + 1) > self.most_tokens:
+                break
+            self.prompts.popleft()
+            prompt.pages += self.cache.take(pages_of(end) - len(prompt.pages))
+            prompt.done = end
+            self._know(prompt, prompt.keys[: end // PAGE], prompt.pages)
+            (whole if end == len(ids) else pieces).append(
+                Piece(ids[start:end], start, prompt.pages)
+            )
+            (ready if end == len(ids) else begun).append(prompt)
+        self.prompts += begun
+        return pieces + whole, ready
+
+    def _reuse(self, prompt: Prompt) -> None:
+        """Gives a prompt the pages that it needs next, as far as others have computed them."""
+        if prompt.swaps != self.swaps:
+            return
+        for key in prompt.keys[len(prompt.pages) :]:
+            page = self.cache.pool.find(key)
+            if page is None:
+                return
+            prompt.pages.append(page)
+            prompt.done += PAGE
+
+    def _know(self, prompt: Prompt, keys: list[bytes], pages: list[int]) -> None:
+        """Lets later prompts find `pages` by `keys`, if all in them is of the present weights."""
+        if prompt.swaps == self.swaps:
+            for key, page in zip(keys, pages, strict=False):
+                self.cache.pool.know(key, page)
+
+    def _forward(self, model: InferenceModel, pieces: list[Piece], ready: list[Prompt]) -> Tensor:
+        """Computes the rows' last tokens and `pieces`, and gives rows to the prompts `ready`, whose pieces are
+        the last ones. Returns the logits [R, V] of every row's next token."""
+        old = len(self.rows)
+        tables, positions = self.batch.pages[:old], self.batch.length[:old] - 1
+        tokens = self.batch.ids[:old].gather(1, positions.unsqueeze(1)).squeeze(1)
+        routes: list[Tensor] | None = [] if model.config.experts else None
+        attend = self.ops.decode(self.cache, tables, positions, self._longest()) if old else None
+        at = places(tables, positions) if routes is not None else positions
+        if pieces:
+            prefill = PrefillAttention(self.cache, pieces)
+            tokens = torch.cat((tokens, prefill.tokens))
+            positions = torch.cat((positions, prefill.positions))
+            at = torch.cat((at, prefill.at))
+            attend = combined_attention(attend, prefill, old) if attend else prefill
+        assert attend is not None
+        hidden = model.forward(tokens, positions, attend, routes)
+        if routes:
+            self.cache.put_routes(at, torch.stack(routes, 1))
+        ends = old - 1 + np.cumsum([len(piece.ids) for piece in pieces], dtype=np.int64)
+        placed = self._place(dict(zip(ready, ends[len(pieces) - len(ready) :], strict=True)))
+        copies = [1] * old + [prompt.job.request.num_samples for prompt in placed]
+        if len(copies) == len(hidden) == old:
+            return model.logits(hidden)
+        last = torch.tensor([*range(old), *placed.values()], dtype=torch.int64)
+        spread = torch.arange(len(copies)).repeat_interleave(
+            torch.tensor(copies, dtype=torch.int64)
+        )
+        device = self.config.device
+        logits = model.logits(hidden[last.to(device, non_blocking=True)])
+        return logits[spread.to(device, non_blocking=True)]
+
+    def _place(self, ready: dict[Prompt, int]) -> dict[Prompt, int]:
+        """Gives the next rows to the responses to prompts, and returns those that have them. A request with a
+        number that does not fit into its tensor fails alone."""
+        if not ready:
+            return {}
+        requests = [prompt.job.request for prompt in ready]
+        rows = len(self.rows) + sum(r.num_samples for r in requests)
+        # Slots double, so that a steady trickle of requests does not copy the state each time.
+        room = min(self.config.slots, max(16, 1 << (rows - 1).bit_length()))
+        ends = [len(r.prompt_ids) + r.sampling.max_tokens for r in requests]
+        self.batch.reserve(room, max(ends))
+        self.batch.narrow(max((len(j.request.stop_ids) for j in self.running), default=0))
         try:
-            self.batch.fill(self.active + sum(r.num_samples for r in requests), requests)
+            self.batch.fill(rows, requests)
         except (OverflowError, TypeError, ValueError) as error:
-            if len(jobs) > 1:
-                return [placed for job in jobs for placed in self._place([job])]
-            jobs[0].fail(RecordError(f"a number of the request does not fit: {error}"))
-            return []
-        for job in jobs:
+            if len(ready) > 1:
+                return {
+                    p: at for one in ready.items() for p, at in self._place(dict([one])).items()
+                }
+            (prompt,) = ready
+            self.cache.pool.release(prompt.pages)
+            prompt.job.fail(RecordError(f"a number of the request does not fit: {error}"))
+            return {}
+        self._begin(list(ready))
+        return ready
+
+    def _begin(self, prompts: list[Prompt]) -> None:
+        """Makes the rows of the responses to `prompts`. They share the whole pages of their prompt; of the one
+        that they go on in, each has its own."""
+        first, sources, targets = len(self.rows), list[int](), list[int]()
+        for prompt in prompts:
+            job, length = prompt.job, len(prompt.job.request.prompt_ids)
             job.start(self.steps)
             self.running[job] = job.request.num_samples
-            self.owners += [(job, index) for index in range(job.request.num_samples)]
-        return jobs
+            self.rows.append(Row(job, 0, prompt.pages, prompt))
+            whole, begun = prompt.pages[: length // PAGE], prompt.pages[length // PAGE :]
+            for index in range(1, job.request.num_samples):
+                own = self.cache.take(len(begun))
+                sources += begun
+                targets += own
+                self.rows.append(Row(job, index, self.cache.pool.share(whole) + own, prompt))
+        if targets:
+            self.cache.copy(sources, targets)
+        self.batch.fill_pages(first, [row.pages for row in self.rows[first:]])
 
-    def _forward(self, model: InferenceModel, old: int, jobs: list[Job]) -> Tensor:
-        """Returns the logits [R, V] of every row's next token. The prompts of `jobs`, which own the rows from
-        `old` on, are computed too."""
-        positions = self.batch.length[:old] - 1
-        tokens = self.batch.ids[:old].gather(1, positions.unsqueeze(1)).squeeze(1)
-        decode = self.ops.decode(self.cache, positions, self._longest()) if old else None
-        routes: list[Tensor] | None = [] if model.config.experts else None
-        if not jobs:
-            assert decode is not None
-            hidden = model.forward(tokens, positions, decode, routes)
-            self._record(routes, positions)
-            return model.logits(hidden)
-        copies = torch.tensor([job.request.num_samples for job in jobs])
-        device = self.config.device
-        source = torch.arange(len(jobs)).repeat_interleave(copies).to(device, non_blocking=True)
-        start = self._shared(model, jobs)
-        lengths = [len(job.request.prompt_ids) - start for job in jobs]
-        width, firsts = max(lengths), copies.cumsum(0) - copies + old
-        prompts = self.batch.ids[firsts.to(device, non_blocking=True), start : start + width]
-        at = torch.arange(start, start + width, device=device).repeat(len(jobs))
-        prefix = self.prefix if start else None
-        prefill = PrefillAttention(self.cache, old, source, len(jobs), prefix)
-        hidden = model.forward(
-            torch.cat((tokens, prompts.flatten())),
-            torch.cat((positions, at)),
-            combined_attention(decode, prefill, old) if decode else prefill,
-            routes,
-        )
-        self._record(routes, positions, source, width)
-        last = [old + i * width + length - 1 for i, length in enumerate(lengths)]
-        logits = model.logits(hidden[[*range(old), *last]])
-        return torch.cat((logits[:old], logits[old:][source]))
-
-    def _shared(self, model: InferenceModel, jobs: list[Job]) -> int:
-        """Returns the number of tokens with which the prompts of `jobs` begin and whose keys and values are in
-        `prefix`. It is 0 where routes are recorded or scales of an FP8 cache measured, over whole prompts."""
-        if model.config.experts or self.config.kv_cache != "auto":
-            return 0
-        shared = self.prefix.shared([job.request.prompt_ids for job in jobs])
-        if shared and not self.prefix.layers:
-            ids = torch.from_numpy(self.prefix.ids.astype(np.int64)).to(self.config.device)
-            at = torch.arange(shared, device=ids.device)
-            model.forward(ids, at, lambda i, qkv: self.prefix.observe(i, qkv, self.cache))
-        return shared
-
-    def _record(
-        self,
-        routes: list[Tensor] | None,
-        positions: Tensor,
-        source: Tensor | None = None,
-        width: int = 0,
-    ) -> None:
-        """Stores the experts of the rows' last tokens, at `positions`, and then those of the prompts, `width`
-        tokens each. Prompt source[j] is that of the j-th new row."""
-        if not routes:
-            return
-        old, taken = len(positions), torch.stack(routes, 1)
-        self.batch.add_routes(positions, taken[:old])
-        if source is not None:
-            self.batch.put_routes(old, taken[old:].unflatten(0, (-1, width))[source])
+    def _length(self, job: Job) -> int:
+        """Returns the number of tokens in a row of a running job, without waiting for the device."""
+        return len(job.request.prompt_ids) + self.steps - job.started
 
     def _longest(self) -> int:
-        """Returns the largest number of tokens in a row, without waiting for the device."""
-        return max(len(j.request.prompt_ids) + self.steps - j.started for j in self.running)
+        """Returns the largest number of tokens in a row."""
+        return max(map(self._length, self.running))
 
     def _draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         rows, n = self.batch, len(logits)
@@ -238,9 +330,11 @@ class TorchStepper:
         if not any(job.on_token for job in self.running):
             return
         token_list, logprob_list = tokens.tolist(), logprobs.tolist()
-        for row, (job, index) in enumerate(self.owners):
+        for (job, index, *_), token, logprob in zip(
+            self.rows, token_list, logprob_list, strict=True
+        ):
             if job.on_token:
-                job.post(job.on_token, index, token_list[row], logprob_list[row])
+                job.post(job.on_token, index, token, logprob)
 
     def _stopped(self, tokens: Tensor) -> list[int]:
         """Returns the rows that end for a reason that is not in the tensors: a stop of several tokens, a stop
@@ -250,7 +344,7 @@ class TorchStepper:
             return []
         now_s, found = time.monotonic(), []
         token_list = tokens.tolist()
-        for row, (job, index) in enumerate(self.owners):
+        for row, (job, index, *_) in enumerate(self.rows):
             stopped = job.stoppers and job.stoppers[index](token_list[row])
             if stopped or now_s >= job.deadline_s:
                 found.append(row)
@@ -261,7 +355,7 @@ class TorchStepper:
         found = []
         ids, logprobs, lengths = self.batch.read(slots)
         for slot, row_ids, row_logprobs, length in zip(slots, ids, logprobs, lengths, strict=True):
-            job, index = self.owners[slot]
+            job, index, pages, _ = self.rows[slot]
             start = len(job.request.prompt_ids)
             response = row_ids[start:length].astype(np.int32)
             completion = Completion(
@@ -269,14 +363,14 @@ class TorchStepper:
                 logprobs=row_logprobs[start:length].copy(),
                 spans=self.versions.spans(job.started, len(response)),
                 finish_reason=job.finish_reason(index, response),
-                routes=self.batch.read_routes(slot, length - 1),
+                routes=self.cache.read_routes(pages, length - 1),
             )
             found.append((job, index, completion))
         return found
 
     @torch.inference_mode()
     def unfinished(self, job: Job) -> dict[int, Completion]:
-        slots = [slot for slot, (owner, _) in enumerate(self.owners) if owner is job]
+        slots = [slot for slot, row in enumerate(self.rows) if row.job is job]
         found = {index: done for _, index, done in self._drawn(slots)} if slots else {}
         return {
             index: msgspec.structs.replace(completion, finish_reason=None)
@@ -286,45 +380,67 @@ class TorchStepper:
 
     def _finish(self, slots: list[int]) -> None:
         for slot, (job, index, completion) in zip(slots, self._drawn(slots), strict=True):
+            row = self.rows[slot]
             if np.isfinite(completion.logprobs).all():
                 job.complete(index, completion)
+                ids = np.concatenate((job.request.prompt_ids, completion.response_ids[:-1]))
+                self._know(row.prompt, page_keys(ids, row.prompt.keys), row.pages)
             else:
-                # A NaN left in the cache would reach the slot's next row, since a weight of 0 times NaN is NaN.
-                self.cache.clear(torch.tensor([slot]))
+                self.cache.spoil(row.pages)
                 job.fail(not_finite(self.version))
         self._free(slots)
 
     def _free(self, slots: list[int]) -> None:
         """Frees the rows `slots`, in ascending order; the last rows move into their places."""
-        length = self._longest()
-        remaining = self.active - len(slots)
+        remaining = len(self.rows) - len(slots)
         for slot in slots:
-            job = self.owners[slot][0]
+            job, _, pages, _ = self.rows[slot]
+            self.cache.pool.release(pages)
             self.running[job] -= 1
             if not self.running[job]:
                 del self.running[job]
         gone = set(slots)
         targets = [slot for slot in slots if slot < remaining]
-        sources = [slot for slot in range(remaining, self.active) if slot not in gone]
+        sources = [slot for slot in range(remaining, len(self.rows)) if slot not in gone]
         for source, target in zip(sources, targets, strict=True):
-            self.owners[target] = self.owners[source]
-        del self.owners[remaining:]
+            self.rows[target] = self.rows[source]
+        del self.rows[remaining:]
         if targets:
             device = self.config.device
             to, frm = torch.tensor(targets, device=device), torch.tensor(sources, device=device)
-            self.cache.move(frm, to, length)
             self.batch.move(frm, to)
         self.versions.forget_before(min((j.started for j in self.running), default=self.steps))
 
     def _recompute(self, model: InferenceModel) -> None:
-        """Rebuilds the keys and values of all rows with the new weights."""
-        if not self.active:
-            return
-        width = self._longest() - 1
-        rows = max(1, PREFILL_TOKENS // width)
-        for first in range(0, self.active, rows):
-            count = min(rows, self.active - first)
-            tokens = self.batch.ids[first : first + count, :width].flatten()
-            positions = torch.arange(width, device=tokens.device).repeat(count)
-            source = torch.arange(count, device=tokens.device)
-            model.forward(tokens, positions, PrefillAttention(self.cache, first, source, count))
+        """Computes the keys and values of all rows and begun prompts again with the new weights."""
+        todo = [(p.job.request.prompt_ids[: p.done], p.pages) for p in self.prompts]
+        if self.rows:
+            ids, _, lengths = self.batch.read(list(range(len(self.rows))))
+            found = zip(ids, lengths, self.rows, strict=True)
+            todo += [(row_ids[: length - 1], row.pages) for row_ids, length, row in found]
+        computed, pieces = set[int](), list[Piece]()
+        for ids, pages in todo:
+            shared = len(list(takewhile(computed.__contains__, pages)))
+            computed.update(pages)
+            for start in range(shared * PAGE, len(ids), self.most_tokens):
+                piece = Piece(ids[start : start + self.most_tokens], start, pages)
+                widest = max(len(p.ids) for p in [*pieces, piece])
+                if pieces and widest * (len(pieces) + 1) > self.most_tokens:
+                    self._compute(model, pieces)
+                    pieces = []
+                pieces.append(piece)
+        if pieces:
+            self._compute(model, pieces)
+
+    def _compute(self, model: InferenceModel, pieces: list[Piece]) -> None:
+        prefill = PrefillAttention(self.cache, pieces)
+        model.forward(prefill.tokens, prefill.positions, prefill)
+
+
+def _pages_needed(request: Request, responses: int) -> int:
+    """Returns how many pages a prompt and `responses` responses to it take at most."""
+    whole, end = (
+        len(request.prompt_ids) // PAGE,
+        len(request.prompt_ids) + request.sampling.max_tokens,
+    )
+    return whole + responses * (pages_of(end - 1) - whole)
