@@ -229,6 +229,8 @@ def awaited(run: Run, history: History) -> str:
     if history.episodes:
         return f"waiting for agents {_endpoint(run)}, {history.episodes}"
     evaluated = history.evals[-1]["step"] if history.evals else -1
+    if history.phase == "set-up" and run.sft:
+        return history.doing or "starting: the learner, which reads model and examples"
     if history.phase == "set-up":
         first = "" if run.warmstart.steps else f", then {_evaluating(run)}"
         return history.doing or f"starting: Redis, learner and workers{first}"

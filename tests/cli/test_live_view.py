@@ -190,6 +190,7 @@ OPEN = {"kind": "waiting", "rollout/open_episodes": 3.0, "rollout/episodes": 64.
     [
         ([], [], "starting: Redis, learner and workers, then evaluating 256 problems"),
         ([], [STARTED | {"kind": "start", "doing": "loading the model"}], "loading the model"),
+        (["sft.path=x"], [], "starting: the learner, which reads model and examples"),
         (["eval.problems=512"], [WARMED], "evaluating 512 problems"),
         (
             [],
