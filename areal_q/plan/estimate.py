@@ -9,7 +9,6 @@ from areal_q.checks.pass_memory import Lengths, Part
 from areal_q.config import Run, TorchEngine
 from areal_q.errors import ConfigError
 from areal_q.models import DecoderConfig
-from areal_q.observability.run_summary import plural
 from areal_q.plan.hardware import Hardware
 from areal_q.plan.speed import NONE, Correction, Load, Speed, Split, speed
 from areal_q.plan.wire import ZEROMQ_SHARE, Wire, wire
@@ -185,15 +184,6 @@ def _splits_compared(made: Estimate) -> Iterator[str]:
         yield f"the learner would idle {now.learner_idle:.0%}: more GPUs for workers, or a lighter format"
     elif now.workers_idle > _IDLE:
         yield f"workers would idle {now.workers_idle:.0%}: a larger batch, or fewer GPUs"
-    for other in made.others[:1]:
-        yield (
-            f"{_named(other.split)}: {other.step_s:.3g} s a step, the learner would idle "
-            f"{other.learner_idle:.0%}, workers {other.workers_idle:.0%}"
-        )
-
-
-def _named(split: Split) -> str:
-    return f"{plural(split.learner_gpus, 'learner GPU')}, {plural(split.workers, 'worker')}"
 
 
 def rows(made: Estimate) -> Sequence[tuple[str, str, str]]:
