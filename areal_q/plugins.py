@@ -61,20 +61,24 @@ def place_of(function: Callable[..., Any]) -> str:
 
 
 @contextmanager
-def user_code(path: str, doing: str = "") -> Iterator[None]:
-    """Turns what the user's code raises in the block into a TaskError that names their file and line."""
+def user_code(
+    path: str, doing: str = "", function: Callable[..., Any] | None = None
+) -> Iterator[None]:
+    """Turns what the user's code raises in the block into a TaskError that names their file and line: that of
+    `function`, if the call of it is at fault."""
     try:
         yield
     except AReaLQError:
         raise
     except Exception as error:  # the user's code may raise anything
         what = f"{doing}{type(error).__name__}: {error}"
-        raise TaskError(f"{line_of(error, path)}: {what}") from error
+        place = place_of(function) if function else path
+        raise TaskError(f"{line_of(error, path, place)}: {what}") from error
 
 
-def line_of(error: BaseException, path: str) -> str:
+def line_of(error: BaseException, path: str, otherwise: str = "") -> str:
     """Returns `file:line` of the last line of the user's own files in the traceback of `error`, or where they
-    cannot be parsed; `path` alone if there is none."""
+    cannot be parsed; `otherwise`, or `path` alone, if there is none."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     try:
@@ -83,7 +87,7 @@ def line_of(error: BaseException, path: str) -> str:
         own = set[str]()
     frames = traceback.extract_tb(error.__traceback__)
     lines = [f"{f.filename}:{f.lineno}" for f in frames if str(Path(f.filename).resolve()) in own]
-    return lines[-1] if lines else path
+    return lines[-1] if lines else otherwise or path
 
 
 def digest_of(path: str) -> str:

@@ -29,7 +29,7 @@ def objective(x: Ratios, cfg: PythonObjective) -> PolicyLoss:
     """Returns what the user's function makes of `x`: J of each token, or a PolicyLoss with that and what became
     of the tokens. Raises TaskError, with the user's line, if it raises or gives something else."""
     function = _load(cfg.path, cfg.digest, "objective")
-    with user_code(cfg.path):
+    with user_code(cfg.path, function=function):
         given = function(x, **cfg.settings)
     out = given if isinstance(given, PolicyLoss) else PolicyLoss(given)
     for field in fields(out):
@@ -42,7 +42,7 @@ def advantage(rewards: Tensor, group_ids: Tensor, cfg: PythonAdvantage) -> Tenso
     """Returns the advantages [N] that the user's function makes of the rewards, in their dtype. Raises
     TaskError as `objective` does, and for one that is not finite."""
     function = _load(cfg.path, cfg.digest, "advantage")
-    with user_code(cfg.path):
+    with user_code(cfg.path, function=function):
         given = function(rewards, group_ids, **cfg.settings)
     _check(given, rewards, function)
     if not given.isfinite().all():

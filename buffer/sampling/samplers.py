@@ -156,7 +156,7 @@ class OwnSampler:
     ) -> Choice:
         """Returns what the function does. Raises TaskError, with the user's line, if it raises, or gives no
         `count` different indices, or weights that are not in (0, 1], one for each."""
-        with user_code(self._cfg.path):
+        with user_code(self._cfg.path, function=self._function):
             given = self._function(held, count, progress, rng, **self._cfg.settings)
             pair = given if isinstance(given, tuple) else (given, ())
             indexes, weights = [*map(operator.index, pair[0])], [*map(float, pair[1])]

@@ -116,7 +116,7 @@ def test_a_bad_objective_is_named_with_its_line_at_the_check(tmp_path: Path, bod
         ),
         (
             "def advantage(rewards):\n    return rewards\n",
-            "mine.py: TypeError: advantage() takes 1",
+            "mine.py:1: TypeError: advantage() takes 1",
         ),
     ],
 )

@@ -32,7 +32,7 @@ def own_order(cfg: PythonOrder, number: int, problems: Sequence[Problem], seed: 
     """Returns the index that the user's function gives. Raises TaskError, with the user's line, if it raises or
     gives something else."""
     function = _load(cfg.path, cfg.digest)
-    with user_code(cfg.path):
+    with user_code(cfg.path, function=function):
         given = function(number, problems, seed, **cfg.settings)
     try:
         index = operator.index(given)
