@@ -198,8 +198,15 @@ def _changed_settings(run: Run, directory: Path, start: int) -> str:
     for record in iter_steps(directory / "steps", start - 1, start):
         before = run_dir.settings_of(directory, record.settings)
         old, new = (run_dir.flat(msgspec.to_builtins(settings)) for settings in (before, run))
+        code = {
+            key: new.get(key.removesuffix("digest") + "path")
+            for key in new
+            if key.endswith(".digest")
+        }
         changed = [
-            f"{key} = {new.get(key)}, was {old.get(key)}"
+            f"{code[key]} is not what it was"
+            if code.get(key)
+            else f"{key} = {new.get(key)}, was {old.get(key)}"
             for key in run_dir.differences(before, run)
             if key not in ("name", "root")
         ]

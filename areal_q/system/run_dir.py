@@ -148,9 +148,10 @@ def code_tables(run: Run, names: Iterable[str]) -> list[str]:
     return [table for n in names for table in (own if n == "learner.advantage" else [n])]
 
 
-def with_digests(run: Run, names: Sequence[str] | None = None) -> Run:
+def with_digests(run: Run, names: Sequence[str] | None = None, replayed: bool = False) -> Run:
     """Returns `run` with the digests of the user's own code at `names`, by default all of it. Raises TaskError
-    for a file that is missing or, of FIXED_CODE, not the one that the run began with."""
+    for a file that is missing or, of FIXED_CODE, not the one that the run began with; where it is `replayed`
+    another one may be asked for."""
     names = own_code(run) if names is None else names
     for name in code_tables(run, names):
         part = table_at(run, name)
@@ -158,9 +159,10 @@ def with_digests(run: Run, names: Sequence[str] | None = None) -> Run:
             continue
         digest = digest_of(part.path)
         if name.startswith(FIXED_CODE) and part.digest not in ("", digest):
+            other = f", or ask for another: --set {name}.path=FILE" if replayed else ""
             raise TaskError(
-                f"{part.path}: it, or what it imports from beside it, is not what the run began with; put "
-                f"that of then back, or replay with --set {name}.path=FILE"
+                f"{part.path}: it, or what it imports from beside it, is not what the run began with; put it "
+                f"back{other}"
             )
         run = with_changes(run, name, digest=digest)
     return _own_trackers(run, "digest", digest_of) if "trackers" in names else run

@@ -255,7 +255,7 @@ def take_over(new: torch.optim.Optimizer, old: torch.optim.Optimizer) -> None:
 def _changed(run: Run, settings: list[str], code: Sequence[str] = LEARNERS_CODE) -> Run:
     """Raises ConfigError or TaskError, the latter for `code` of the user's that is not what the run began
     with."""
-    return as_before(with_digests(override(run, *settings), code), run)
+    return as_before(with_digests(override(run, *settings), code, replayed=True), run)
 
 
 def _changes(recorded: Run, run: Run) -> list[str]:
