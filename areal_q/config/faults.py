@@ -35,6 +35,13 @@ PATTERNS = {
 """What the texts of settings with a pattern consist of."""
 
 
+_INSTEAD_OF_LISTS = {
+    "eval": "; each set is a table of its own, [eval.sets.NAME] (docs/data.md)",
+    "task": '; several are type = "mix" with a table for each, [task.sources.NAME] (docs/data.md)',
+}
+"""What is written where other programs have a list of tables"""
+
+
 def fault(error: msgspec.ValidationError, table: Table) -> str:
     """One sentence for what `error` says of `table`, which was to become a Run."""
     what, path = parted(error)
@@ -54,7 +61,9 @@ def fault(error: msgspec.ValidationError, table: Table) -> str:
     if "matching regex" in what and path.startswith(KEYS):
         names = ", ".join(value_at(table, path.removeprefix(KEYS)))
         return f"{path}, {names}: letters, digits, _ and - after a letter or digit"
-    return f"{given}: {expectation(what)}"
+    return (
+        f"{given}: {expectation(what)}{_INSTEAD_OF_LISTS.get(path, '') * ('got `array`' in what)}"
+    )
 
 
 def _with_name(path: str, error: msgspec.ValidationError, table: Table) -> str:

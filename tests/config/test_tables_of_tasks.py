@@ -29,6 +29,19 @@ def mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ]
 
 
+@pytest.mark.parametrize(
+    ("toml", "instead"),
+    [
+        ('[[eval]]\nname = "a"', "[eval.sets.NAME] (docs/data.md)"),
+        ('task = [{type = "math"}]', "[task.sources.NAME] (docs/data.md)"),
+    ],
+)
+def test_a_list_of_tables_is_told_what_to_be_instead(toml: str, instead: str):
+    with pytest.raises(ConfigError, match="must be a table; ") as refused:
+        parse(toml, "page")
+    assert str(refused.value).endswith(instead)
+
+
 def test_a_table_of_tasks_survives_its_file(mixed: list[str]):
     run = load(None, mixed)
 
