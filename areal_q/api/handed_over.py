@@ -136,6 +136,5 @@ def _is_literal(value: Any) -> bool:
 
 
 def _refused(name: str, why: str) -> TaskError:
-    return TaskError(
-        f"{name}: {why}, and workers are other processes: {_INSTEAD.format(name or 'reward')}"
-    )
+    instead = _INSTEAD.format(name if name.isidentifier() else "NAME")
+    return TaskError(f"{name}: {why}, and workers are other processes: {instead}")
