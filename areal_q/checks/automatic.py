@@ -40,7 +40,7 @@ from areal_q.config import (
 )
 from areal_q.config.run import ROUNDS_ACTIVATIONS, WORTH_SMOOTHING
 from areal_q.errors import CheckpointError, NotOurs
-from areal_q.models.config import DecoderConfig
+from areal_q.models.config import OFFSET_NORMS, DecoderConfig
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -120,6 +120,8 @@ def _unsmoothed(run: Run) -> str:
         return "a small model has no outliers"
     if isinstance(run.model, HfModel):
         return "only our own decoder has scales by channel"
+    if _config_of(run).get("model_type") in OFFSET_NORMS:
+        return "its scales do not fit norms that multiply by 1 + w"
     if run.rollout.format not in WORTH_SMOOTHING:
         return f"{run.rollout.format} is no nearer to a pretrained model with it"
     if run.learner.precision != "full" or run.learner.lora:

@@ -1,5 +1,5 @@
-"""What a model that transformers computes, `model.type = "hf"`, and ranks that share a micro-batch do not
-combine with."""
+"""What a model that transformers computes, `model.type = "hf"`, ranks that share a micro-batch, and a
+model of ours whose norms multiply by 1 + w do not combine with."""
 
 from collections.abc import Iterator
 
@@ -18,6 +18,27 @@ def check_foreign(run: Run, family: str, ranks: int = 1, rollouts: bool = True) 
             raise ConfigError(f"{setting}: not with {family}, which transformers computes: {why}")
     if ranks > 1:
         raise ConfigError(f"{family}, which transformers computes, is learnt by one process alone")
+
+
+def check_norms(run: Run, shape: DecoderConfig, rollouts: bool = True) -> None:
+    """Raises ConfigError, which names the first setting of `run` that scales norms by their weights alone, or
+    knows no second norms, where a model of this `shape` needs it. `rollouts` is as for `check_foreign`."""
+    if not shape.offset_norms:
+        return
+    uaq, why = run.learner.uaq, "whose norms multiply by 1 + w"
+    for setting, (is_set, instead) in {
+        f"learner.uaq = {uaq:g}": (uaq > 1, "learner.uaq = 1"),
+        "rollout.smoothing": (
+            rollouts and run.rollout.smooths is not None,
+            "rollout.smoothing = 'off'",
+        ),
+        "learner.backend.type = 'megatron'": (
+            not isinstance(run.learner.backend, TorchBackend),
+            "learner.backend.type = 'torch'",
+        ),
+    }.items():
+        if is_set:
+            raise ConfigError(f"{setting}: not with {shape.family}, {why}: {instead}")
 
 
 def _refused(run: Run) -> Iterator[tuple[str, str]]:

@@ -67,6 +67,19 @@ def swiglu(gate_up, y):
             y[t, i] = gate[i] / (float32(1.0) + exp(-gate[i])) * up[i]
 
 
+@kernel(void(F2, F2), fastmath=FMA)
+def geglu(gate_up, y):
+    """Computes y = gelu(gate) · up, [T, M], from gate_up [T, 2 M], by GELU's tanh form: with
+    z = √(2/π) · (x + 0.044715 x³), x · (1 + tanh z) / 2 = x / (1 + exp(-2 z))."""
+    mlp = y.shape[1]
+    for t in range(y.shape[0]):
+        gate, up = gate_up[t, :mlp], gate_up[t, mlp:]
+        for i in range(mlp):
+            x = gate[i]
+            z = float32(-1.5957691216057308) * x * (float32(1.0) + float32(0.044715) * x * x)
+            y[t, i] = x / (float32(1.0) + exp(z)) * up[i]
+
+
 @kernel()
 def _largest(bits):
     """Returns the largest of the floats with these bits, NaN above all. Ordered as whole numbers they take LLVM

@@ -1,7 +1,7 @@
 """The shape of a decoder, read from and written to Hugging Face's `config.json`."""
 
 import math
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -9,7 +9,7 @@ from msgspec import Meta, Struct
 from areal_q.decode_errors import in_words
 from areal_q.errors import CheckpointError, NotOurs
 from areal_q.models.foreign import COMPUTED_BY, sizes_of
-from areal_q.models.rope_scaling import inverse_frequencies, read_rope
+from areal_q.models.rope_scaling import WINDOW_THETA, inverse_frequencies, ropes_of
 from areal_q.models.variants import biases_of, not_implemented, unrotated_of, windows_of
 
 _T = TypeVar("_T")
@@ -22,12 +22,17 @@ FAMILIES = {
     "mistral": "MistralForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
 }
 """The class of transformers by `model_type`."""
-_TIED = {"smollm3": True}
+_TIED = {"smollm3": True, "gemma3_text": True}
 """The families whose head is the embedding where config.json does not say."""
+OFFSET_NORMS = {"gemma3_text"}
+"""The families whose norms multiply by 1 + w, where w is the weight in their files."""
 MOST_LAYERS, MOST_EXPERTS = 1000, 100_000
 """Bounds on a whole model: even an empty one of more takes long to build."""
+Activation = Literal["silu", "gelu_tanh"]
+Rope = Literal["model", "window"]
 Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 _Id = Annotated[int, Meta(ge=0, lt=2**31)]
 
@@ -69,6 +74,8 @@ class _Sizes(Struct):
     bos_token_id: int | None = None
     eos_token_id: _Id | list[_Id] | None = None
     pad_token_id: int | None = None
+    query_pre_attn_scalar: Size = 256
+    """Of Gemma alone"""
 
 
 class _ExpertSizes(Struct):
@@ -84,11 +91,14 @@ class _ExpertSizes(Struct):
 
 
 class DecoderConfig(Struct, frozen=True, kw_only=True):
-    """Pre-norm decoder: RMSNorm, grouped-query attention with RoPE, SwiGLU.
+    """Pre-norm decoder: RMSNorm, grouped-query attention with RoPE, a gated MLP.
 
     Qwen2 has biases on q, k and v; Qwen3 has an RMSNorm over each head of q and k instead; Qwen3-MoE has
     experts in place of some, or all, of Qwen3's MLPs. Llama, Mistral, SmolLM3 and Seed-OSS differ in defaults,
-    and in what any family may have: biases, layers that see a window alone, and layers without RoPE.
+    and in what any family may have: biases, layers that see a window alone, and layers without RoPE. Gemma 3 is
+    Qwen3 with a second norm behind attention and behind the MLP, norms that multiply by 1 + w, embeddings times
+    √width, the tanh form of GELU in place of SiLU, its own scale of the scores, and a base of RoPE for the
+    layers that see a window.
     """
 
     family: str
@@ -118,6 +128,10 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
     """Number of tokens, its own included, that a token of a sliding layer attends to."""
     sliding: tuple[int, ...] = ()
     """Indices of the layers that see the window alone"""
+    window_theta: float | None = None
+    """Base of plain RoPE in the layers that see the window alone; None if they turn as all others"""
+    query_scalar: Size | None = None
+    """Attention's scores are divided by its root; None for head_dim"""
     experts: Experts | None = None
     foreign: dict[str, Any] | None = None
     """config.json of a model that transformers computes, of any family; None for one that we do. The other
@@ -127,7 +141,42 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
 
     @property
     def qk_norm(self) -> bool:
-        return self.family in ("qwen3", "qwen3_moe")
+        return self.family in ("qwen3", "qwen3_moe", "gemma3_text")
+
+    @property
+    def outer_norms(self) -> bool:
+        """True if what attention and the MLP add to the residual stream has a norm of its own."""
+        return self.family == "gemma3_text"
+
+    @property
+    def offset_norms(self) -> bool:
+        """True if a norm multiplies by 1 + w, where w is its weight as files have it."""
+        return self.family in OFFSET_NORMS
+
+    @property
+    def activation(self) -> Activation:
+        return "gelu_tanh" if self.family == "gemma3_text" else "silu"
+
+    @property
+    def embedding_scale(self) -> float | None:
+        """What a token's embedding is multiplied by; None for 1."""
+        return self.width**0.5 if self.family == "gemma3_text" else None
+
+    @property
+    def attention_scale(self) -> float:
+        """What the product of a query and a key is multiplied by."""
+        return (self.query_scalar or self.head_dim) ** -0.5
+
+    @property
+    def mlp_norm(self) -> str:
+        """Name of the norm before the MLP; that of Qwen's before it is Gemma's behind attention."""
+        return "pre_feedforward_layernorm" if self.outer_norms else "post_attention_layernorm"
+
+    def rope_of(self, layer: int) -> Rope | None:
+        """Returns which RoPE `layer` has: the model's, or that of the layers that see the window alone."""
+        if layer in self.unrotated:
+            return None
+        return "window" if self.window_theta and layer in self.sliding else "model"
 
     def window_of(self, layer: int) -> int | None:
         """Returns the number of tokens that one attends to in `layer`; None: all before it."""
@@ -172,12 +221,16 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
             if self.qk_norm:
                 found |= {f"{at}self_attn.{x}_norm.weight": (self.head_dim,) for x in "qk"}
             found[f"{at}post_attention_layernorm.weight"] = (width,)
+            if self.outer_norms:
+                found[f"{at}pre_feedforward_layernorm.weight"] = (width,)
             if self.experts and self.experts.has(layer):
                 found[f"{at}mlp.gate.weight"] = (self.experts.count, width)
                 for expert in range(self.experts.count):
                     found |= _mlp(f"{at}mlp.experts.{expert}.", width, self.experts.mlp)
             else:
                 found |= _mlp(f"{at}mlp.", width, self.mlp, self.mlp_bias)
+            if self.outer_norms:
+                found[f"{at}post_feedforward_layernorm.weight"] = (width,)
         found["model.norm.weight"] = (width,)
         return found if self.tied else found | {"lm_head.weight": (self.vocab_size, width)}
 
@@ -200,7 +253,7 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
         if unknown:
             kind = CheckpointError if hf.get("quantization_config") else NotOurs
             raise kind(f"{family} with {unknown[0]} is not implemented")
-        rope_theta, rope_scaling = read_rope(hf)
+        rope_theta, rope_scaling, window_theta = ropes_of(family, hf)
         unrotated = unrotated_of(family, hf, sizes.num_hidden_layers)
         window, sliding = windows_of(family, hf, sizes.num_hidden_layers, unrotated)
         eos, heads = sizes.eos_token_id, sizes.num_attention_heads
@@ -227,6 +280,8 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
             unrotated=unrotated,
             window=window,
             sliding=sliding,
+            window_theta=window_theta if sliding else None,
+            query_scalar=sizes.query_pre_attn_scalar if family == "gemma3_text" else None,
             experts=_experts(hf) if family == "qwen3_moe" else None,
         )
 
@@ -248,7 +303,6 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
             "rope_theta": self.rope_theta,
             "rope_scaling": self.rope_scaling,
             "rms_norm_eps": self.norm_eps,
-            "hidden_act": "silu",
             "tie_word_embeddings": self.tied,
             "bos_token_id": self.bos_id,
             "eos_token_id": self._eos_to_hf(),
@@ -260,7 +314,9 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
 
     def _variants_to_hf(self) -> dict[str, Any]:
         """Returns what the families that have a choice say of biases, windows and layers without RoPE."""
-        of_family: dict[str, Any] = {}
+        if self.family == "gemma3_text":
+            return self._gemma_to_hf()
+        of_family: dict[str, Any] = {"hidden_act": "silu"}
         if self.family not in ("qwen2", "mistral"):
             of_family = {"attention_bias": self.qkv_bias, "mlp_bias": self.mlp_bias}
         if self.family == "seed_oss":
@@ -272,12 +328,25 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
         if self.family != "mistral" and self.window:
             of_family["use_sliding_window"] = True
         if self.family not in ("mistral", "qwen3_moe") and self.window:
-            kinds = {True: "sliding_attention", False: "full_attention"}
             of_family |= {
-                "layer_types": [kinds[i in self.sliding] for i in range(self.layers)],
+                "layer_types": self._layer_types(),
                 "max_window_layers": min(self.sliding),
             }
         return of_family
+
+    def _layer_types(self) -> list[str]:
+        kinds = {True: "sliding_attention", False: "full_attention"}
+        return [kinds[i in self.sliding] for i in range(self.layers)]
+
+    def _gemma_to_hf(self) -> dict[str, Any]:
+        return {
+            "hidden_activation": "gelu_pytorch_tanh",
+            "attention_bias": self.qkv_bias,
+            "sliding_window": self.window or self.max_positions,
+            "layer_types": self._layer_types(),
+            "rope_local_base_freq": self.window_theta or WINDOW_THETA,
+            "query_pre_attn_scalar": self.query_scalar,
+        }
 
     def _eos_to_hf(self) -> int | list[int] | None:
         if len(self.eos_ids) > 1:
@@ -297,8 +366,10 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
             "mlp_only_layers": list(self.experts.dense_layers),
         }
 
-    def inverse_frequencies(self) -> list[float]:
-        """Returns RoPE's head_dim / 2 angular frequencies in radians per position."""
+    def inverse_frequencies(self, rope: Rope = "model") -> list[float]:
+        """Returns the head_dim / 2 angular frequencies of `rope` in radians per position."""
+        if rope == "window" and self.window_theta:
+            return inverse_frequencies(self.head_dim, self.window_theta, None)
         return inverse_frequencies(self.head_dim, self.rope_theta, self.rope_scaling)
 
 

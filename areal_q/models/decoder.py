@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from areal_q.models.config import DecoderConfig
-from areal_q.models.layers.head_norm import HeadNorm
 from areal_q.models.layers.linear import Linear
 from areal_q.models.layers.mlp import Mlp
 from areal_q.models.layers.moe import Routing, SparseMlp
+from areal_q.models.layers.norm import HeadNorm, OffsetNorm
 from areal_q.models.layers.packed_attention import packed_attention
-from areal_q.models.layers.rope import apply_rope, no_rotation, rope_tables
+from areal_q.models.layers.rope import RopeOfLayers, apply_rope
 from areal_q.models.logprobs import head_logprobs
 from areal_q.models.low_bit.bf16_rounding import RoundedEmbedding, straight
 from areal_q.models.packed_layout import PackedLayout
@@ -96,17 +96,15 @@ class Trunk(nn.Module):
             nn.init.normal_(weight)
         self.embed_tokens = nn.Embedding.from_pretrained(weight, freeze=False)
         self.layers = nn.ModuleList(Layer(config, index) for index in range(config.layers))
-        self.norm = nn.RMSNorm(config.width, config.norm_eps)
+        self.norm = _norm(config)
 
     def forward(
         self, token_ids: Tensor, layout: PackedLayout, routing: Routing | None = None
     ) -> Tensor:
-        cos, sin = rope_tables(self.config, layout.longest, token_ids.device)
-        cos, sin = cos[layout.positions], sin[layout.positions]
-        still = no_rotation(cos, sin) if self.config.unrotated else (cos, sin)
-        x = self.embed_tokens(token_ids)
-        for index, layer in enumerate(self.layers):
-            turned = still if index in self.config.unrotated else (cos, sin)
+        rope = RopeOfLayers(self.config, layout.longest, token_ids.device).at(layout.positions)
+        x, scale = self.embed_tokens(token_ids), self.config.embedding_scale
+        x = x if scale is None else x * scale
+        for layer, turned in zip(self.layers, rope, strict=True):
             x = layer(x, *turned, layout, routing)
         return self.norm(x)
 
@@ -115,14 +113,19 @@ class Layer(nn.Module):
     def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
         self.recompute = False
-        self.input_layernorm = nn.RMSNorm(config.width, config.norm_eps)
+        self.outer_norms = config.outer_norms
+        self.input_layernorm = _norm(config)
         self.self_attn = Attention(config, config.window_of(index))
-        self.post_attention_layernorm = nn.RMSNorm(config.width, config.norm_eps)
+        self.post_attention_layernorm = _norm(config)
+        if config.outer_norms:
+            self.pre_feedforward_layernorm = _norm(config)
         self.mlp: Mlp | SparseMlp
         if config.experts and config.experts.has(index):
             self.mlp = SparseMlp(config, config.experts, config.sparse_layers.index(index))
         else:
-            self.mlp = Mlp(config.width, config.mlp, config.mlp_bias)
+            self.mlp = Mlp(config.width, config.mlp, config.mlp_bias, config.activation)
+        if config.outer_norms:
+            self.post_feedforward_layernorm = _norm(config)
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, layout: PackedLayout, routing: Routing | None
@@ -135,7 +138,11 @@ class Layer(nn.Module):
     def _run(
         self, x: Tensor, cos: Tensor, sin: Tensor, layout: PackedLayout, routing: Routing | None
     ) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, layout)
+        added = self.self_attn(self.input_layernorm(x), cos, sin, layout)
+        if self.outer_norms:
+            x = x + self.post_attention_layernorm(added)
+            return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        x = x + added
         h = self.post_attention_layernorm(x)
         return x + (self.mlp(h, routing) if isinstance(self.mlp, SparseMlp) else self.mlp(h))
 
@@ -145,7 +152,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: DecoderConfig, window: int | None) -> None:
         super().__init__()
-        self.head_dim, self.window = config.head_dim, window
+        self.head_dim, self.window, self.scale = config.head_dim, window, config.attention_scale
         self.observe: Callable[[Tensor, Tensor, Tensor], None] | None = None
         """Function that is called with q, k and v as attention uses them, to measure them; None for none"""
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
@@ -154,8 +161,9 @@ class Attention(nn.Module):
         self.v_proj = Linear(config.width, keys, bias=config.qkv_bias)
         self.o_proj = Linear(queries, config.width, bias=config.o_bias)
         if config.qk_norm:
-            self.q_norm = HeadNorm(config.head_dim, config.norm_eps)
-            self.k_norm = HeadNorm(config.head_dim, config.norm_eps)
+            kind = OffsetNorm if config.offset_norms else HeadNorm
+            self.q_norm = kind(config.head_dim, config.norm_eps)
+            self.k_norm = kind(config.head_dim, config.norm_eps)
         else:
             self.q_norm = self.k_norm = nn.Identity()
 
@@ -167,12 +175,17 @@ class Attention(nn.Module):
         k = apply_rope(self.k_norm(k), cos, sin)
         if self.observe:
             self.observe(q, k, v)
-        return self.o_proj(packed_attention(q, k, v, layout, self.window).flatten(-2))
+        mixed = packed_attention(q, k, v, layout, self.window, self.scale)
+        return self.o_proj(mixed.flatten(-2))
+
+
+def _norm(config: DecoderConfig) -> nn.RMSNorm:
+    return (OffsetNorm if config.offset_norms else nn.RMSNorm)(config.width, config.norm_eps)
 
 
 def init_weights(model: Decoder, seed: int) -> None:
     """Draws the weights from Normal(0, 1/√width), and divides those of projections into the residual stream by
-    √(2 · layers), as GPT-2 does. Norms start at 1 and biases at 0.
+    √(2 · layers), as GPT-2 does. Norms multiply by 1 at the start, and biases are 0.
 
     A fixed standard deviation of 0.02 suits a width near 2,500; at width 128 it made the warm start three times
     slower. The result depends on `seed` alone, and not on torch's global generator.
@@ -186,4 +199,5 @@ def init_weights(model: Decoder, seed: int) -> None:
             std = residual_std if into_residual else usual_std
             p.copy_(torch.empty(p.shape).normal_(0.0, std, generator=generator))
         else:
-            p.fill_(0.0 if name.endswith(".bias") else 1.0)
+            zero = name.endswith(".bias") or model.config.offset_norms
+            p.fill_(0.0 if zero else 1.0)

@@ -18,8 +18,10 @@ from areal_q.errors import CheckpointError, NotOurs
 
 Table = dict[str, Any]
 CONTEXT = "original_max_position_embeddings"
-_BASES = {"smollm3": 2_000_000.0}
+_BASES = {"smollm3": 2_000_000.0, "gemma3_text": 1_000_000.0}
 """θ where config.json has none: transformers' default of the family; elsewhere 10,000."""
+WINDOW_THETA = 10_000.0
+"""The same of Gemma's layers that see a window alone"""
 
 
 class Kind(NamedTuple):
@@ -88,6 +90,23 @@ KINDS = {
         _yarn_turned_by,
     ),
 }
+
+
+def ropes_of(family: str, hf: Table) -> tuple[float, Table | None, float | None]:
+    """Returns what `read_rope` does, and the base of the layers that see a window alone, where the family has
+    one for them: as transformers 5 writes it, a table for each kind of layer, or as those before it did.
+    Raises what `read_rope` does, and NotOurs for RoPE that is stretched in these layers."""
+    if family != "gemma3_text":
+        return *read_rope(hf), None
+    tables = hf.get("rope_parameters") or {}
+    of_window = dict(tables.get("sliding_attention") or {})
+    of_window.setdefault("rope_theta", hf.get("rope_local_base_freq") or WINDOW_THETA)
+    window_theta, stretched = read_rope({"rope_parameters": of_window})
+    if stretched:
+        raise NotOurs("RoPE that is stretched in layers that see a window is not implemented")
+    whole = {**(tables.get("full_attention") or {}), **(hf.get("rope_scaling") or {})}
+    theta, scaling = read_rope(hf | {"rope_scaling": whole, "rope_parameters": None})
+    return theta, scaling, window_theta
 
 
 def read_rope(hf: Table) -> tuple[float, Table | None]:

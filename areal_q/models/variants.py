@@ -7,6 +7,8 @@ from areal_q.errors import CheckpointError
 
 SILU = ("silu", "swish")
 """The two names by which config.json calls the same activation"""
+TANH = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
+"""Those of GELU's tanh form"""
 _WINDOW_BY_LAYER = ("qwen2", "qwen3", "smollm3")
 """Families in which some layers may see a window and others all."""
 
@@ -17,8 +19,12 @@ def not_implemented(family: str, hf: dict[str, Any]) -> dict[str, bool]:
     kinds = {*(hf.get("layer_types") or ())} - {"full_attention", "sliding_attention"}
     slides = "sliding_attention" in (hf.get("layer_types") or ())
     by_layer = family in _WINDOW_BY_LAYER and hf.get("use_sliding_window")
+    by_layer = by_layer or family == "gemma3_text"
+    name, known = ("hidden_activation", TANH) if family == "gemma3_text" else ("hidden_act", SILU)
+    of_gemma = ("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention")
     return {
-        f"hidden_act {hf.get('hidden_act')!r}": hf.get("hidden_act", "silu") not in SILU,
+        f"{name} {hf.get(name)!r}": hf.get(name, known[0]) not in known,
+        **{key: family == "gemma3_text" and bool(hf.get(key)) for key in of_gemma},
         f"layer_types {', '.join(sorted(map(str, kinds)))}": bool(kinds),
         "layer_types sliding_attention": slides and not by_layer,
         "is_causal false": hf.get("is_causal", True) is False,
@@ -55,7 +61,7 @@ def windows_of(
     """Returns the window and the layers that see no more than it. A window that is not switched on, or begins
     after the last layer, is none. `layer_types` takes precedence over `max_window_layers`. Raises
     CheckpointError for a window that is no number."""
-    switched = family == "mistral" or (
+    switched = family in ("mistral", "gemma3_text") or (
         hf.get("use_sliding_window") and family not in ("llama", "seed_oss")
     )
     usual = None if family == "smollm3" else 4096
@@ -71,6 +77,9 @@ def windows_of(
         sliding = tuple(i for i, kind in enumerate(kinds[:layers]) if kind == "sliding_attention")
     elif family == "smollm3":
         sliding = unrotated
+    elif family == "gemma3_text":
+        every = hf.get("sliding_window_pattern") or 6
+        sliding = tuple(i for i in range(layers) if (i + 1) % every)
     else:
         sliding = tuple(range(hf.get("max_window_layers", 28), layers))
     return (window, sliding) if sliding else (None, ())

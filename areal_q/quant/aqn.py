@@ -30,7 +30,10 @@ from torch import Tensor
 from areal_q.config import Aqn
 from areal_q.messages import Noise
 
-_NOISY = re.compile(r"(?:^|\.)layers\.\d+\.(?:input|post_attention)_layernorm\.weight$")
+_LAYER_NORM = r"(?:^|\.)layers\.\d+\.%s_layernorm\.weight$"
+_NOISY = re.compile(_LAYER_NORM % "(?:input|post_attention)")
+_NOISY_OF_FOUR = re.compile(_LAYER_NORM % "(?:input|pre_feedforward)")
+"""The same norms of a model with four in a layer, as Gemma's; noise on w is noise on 1 + w."""
 
 
 def sigma_of(cfg: Aqn, stage: int) -> float:
@@ -73,7 +76,8 @@ def with_noise(
     if noise is None:
         return out
     generator = torch.Generator().manual_seed(noise.seed)
-    for name in sorted(n for n in out if _NOISY.search(n)):
+    noisy = _NOISY_OF_FOUR if any("pre_feedforward_layernorm" in n for n in out) else _NOISY
+    for name in sorted(n for n in out if noisy.search(n)):
         drawn = torch.randn(out[name].shape, generator=generator).mul_(noise.sigma * uaq_scale)
         out[name] = out[name].detach() + drawn.to(out[name])
     return out

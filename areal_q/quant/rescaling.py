@@ -41,7 +41,7 @@ _FED_BY_NORM = {
 }
 """Parameters within a layer that read a norm's output, in checkpoints and in transformers' fused experts."""
 _FED_BY_OTHERS = re.compile(
-    r"self_attn\..*|.*layernorm\.weight|.*\.down_proj(?:\.weight)?|.*\.w2\.weight|.*bias"
+    r"self_attn\..*|(?:input|post_attention)_layernorm\.weight|.*\.down_proj(?:\.weight)?|.*\.w2\.weight|.*bias"
 )
 _FEEDS = {"v_proj": "o_proj", "up_proj": "down_proj", "w3": "w2"}
 """Linears whose outputs another one beside them reads, and that one."""

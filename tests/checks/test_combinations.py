@@ -5,14 +5,16 @@ import threading
 from pathlib import Path
 
 import pytest
-from helpers.kinds import VOCAB, config_of, foreign_model, write_foreign
+from helpers.kinds import VOCAB, character_tokenizer, config_of, foreign_model, write_foreign
 
 from areal_q.checks.automatic import settled
 from areal_q.checks.combinations import check_context, check_foreign
 from areal_q.checks.model import check_model
 from areal_q.config import HfEngine, HfModel, PretrainedModel, Run, TorchEngine, load
 from areal_q.errors import UserError
+from areal_q.models import load_config
 from areal_q.models.shape import shape_of
+from areal_q.quant.rescaling import pairs_of
 from areal_q.tasks import build_tokenizer
 from learner.build import build_learner
 from rollout.commands.check import engine_of, model_of
@@ -138,3 +140,28 @@ def test_what_cannot_share_tokens_is_refused_by_name(complaint: str) -> None:
 def test_transformers_models_share_no_tokens(path: Path) -> None:
     (found, *_) = model_of(run_of(path, "learner.backend.context=2"))
     assert "learner.backend.context = 2: not with phi, which transformers computes" in found.says
+
+
+@pytest.mark.parametrize(
+    ("setting", "complaint"),
+    [
+        ("learner.uaq=1.5", r"learner\.uaq = 1\.5: not with gemma3_text, whose norms multiply by"),
+        ("rollout.smoothing.alpha=0.5", r"rollout\.smoothing: not with gemma3_text, whose norms"),
+        ("learner.backend.type=megatron", r"learner\.backend\.type = 'megatron': not with gemma3_"),
+    ],
+)
+def test_what_scales_norms_is_refused_where_they_add_one(
+    tmp_path: Path, setting: str, complaint: str
+) -> None:
+    """Unless it is refused, the function of the model would change without a word."""
+    sizes = {"num_attention_heads": 4, "num_hidden_layers": 2, "hidden_size": 32}
+    shape = {"vocab_size": VOCAB, "head_dim": 8, "num_key_value_heads": 2, **sizes}
+    foreign_model(config_of("gemma3_text", shape)).save_pretrained(tmp_path / "gemma")
+    character_tokenizer().save_pretrained(tmp_path / "gemma")
+    assert check_model(run_of(tmp_path / "gemma"))
+    with pytest.raises(UserError, match=complaint):
+        check_model(run_of(tmp_path / "gemma", *setting.split()))
+    with pytest.raises(
+        ValueError, match=r"what feeds .*feedforward_layernorm\.weight is not known"
+    ):
+        pairs_of(load_config(tmp_path / "gemma").tensors())

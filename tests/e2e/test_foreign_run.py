@@ -26,7 +26,7 @@ checkpoint = { every = 2 }
 """
 
 
-@pytest.mark.parametrize(("family", "format"), [("gpt_neox", "int8"), ("gemma3_text", "bf16")])
+@pytest.mark.parametrize(("family", "format"), [("gpt_neox", "int8"), ("gemma2", "bf16")])
 def test_a_run_of_another_family_is_whole(family: str, format: str, tmp_path: Path) -> None:
     write_foreign(tmp_path / "model", family)
     (tmp_path / "run.toml").write_text(CONFIG)

@@ -20,6 +20,7 @@ from areal_q.kernels.cpu_math import exp
 from areal_q.linear.cpu_linear import cpu_linear
 from areal_q.linear.quantized_linear import Fp8GroupLinear, Fp8RowLinear, Int8Linear
 from areal_q.models.config import DecoderConfig
+from areal_q.models.layers.mlp import ACTIVATIONS
 from areal_q.quant.activations import (
     dequantize_groups,
     quantize_groups_e4m3,
@@ -122,12 +123,13 @@ def test_an_int8_linear_is_the_plain_one(rows, added):
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 2), (7, 33), (64, 128)])
-def test_norm_and_swiglu_are_the_plain_ones(rows, width):
+def test_norm_and_gated_products_are_the_plain_ones(rows, width):
     torch.manual_seed(width)
     x, weight = 3 * torch.randn(rows, 2 * width), torch.randn(2 * width)
     close(FUSED.rms_norm(x, weight, 1e-6), TORCH.rms_norm(x, weight, 1e-6))
-    x[0, 0], x[0, 1] = 300.0, -300.0  # silu's exponential overflows
-    close(FUSED.swiglu(x), TORCH.swiglu(x))
+    x[0, 0], x[0, 1] = 300.0, -300.0  # the exponential overflows
+    for activation in ACTIVATIONS:
+        close(FUSED.gated(x, activation), TORCH.gated(x, activation))
 
 
 @pytest.mark.parametrize("normed", [True, False])
@@ -192,7 +194,7 @@ def test_what_is_not_finite_stays_so_and_stays_in_its_row(bad):
     results = [
         linear(x),
         FUSED.rms_norm(x, weight, 1e-6),
-        FUSED.swiglu(x),
+        FUSED.gated(x, "silu"),
     ]
     for y in results:
         finite = y.isfinite().all(1)

@@ -1,7 +1,8 @@
 """The kinds of models and number formats that tests run over.
 
 VARIANTS are transformers' configurations of what the decoder has: families, biases, windows, ways to stretch
-RoPE. Each takes a shape of two layers or more. FAMILIES are tiny models of families that it does not have.
+RoPE. Each takes a shape of two layers or more. FAMILIES are tiny models of
+families that it does not have, and of one that it has and whose cache of windows tests of the others use.
 """
 
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import torch
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
@@ -82,6 +84,22 @@ VARIANTS: dict[str, Callable[..., PreTrainedConfig]] = {
         **shape | NO_PAD, **WINDOW, **BIASES, no_rope_layer_interval=2
     ),
     "seed_oss": lambda **shape: SeedOssConfig(**shape),
+    "gemma3_text": lambda **shape: Gemma3TextConfig(
+        **shape,
+        sliding_window=4,
+        query_pre_attn_scalar=24,
+        layer_types=["sliding_attention", "full_attention"] * (shape["num_hidden_layers"] // 2),
+    ),
+    "gemma3_text, linear, biases, other bases": lambda **shape: Gemma3TextConfig(
+        **shape,
+        sliding_window=4,
+        attention_bias=True,
+        layer_types=["full_attention", "sliding_attention"] * (shape["num_hidden_layers"] // 2),
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e4},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e4},
+        },
+    ),
     "seed_oss, all biases": lambda **shape: SeedOssConfig(
         **shape, attention_out_bias=True, mlp_bias=True
     ),

@@ -106,7 +106,13 @@ def test_what_a_config_leaves_out_is_transformers_default(family: str, tmp_path:
     table = SHAPE | {"model_type": family, "num_experts": 3, "num_experts_per_tok": 2}
     config = DecoderConfig.from_hf(table | {"moe_intermediate_size": 24})
     assert config.tied == theirs.tie_word_embeddings
-    assert config.rope_theta == theirs.rope_parameters["rope_theta"]
+    ropes = theirs.rope_parameters
+    assert config.rope_theta == ropes.get("full_attention", ropes)["rope_theta"]
+    if "sliding_attention" in ropes:
+        assert config.window_theta == ropes["sliding_attention"]["rope_theta"]
+        assert (config.window, config.query_scalar) == (4096, theirs.query_pre_attn_scalar)
+        longer = DecoderConfig.from_hf(table | {"num_hidden_layers": 12})
+        assert longer.sliding == tuple(i for i in range(12) if i not in (5, 11))
 
 
 every_kind = pytest.mark.parametrize("family", VARIANTS)

@@ -6,10 +6,13 @@ from itertools import pairwise
 import pytest
 import torch
 from helpers.fixture_types import MakeRun
+from helpers.kinds import config_of
 from helpers.policies import build_policy, initial_model
 
 from areal_q.config import Aqn, dump_toml, override, parse
 from areal_q.errors import ConfigError
+from areal_q.messages import Noise
+from areal_q.models import DecoderConfig
 from areal_q.models.low_bit.published_state import published_state
 from areal_q.quant.aqn import noise_of, sigma_of, with_noise
 from areal_q.quant.rescaling import apply_uaq
@@ -78,6 +81,19 @@ def test_only_published_norms_before_qkv_and_gate_up_are_noisy(
         for n in ("input", "post_attention")
     }
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_of_four_norms_those_before_the_projections_are_noisy() -> None:
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = DecoderConfig.from_hf(config_of("gemma3_text", shape).to_dict())
+    state = {name: torch.zeros(size[:1]) for name, size in config.tensors().items()}
+    noisy = with_noise(state, Noise(sigma=0.1, seed=1), 1.0)
+    found = {name for name in state if not torch.equal(state[name], noisy[name])}
+    assert found == {
+        f"model.layers.{i}.{n}_layernorm.weight"
+        for i in range(2)
+        for n in ("input", "pre_feedforward")
+    }
 
 
 def test_noisy_version_is_rebuilt_bit_for_bit_from_its_manifest(

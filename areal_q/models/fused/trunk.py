@@ -15,10 +15,10 @@ from areal_q.models.fused.functions import (
     SwigluMlp,
     added_rows,
 )
-from areal_q.models.layers.head_norm import HeadNorm
 from areal_q.models.layers.linear import Linear
+from areal_q.models.layers.norm import HeadNorm
 from areal_q.models.layers.packed_attention import packed_attention
-from areal_q.models.layers.rope import no_rotation, rope_tables
+from areal_q.models.layers.rope import RopeOfLayers
 from areal_q.models.packed_layout import PackedLayout
 
 _PLAIN = {nn.Embedding, nn.RMSNorm, HeadNorm, Linear, nn.Identity}
@@ -31,8 +31,8 @@ copies, and is faster than torch's at any length in one thread, but torch's divi
 
 
 def suits(trunk: Any, layout: PackedLayout) -> bool:
-    """Returns True if `hidden_states` can compute `trunk` for `layout`: no MLP has a bias, and no sequence is
-    longer than a window."""
+    """Returns True if `hidden_states` can compute `trunk` for `layout`: no MLP has a bias, no sequence is
+    longer than a window, and no norm is one of Gemma's, whose activation and second norms it lacks too."""
     c = trunk.config
     leaves = (m for m in trunk.modules() if not any(m.children()))
     return (
@@ -52,12 +52,10 @@ def hidden_states(trunk: Any, token_ids: Tensor, layout: PackedLayout) -> Tensor
     tied embedding is sparse: it is added to that of the output head, which has all rows."""
     added = (0, added_rows(len(token_ids)) if layout.longest <= _LONGEST else 0)
     positions = pad(layout.positions, added)
-    cos, sin = (table[positions] for table in rope_tables(trunk.config, layout.longest))
+    rope = RopeOfLayers(trunk.config, layout.longest).at(positions)
     weight, tied = trunk.embed_tokens.weight, trunk.config.tied
     x, delta = embedding(pad(token_ids, added), weight, sparse=tied), None
-    still = no_rotation(cos, sin) if trunk.config.unrotated else (cos, sin)
-    for index, layer in enumerate(trunk.layers):
-        turned = still if index in trunk.config.unrotated else (cos, sin)
+    for layer, turned in zip(trunk.layers, rope, strict=True):
         if layer.recompute and torch.is_grad_enabled():
             out: Any = checkpoint(_layer, layer, x, delta, *turned, layout, use_reentrant=False)
             x, delta = out

@@ -15,23 +15,34 @@ again makes the same one."""
 
 
 def packed_attention(
-    q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, window: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: PackedLayout,
+    window: int | None = None,
+    scale: float | None = None,
 ) -> Tensor:
     """Returns the causal attention within each sequence, [T, heads, head_dim], of each token to the `window`
-    last ones, its own included; None: to all before it.
+    last ones, its own included; None: to all before it. Products of queries and keys are multiplied by `scale`,
+    None: by head_dim^(-1/2).
 
     q is [T, heads, head_dim], k and v are [T, kv_heads, head_dim]; where ranks divide the tokens, T are this
     rank's, and they compute some heads of all tokens each. Padding is at the end of a sequence, so that no real
     token attends to it.
     """
     if layout.share is not None:
-        own = _whole_batch(*layout.share.gather_tokens(q, k, v), layout, window)
+        own = _whole_batch(*layout.share.gather_tokens(q, k, v), layout, window, scale)
         return layout.share.gather_heads(own, q.shape[1])
-    return _whole_batch(q, k, v, layout, window)
+    return _whole_batch(q, k, v, layout, window, scale)
 
 
 def _whole_batch(
-    q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: PackedLayout,
+    window: int | None,
+    scale: float | None,
 ) -> Tensor:
     outputs = []
     for bucket in layout.buckets:
@@ -40,12 +51,12 @@ def _whole_batch(
             x.index_select(0, rows.flatten()).unflatten(0, rows.shape).transpose(1, 2)
             for x, rows in ((q, queries), (k, bucket.rows), (v, bucket.rows))
         )
-        out = _blockwise(q_pad, k_pad, v_pad, window)
+        out = _blockwise(q_pad, k_pad, v_pad, window, scale)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, layout.unpad)
 
 
-def _blockwise(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+def _blockwise(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float | None) -> Tensor:
     """Returns the attention of the last positions, whose queries [sequences, heads, queries, head_dim] are
     given, to those that `visible` says. What needs a mask is computed block by block of queries, each with the
     keys that it can see: masks, as numbers that are added to the products, then have a block's rows in place
@@ -53,7 +64,7 @@ def _blockwise(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     queries, keys = q.shape[2], k.shape[2]
     maskless = queries == keys and (window is None or window >= keys)
     if maskless or queries <= BLOCK:
-        return _attention(q, k, v, visible(queries, keys, window, q.device))
+        return _attention(q, k, v, visible(queries, keys, window, q.device), scale)
     mask = visible(BLOCK, keys, window, q.device)
     assert mask is not None
     mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
@@ -64,7 +75,7 @@ def _blockwise(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         seen = slice(first, offset + end)
         # The mask's last row is a position that sees as far back as the keys reach, or the window.
         rows = mask[BLOCK - (end - start) :, keys - (offset + end - first) :]
-        outputs.append(_attention(q[:, :, start:end], k[:, :, seen], v[:, :, seen], rows))
+        outputs.append(_attention(q[:, :, start:end], k[:, :, seen], v[:, :, seen], rows, scale))
     return torch.cat(outputs, 2)
 
 
@@ -79,7 +90,7 @@ def visible(
     return seen if window is None else seen.triu(keys - queries + 1 - window)
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     """Returns the attention, each tensor [sequences, heads, length, head_dim]: causal without a mask, else to
     what `mask`, bool or added to the products, [queries, keys] says.
 
@@ -88,18 +99,20 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     way can be repeated.
     """
     if not (q.is_cuda and torch.get_deterministic_debug_mode() == 1):
-        return _sdpa(q, k, v, mask)
+        return _sdpa(q, k, v, mask, scale)
     if mask is not None:
         with sdpa_kernel(SDPBackend.MATH):
-            return _sdpa(q, k, v, mask)
+            return _sdpa(q, k, v, mask, scale)
     q, k, v = Determinism.apply("warn", q, k, v)  # pyright: ignore[reportGeneralTypeIssues]
-    out = _sdpa(q, k, v, None)
+    out = _sdpa(q, k, v, None, scale)
     return Determinism.apply("error", out)[0]  # pyright: ignore[reportOptionalSubscript]
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     causal = mask is None
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=True)
+    return F.scaled_dot_product_attention(
+        q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=True
+    )
 
 
 class Determinism(torch.autograd.Function):

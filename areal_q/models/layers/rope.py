@@ -8,26 +8,52 @@ the dtype of the weights.
 import torch
 from torch import Tensor
 
-from areal_q.models.config import DecoderConfig
+from areal_q.models.config import DecoderConfig, Rope
 from areal_q.models.rope_scaling import turned_by
 
 
 def rope_tables(
-    config: DecoderConfig, length: int | None = None, device: torch.device | str = "cpu"
+    config: DecoderConfig,
+    length: int | None = None,
+    device: torch.device | str = "cpu",
+    rope: Rope = "model",
 ) -> tuple[Tensor, Tensor]:
-    """Returns (cos, sin), each float32 [length, head_dim]; row p belongs to position p. Some ways to
+    """Returns (cos, sin) of `rope`, each float32 [length, head_dim]; row p belongs to position p. Some ways to
     stretch RoPE multiply both by a constant.
 
     `length` defaults to the model's max_positions.
     """
-    frequencies = torch.tensor(config.inverse_frequencies(), dtype=torch.float32)
+    frequencies = torch.tensor(config.inverse_frequencies(rope), dtype=torch.float32)
     frequencies = frequencies.to(device, non_blocking=True)
     positions = torch.arange(
         config.max_positions if length is None else length, dtype=torch.float32, device=device
     )
     angles = torch.outer(positions, frequencies).repeat(1, 2)
-    by = turned_by(config.rope_scaling)
+    by = turned_by(config.rope_scaling) if rope == "model" else 1.0
     return angles.cos() * by, angles.sin() * by
+
+
+class RopeOfLayers:
+    """The tables of `rope_tables` for each layer of a model: those of layers of one kind are computed once."""
+
+    def __init__(
+        self, config: DecoderConfig, length: int | None = None, device: torch.device | str = "cpu"
+    ) -> None:
+        self.kinds = [config.rope_of(layer) for layer in range(config.layers)]
+        self.tables = {
+            kind: rope_tables(config, length, device, "model" if kind is None else kind)
+            for kind in {*self.kinds}
+        }
+        if None in self.tables:
+            self.tables[None] = no_rotation(*self.tables[None])
+
+    def at(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Returns each layer's (cos, sin) of tokens at `positions` int64 [T], float32 [T, head_dim] each."""
+        found = {
+            kind: (cos.index_select(0, positions), sin.index_select(0, positions))
+            for kind, (cos, sin) in self.tables.items()
+        }
+        return [found[kind] for kind in self.kinds]
 
 
 def no_rotation(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from areal_q.models.layers.head_norm import HeadNorm
 from areal_q.models.layers.linear import Linear
+from areal_q.models.layers.norm import HeadNorm, OffsetNorm
 
 
 def straight(x: Tensor) -> Tensor:
@@ -34,10 +34,17 @@ class RoundedHeadNorm(RoundedNorm):
         return super().forward(x.to(self.weight.dtype))
 
 
+class RoundedOffsetNorm(nn.RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        weight = 1 + straight(self.weight)  # what is published is w
+        return F.rms_norm(x.to(weight.dtype), list(self.normalized_shape), weight, self.eps)
+
+
 _KINDS: dict[type, type] = {
     nn.Embedding: RoundedEmbedding,
     nn.RMSNorm: RoundedNorm,
     HeadNorm: RoundedHeadNorm,
+    OffsetNorm: RoundedOffsetNorm,
 }
 _PLAIN = {rounded: plain for plain, rounded in _KINDS.items()}
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from areal_q.errors import QuantizationError, WeightVersionError
 from areal_q.linear.quantized_linear import Linear
-from areal_q.models.config import DecoderConfig, Experts
+from areal_q.models.config import Activation, DecoderConfig, Experts
 from areal_q.models.layers.moe import gates_of, mixed
-from areal_q.models.layers.rope import no_rotation, rope_tables
+from areal_q.models.layers.rope import RopeOfLayers
 from areal_q.models.low_bit.lora import LORA_SCALE, AdaptedLinear, adapter_of
 from areal_q.quant import FORMATS
 from areal_q.quant.kv_scales import kv_scales_of
@@ -28,16 +28,18 @@ from rollout.engines.reference.ops import Ops
 @dataclass(frozen=True)
 class Layer:
     input_norm: Tensor
-    """Weight of the RMSNorm before attention, float32 [D]"""
+    """Factors of the RMSNorm before attention, float32 [D]: its weight, or 1 more in Gemma"""
     qkv: Linear
     qkv_bias: Tensor | None
     head_norm: Tensor | None
-    """Weights of Qwen3's RMSNorms over the heads of q and k, float32 [heads + kv_heads, head_dim]"""
+    """Factors of the RMSNorms over the heads of q and k, float32 [heads + kv_heads, head_dim]"""
     o: Linear
     o_bias: Tensor | None
-    post_norm: Tensor
-    """Weight of the RMSNorm before the MLP, float32 [D]"""
+    mlp_norm: Tensor
+    """Factors of the RMSNorm before the MLP, float32 [D]"""
     mlp: "Mlp | SparseMlp"
+    outer_norms: tuple[Tensor, Tensor] | None = None
+    """Factors of Gemma's RMSNorms behind attention and behind the MLP"""
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,10 @@ class Mlp:
     ops: Ops
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
+    activation: Activation = "silu"
 
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
-        y = self.ops.swiglu(self.gate_up(x, self.gate_up_bias))
+        y = self.ops.gated(self.gate_up(x, self.gate_up_bias), self.activation)
         return self.down(y, _sum(add, self.down_bias))
 
 
@@ -90,7 +93,7 @@ class InferenceModel:
         self._names = self.config.tensors().keys()
         tensors = {name: tensor.to(device) for name, tensor in weights.tensors.items()}
         try:
-            self.norm = tensors["model.norm.weight"].float()
+            self.norm = self._factors(tensors, "model.norm")
             head = None if self.config.tied else tensors.get("lm_head.weight")
             self.embedding, self.head = ops.tables(tensors["model.embed_tokens.weight"], head)
             self.layers = [self._layer(tensors, i) for i in range(self.config.layers)]
@@ -99,7 +102,12 @@ class InferenceModel:
                 f"version {manifest.version} lacks a tensor: {error}"
             ) from error
         self.kv_scales = kv_scales_of(tensors, self.config.layers)
-        self.cos, self.sin = rope_tables(self.config, device=device)
+        self.rope = RopeOfLayers(self.config, device=device)
+
+    def _factors(self, tensors: Mapping[str, Tensor], norm: str) -> Tensor:
+        """Returns what the RMSNorm `norm` multiplies by, float32."""
+        weight = tensors[f"{norm}.weight"].float()
+        return 1 + weight if self.config.offset_norms else weight
 
     def _layer(self, tensors: Mapping[str, Tensor], index: int) -> Layer:
         layer = f"model.layers.{index}"
@@ -116,7 +124,8 @@ class InferenceModel:
 
         def mlp(prefix: str) -> Mlp:
             both, down = (f"{prefix}.gate_proj", f"{prefix}.up_proj"), f"{prefix}.down_proj"
-            return Mlp(linear(*both), linear(down), self.ops, bias(*both), bias(down))
+            biases = bias(*both), bias(down)
+            return Mlp(linear(*both), linear(down), self.ops, *biases, self.config.activation)
 
         def sparse(experts: Experts) -> SparseMlp:
             router = tensors[f"{layer}.mlp.gate.weight"].float()
@@ -131,22 +140,27 @@ class InferenceModel:
 
         experts = self.config.experts
         qkv = [f"self_attn.{x}_proj" for x in "qkv"]
-        head_norm = None
+        head_norm = outer = None
+        if self.config.outer_norms:
+            behind = ("post_attention_layernorm", "post_feedforward_layernorm")
+            of_attention, of_mlp = (self._factors(tensors, f"{layer}.{x}") for x in behind)
+            outer = of_attention, of_mlp
         if self.config.qk_norm:
-            q_norm = tensors[f"{layer}.self_attn.q_norm.weight"].float()
-            k_norm = tensors[f"{layer}.self_attn.k_norm.weight"].float()
+            q_norm = self._factors(tensors, f"{layer}.self_attn.q_norm")
+            k_norm = self._factors(tensors, f"{layer}.self_attn.k_norm")
             head_norm = torch.cat(
                 (q_norm.expand(self.config.heads, -1), k_norm.expand(self.config.kv_heads, -1))
             )
         return Layer(
-            input_norm=tensors[f"{layer}.input_layernorm.weight"].float(),
+            input_norm=self._factors(tensors, f"{layer}.input_layernorm"),
             qkv=linear(*qkv),
             qkv_bias=bias(*qkv),
             head_norm=head_norm,
             o=linear("self_attn.o_proj"),
             o_bias=bias("self_attn.o_proj"),
-            post_norm=tensors[f"{layer}.post_attention_layernorm.weight"].float(),
+            mlp_norm=self._factors(tensors, f"{layer}.{self.config.mlp_norm}"),
             mlp=sparse(experts) if experts and experts.has(index) else mlp("mlp"),
+            outer_norms=outer,
         )
 
     def _out_features(self, name: str) -> int:
@@ -166,19 +180,30 @@ class InferenceModel:
         """Returns the last hidden states, float32 [T, D], of `tokens` int64 [T] at `positions` int64 [T]. Every
         sparse layer appends to `routes` the K experts that it sent the tokens to, int64 [T, K]."""
         c, ops = self.config, self.ops
-        cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
-        still = no_rotation(cos, sin) if c.unrotated else (cos, sin)
         rotated = c.heads + c.kv_heads
         x = self.embedding.embed(tokens)
-        for index, layer in enumerate(self.layers):
+        x = x if c.embedding_scale is None else x * c.embedding_scale
+        for index, (layer, turned) in enumerate(
+            zip(self.layers, self.rope.at(positions), strict=True)
+        ):
             qkv = layer.qkv(self._norm(x, layer.input_norm), layer.qkv_bias)
             qkv = qkv.view(-1, rotated + c.kv_heads, c.head_dim)
-            turned = still if index in c.unrotated else (cos, sin)
             ops.rotate(qkv, rotated, layer.head_norm, c.norm_eps, *turned)
-            x = layer.o(attend(index, qkv), _sum(x, layer.o_bias))
-            h = self._norm(x, layer.post_norm)
-            x = layer.mlp(h, x, routes) if isinstance(layer.mlp, SparseMlp) else layer.mlp(h, x)
+            x = self._rest(layer, x, attend(index, qkv), routes)
         return x
+
+    def _rest(
+        self, layer: Layer, x: Tensor, attended: Tensor, routes: list[Tensor] | None
+    ) -> Tensor:
+        """Returns the residual stream behind `layer`, from that before it and what attention found for o."""
+        if layer.outer_norms:
+            of_attention, of_mlp = layer.outer_norms
+            assert isinstance(layer.mlp, Mlp)
+            x = x + self._norm(layer.o(attended, layer.o_bias), of_attention)
+            return x + self._norm(layer.mlp(self._norm(x, layer.mlp_norm)), of_mlp)
+        x = layer.o(attended, _sum(x, layer.o_bias))
+        h = self._norm(x, layer.mlp_norm)
+        return layer.mlp(h, x, routes) if isinstance(layer.mlp, SparseMlp) else layer.mlp(h, x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns the logits, float32 [R, V], of hidden states [R, D]."""

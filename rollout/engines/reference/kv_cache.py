@@ -126,7 +126,7 @@ class DecodeAttention:
         self.pages, self.at = tables[:, : pages_of(length)], places(tables, positions)
         self.masks: dict[int | None, Tensor] = {}
         """What is added to scores [kv_heads · R, 1, L], by window."""
-        self.scale = cache.config.head_dim**-0.5
+        self.scale = cache.config.attention_scale
 
     def __call__(self, layer: int, qkv: Tensor) -> Tensor:
         c, rows = self.cache.config, len(qkv)
@@ -205,7 +205,8 @@ class PrefillAttention:
         keys, values = self.cache.read(layer, self.pages).transpose(1, 2)
         mask = self._mask(self.cache.config.window_of(layer), keys.shape[2])
         q = q[self.pad].transpose(1, 2)
-        out = F.scaled_dot_product_attention(q, keys, values, mask, enable_gqa=True)
+        scale = self.cache.config.attention_scale
+        out = F.scaled_dot_product_attention(q, keys, values, mask, scale=scale, enable_gqa=True)
         return out.transpose(1, 2).flatten(0, 1).flatten(1).index_select(0, self.unpad)
 
     def _mask(self, window: int | None, length: int) -> Tensor:

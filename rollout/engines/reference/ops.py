@@ -12,6 +12,8 @@ from torch import Tensor
 
 from areal_q.linear.quantized_linear import Linear
 from areal_q.linear.registry import linear_of
+from areal_q.models.config import Activation
+from areal_q.models.layers.mlp import ACTIVATIONS
 from areal_q.models.layers.rope import apply_rope
 from areal_q.quant.format import Format, Parts
 from rollout.engines.reference.kv_cache import Attend, DecodeAttention, KVCache
@@ -65,8 +67,8 @@ class Ops(Protocol):
         RMSNorm of each head before that."""
         ...
 
-    def swiglu(self, gate_up: Tensor) -> Tensor:
-        """Returns silu(gate) · up: [T, 2 · mlp] → [T, mlp]."""
+    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """Returns activation(gate) · up: [T, 2 · mlp] → [T, mlp]."""
         ...
 
     def decode(self, cache: KVCache, tables: Tensor, positions: Tensor, length: int) -> Attend:
@@ -102,9 +104,9 @@ class TorchOps:
         normed = qk if norm is None else F.rms_norm(qk, qk.shape[-1:], eps=eps).mul_(norm)
         qk.copy_(apply_rope(normed, cos, sin))
 
-    def swiglu(self, gate_up: Tensor) -> Tensor:
+    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
         gate, up = gate_up.chunk(2, -1)
-        return F.silu(gate).mul_(up)
+        return ACTIVATIONS[activation](gate).mul_(up)
 
     def decode(self, cache: KVCache, tables: Tensor, positions: Tensor, length: int) -> Attend:
         return DecodeAttention(cache, tables, positions, length)

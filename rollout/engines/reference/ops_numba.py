@@ -20,6 +20,7 @@ from areal_q.linear.eight_bit_linear import eight_bit_linear
 from areal_q.linear.four_bit_linear import four_bit_linear
 from areal_q.linear.quantized_linear import Linear
 from areal_q.linear.registry import linear_of
+from areal_q.models.config import Activation
 from areal_q.quant.format import Format, Parts
 from areal_q.quant.formats.int8 import Int8
 from rollout.engines.reference.kv_cache import Attend, DecodeAttention, KVCache
@@ -34,7 +35,7 @@ class FusedDecodeAttention:
 
     def __init__(self, cache: KVCache, tables: Tensor, positions: Tensor) -> None:
         self.layers, self.tables, self.positions = cache.layers, tables.numpy(), positions.numpy()
-        self.config, self.scale = cache.config, cache.config.head_dim**-0.5
+        self.config, self.scale = cache.config, cache.config.attention_scale
 
     def __call__(self, layer: int, qkv: Tensor) -> Tensor:
         out = np.empty((len(qkv), self.config.heads, qkv.shape[-1]), np.float32)
@@ -86,9 +87,10 @@ class FusedOps:
             qkv.numpy(), heads, norm is not None, weights.numpy(), eps, cos.numpy(), sin.numpy()
         )
 
-    def swiglu(self, gate_up: Tensor) -> Tensor:
+    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
         y = np.empty((len(gate_up), gate_up.shape[1] // 2), np.float32)
-        decoding.swiglu(gate_up.numpy(), y)
+        kernel = {"silu": decoding.swiglu, "gelu_tanh": decoding.geglu}[activation]
+        kernel(gate_up.numpy(), y)
         return torch.from_numpy(y)
 
     def decode(self, cache: KVCache, tables: Tensor, positions: Tensor, length: int) -> Attend:

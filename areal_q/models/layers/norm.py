@@ -1,0 +1,23 @@
+"""The decoder's RMSNorms besides torch's own: over each head, and with weights that are added to 1."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class HeadNorm(nn.RMSNorm):
+    """An RMSNorm that computes in the dtype of its weight, whatever the dtype of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
+class OffsetNorm(nn.RMSNorm):
+    """An RMSNorm that multiplies by 1 + w, as Gemma's does, in the dtype of w. The parameter is w, as files
+    have it: 1 + w would round what is small."""
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = 1 + self.weight
+        return F.rms_norm(x.to(weight.dtype), list(self.normalized_shape), weight, self.eps)
