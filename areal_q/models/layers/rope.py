@@ -39,11 +39,11 @@ class RopeOfLayers:
     def __init__(
         self, config: DecoderConfig, length: int | None = None, device: torch.device | str = "cpu"
     ) -> None:
-        self.kinds = [config.rope_of(layer) for layer in range(config.layers)]
-        self.tables = {
-            kind: rope_tables(config, length, device, "model" if kind is None else kind)
-            for kind in {*self.kinds}
-        }
+        self.kinds: list[Rope | None] = [config.rope_of(layer) for layer in range(config.layers)]
+        self.tables: dict[Rope | None, tuple[Tensor, Tensor]] = {}
+        for kind in self.kinds:
+            if kind not in self.tables:
+                self.tables[kind] = rope_tables(config, length, device, kind or "model")
         if None in self.tables:
             self.tables[None] = no_rotation(*self.tables[None])
 
