@@ -18,6 +18,7 @@ from rollout.engines.base import Engine
 from rollout.environments.base import Environment
 from rollout.environments.engine_client import EngineClient
 from rollout.environments.external import Episodes
+from rollout.environments.played_episodes import PlayedEpisodes
 from rollout.environments.registry import build_environment
 from rollout.openai_server.app import Endpoint
 from rollout.worker import Worker, WorkerCapacity, first_error
@@ -52,6 +53,8 @@ def build_parts(run: Run, run_name: str, address: EndpointAddress) -> WorkerPart
         raise ConfigError(f"engine {engine.name}: {problem}")
     client = EngineClient(engine, tokenizer, run.rollout.request_timeout_s)
     environment = build_environment(run, client)
+    if isinstance(environment, PlayedEpisodes):
+        address = address._replace(at=address.at or "0")
     if isinstance(environment, Episodes) and not address.at:
         raise ConfigError(
             "rollout.environment.type = 'external' needs rollout.serve, or --serve [HOST:]PORT"

@@ -2,25 +2,13 @@
 process that needs them; and the environments of `areal-q setup`, which have those that are not here."""
 
 import importlib.util
-import os
 import sys
-from pathlib import Path
 
 from areal_q.config import MegatronBackend, Run, SglangEngine, VllmEngine
 from areal_q.config.run import EngineConfig
 from areal_q.errors import ConfigError
 from areal_q.observability.trackers.registry import check_tracker_package
-
-READY = ".areal-q-is-ready"
-"""A file that an environment of `areal-q setup` has once it is whole."""
-
-
-def environment_at(name: str) -> Path:
-    """Returns where `areal-q setup NAME` makes its environment: below AREAL_Q_ENVIRONMENTS, or among the data
-    of the user."""
-    data = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
-    root = os.environ.get("AREAL_Q_ENVIRONMENTS") or f"{data}/areal-q"
-    return Path(root).expanduser() / name
+from areal_q.system.processes import READY, environment_at
 
 
 def python_with(module: str, name: str) -> str:

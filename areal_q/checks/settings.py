@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 
 from areal_q.checks.packages import check_packages
-from areal_q.config import External, PretrainedModel, PythonEnvironment, Run
+from areal_q.config import External, PretrainedModel, PythonEnvironment, Run, VerifiersEnvironment
 from areal_q.errors import ConfigError
 from areal_q.evaluation.benchmarks import drawn_as
 from areal_q.evaluation.estimates import pass_ks
@@ -77,12 +77,13 @@ def preflight(run: Run) -> None:
     check_directories(run)
     environment, workers = run.rollout.environment, run.rollout.workers
     serves = run.rollout.serve is not None or "AREAL_Q_SERVE" in os.environ
-    if isinstance(environment, External) and workers and not serves:
+    played = isinstance(environment, VerifiersEnvironment)
+    if isinstance(environment, External) and workers and not serves and not played:
         raise ConfigError(
             "rollout.serve: rollout.environment.type = 'external' needs an endpoint for its agents, "
             "such as rollout.serve=8000"
         )
-    check_packages(run, serves)
+    check_packages(run, serves or played)
     for address in filter(None, (served_at(run.rollout.serve, i) for i in range(workers))):
         check_free("rollout.serve", *address)
     # Read, but not run: this process does without torch.

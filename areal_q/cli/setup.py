@@ -20,8 +20,8 @@ from typing import Annotated
 
 import typer
 
-from areal_q.checks.packages import READY, environment_at
 from areal_q.errors import ConfigError
+from areal_q.system.processes import READY, environment_at
 
 Step = list[list[str]]
 """Commands of which the first that succeeds is enough"""

@@ -24,6 +24,7 @@ from areal_q.config.environments import (
     External as External,
     PythonEnvironment as PythonEnvironment,
     SingleTurn as SingleTurn,
+    VerifiersEnvironment as VerifiersEnvironment,
 )
 from areal_q.config.load import (
     as_before as as_before,
@@ -118,6 +119,7 @@ from areal_q.config.tasks import (
     Source as Source,
     TaskConfig as TaskConfig,
     ToolCalculator as ToolCalculator,
+    VerifiersTask as VerifiersTask,
 )
 from areal_q.config.trackers import (
     Mlflow as Mlflow,

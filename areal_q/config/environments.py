@@ -50,6 +50,14 @@ class External(TaggedSettings, frozen=True, kw_only=True, tag="external"):
         return self.episode_timeout_s * self.episode_attempts
 
 
+class VerifiersEnvironment(External, frozen=True, kw_only=True, tag="verifiers"):
+    """Verifiers plays the episodes of `task.type = "verifiers"`, by a process of its own beside each worker
+    (docs/verifiers.md). If it ends, the episodes under way begin again, with the next one."""
+
+    episodes: Thousands = 64
+    """Episodes at once of each worker's process."""
+
+
 class PythonEnvironment(PythonCode, frozen=True, kw_only=True, tag="python"):
     """An environment of the user's own: a class with tools, or with `step` (docs/environments.md). Each episode
     has an object of it, made with `settings`, in a process of its own beside the worker."""
@@ -69,4 +77,6 @@ class PythonEnvironment(PythonCode, frozen=True, kw_only=True, tag="python"):
     """Address space that an episode may take in its process, beyond what loading the file took. 0: no bound"""
 
 
-EnvironmentConfig = SingleTurn | CalculatorTool | External | PythonEnvironment
+EnvironmentConfig = (
+    SingleTurn | CalculatorTool | External | VerifiersEnvironment | PythonEnvironment
+)

@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 from areal_q.config.buffer import LONGEST_CLAIM_S, SHORTEST_CLAIM_S, Prioritized
 from areal_q.config.engines import ScriptedEngine, SglangEngine, VllmEngine, no_adapters
-from areal_q.config.environments import SingleTurn
+from areal_q.config.environments import SingleTurn, VerifiersEnvironment
 from areal_q.config.learner import MegatronBackend, PassRate, ServerTeacher
 from areal_q.config.objectives import BySource, Gae
 from areal_q.config.run import ROUNDS_ACTIVATIONS, WEIGHT_SCALES, Run, SmallModel
-from areal_q.config.tasks import Chat, Choice, Gsm8k, Math, Mix, Python, chat_of
+from areal_q.config.tasks import Chat, Choice, Gsm8k, Math, Mix, Python, VerifiersTask, chat_of
 from areal_q.config.trackers import Mlflow, labelled
 
 _LAST_PORT = 65535
@@ -86,6 +86,18 @@ def _small_model_reads_the_task(run: Run) -> str | None:
             return f"{place}.type = {task.__struct_config__.tag!r} needs model.type = 'pretrained'"
         if getattr(task, "template", "plain") == "chat":
             return f"{place}.template = 'chat' needs model.type = 'pretrained'"
+    return None
+
+
+def _verifiers_plays_its_tasks(run: Run) -> str | None:
+    """It knows no other tasks, and nothing else rewards these."""
+    played = isinstance(run.rollout.environment, VerifiersEnvironment)
+    for place, task in run.tasks.items():
+        if isinstance(task, VerifiersTask) != played or (played and place != "task"):
+            return (
+                f"{place}.type = {task.__struct_config__.tag!r}: task.type and rollout.environment.type are "
+                "both 'verifiers', or neither is; it is no part of a mixture or of eval.sets"
+            )
     return None
 
 
@@ -424,6 +436,7 @@ RULES: tuple[Callable[[Run], str | None], ...] = (
     _advantages_have_sources,
     _group_has_advantages,
     _small_model_reads_the_task,
+    _verifiers_plays_its_tasks,
     _chat_has_its_template,
     _reward_has_one_file,
     _tasks_are_asked_alike,

@@ -135,6 +135,36 @@ class ReasoningGym(TaggedSettings, frozen=True, kw_only=True, tag="reasoning-gym
     """The conversation."""
 
 
+class VerifiersTask(TaggedSettings, frozen=True, kw_only=True, tag="verifiers"):
+    """The tasks of a taskset of verifiers (docs/verifiers.md), in a process with an environment of its own.
+    They are played, and rewarded, by `rollout.environment.type = "verifiers"`."""
+
+    grader: ClassVar[str] = "exact"
+
+    env: dict[str, Any]
+    """Verifiers' own settings, such as { taskset = { id = "gsm8k-v1" } }. A role without `harness` answers in
+    one process, without the network, and one without `runtime` runs here."""
+    directory: str = "."
+    """Where tasksets and harnesses are looked for before those that are installed."""
+    python: str | None = None
+    """The Python that has verifiers; none is that of `areal-q setup verifiers`."""
+    problems: Count = 10_000
+    """The first tasks of the taskset, at most so many, held-out ones included."""
+    heldout: Fraction = 0.1
+    """The last share of them, which is not trained on."""
+    renderer: dict[str, Any] = field(default_factory=lambda: {"name": "default"})
+    """How the `renderers` package writes conversations: by the model's own template, or a format's name."""
+    template: Literal["chat"] = "chat"
+    """The tokenizer's own chat template."""
+    chat: Chat = Chat()
+    """The conversation."""
+
+    def __post_init__(self) -> None:
+        taskset = self.env.get("taskset")
+        if not (isinstance(taskset, dict) and isinstance(taskset.get("id"), str)):
+            raise ValueError("env needs taskset = { id = … }")
+
+
 class _Text(TaggedSettings, frozen=True, kw_only=True):
     """Problems from a file of rows, asked in words."""
 
@@ -211,6 +241,7 @@ SingleTask = (
     | ToolCalculator
     | Countdown
     | ReasoningGym
+    | VerifiersTask
     | Gsm8k
     | Math
     | Choice

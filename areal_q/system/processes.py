@@ -19,6 +19,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+READY = ".areal-q-is-ready"
+"""A file that an environment of `areal-q setup` has once it is whole"""
 BEGAN = "AREAL_Q_BEGAN"
 """Environment variable by which a launcher tells its children when it was started, by time.monotonic"""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -37,6 +39,14 @@ def module_command(module: str, *arguments: str, python: str = sys.executable) -
     With -P no file of the current directory, such as `buffer.py` or `random.py`, is imported in place of ours;
     with -X utf8 files are UTF-8 in every locale."""
     return [python, "-P", "-X", "utf8", "-m", module, *arguments]
+
+
+def environment_at(name: str) -> Path:
+    """Returns where `areal-q setup NAME` makes its environment: below AREAL_Q_ENVIRONMENTS, or among the data
+    of the user."""
+    data = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
+    root = os.environ.get("AREAL_Q_ENVIRONMENTS") or f"{data}/areal-q"
+    return Path(root).expanduser() / name
 
 
 def supervised_command(module: str, *arguments: str) -> list[str]:

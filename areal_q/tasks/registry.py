@@ -12,6 +12,7 @@ from areal_q.config import (
     SmallModel,
     TaskConfig,
     ToolCalculator,
+    VerifiersTask,
     WarmStart,
 )
 from areal_q.config.tasks import chat_of
@@ -24,6 +25,7 @@ from areal_q.tasks.datasets.procedural import ProceduralTask
 from areal_q.tasks.datasets.row_tasks import READERS, FileTask, with_columns
 from areal_q.tasks.datasets.tool_calculator import ToolCalculatorTask
 from areal_q.tasks.encoding.tokenizer import CharTokenizer, load_tokenizer
+from areal_q.tasks.environments.verifiers_rows import Taskset
 from areal_q.tasks.lazy import Lazy
 from areal_q.tasks.ordering.mixture import Mixture, parts_of
 
@@ -33,6 +35,7 @@ TASKS: dict[type, Callable[..., Task]] = {
     Countdown: CountdownTask,
     ToolCalculator: ToolCalculatorTask,
     ReasoningGym: ProceduralTask,
+    VerifiersTask: Taskset,
     **dict.fromkeys(READERS, FileTask),
 }
 

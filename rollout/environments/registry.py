@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from areal_q.config import CalculatorTool, External, PythonEnvironment, Run
+from areal_q.config import CalculatorTool, External, PythonEnvironment, Run, VerifiersEnvironment
 from areal_q.config import SingleTurn as SingleTurnConfig
 from areal_q.tasks import unscored
 from rollout.environments.base import Environment
@@ -12,6 +12,7 @@ from rollout.environments.calculator import Calculator
 from rollout.environments.engine_client import EngineClient
 from rollout.environments.external import Episodes
 from rollout.environments.own_environment import OwnTurns
+from rollout.environments.played_episodes import PlayedEpisodes
 from rollout.environments.single_turn import SingleTurn
 
 ENVIRONMENTS: dict[type, Callable[[Run, EngineClient, Any], Environment]] = {
@@ -20,6 +21,7 @@ ENVIRONMENTS: dict[type, Callable[[Run, EngineClient, Any], Environment]] = {
     External: lambda run, client, config: Episodes(
         client, config, run.learner.pass_tokens, partial(unscored, cfg=run.reward)
     ),
+    VerifiersEnvironment: PlayedEpisodes,
     PythonEnvironment: OwnTurns,
 }
 

@@ -8,7 +8,7 @@ from typing import get_args
 
 from areal_q.checks.automatic import settled
 from areal_q.checks.hub import directory_of
-from areal_q.config import EvalSet, External, Mix, Run, load
+from areal_q.config import EvalSet, External, Mix, Run, VerifiersEnvironment, load
 from areal_q.config.run import FormatName
 from areal_q.errors import ConfigError
 from areal_q.evaluation.benchmarks import BENCHMARKS
@@ -26,7 +26,8 @@ def check_format(format: str, settings: list[str]) -> None:
 def check_agents(run: Run, model: Path, serve_at: str) -> None:
     """Raises ConfigError if the problems are for agents, and none can play them, or the other way round."""
     external = isinstance(run.rollout.environment, External)
-    if external and not serve_at:
+    played = isinstance(run.rollout.environment, VerifiersEnvironment)
+    if external and not serve_at and not played:
         raise ConfigError(
             f"{model}: agents play its problems (rollout.environment.type = 'external'): let them by --serve "
             "8000, or ask the model alone, in one turn, by rollout.environment.type=single"

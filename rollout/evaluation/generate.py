@@ -27,6 +27,7 @@ from rollout.environments.base import Environment, Response, scored
 from rollout.environments.engine_client import EngineClient
 from rollout.environments.external import Episodes
 from rollout.environments.own_environment import OwnTurns
+from rollout.environments.played_episodes import PlayedEpisodes
 from rollout.environments.registry import build_environment
 
 TELL_EVERY_S = 10.0
@@ -75,6 +76,8 @@ async def answered(
     environment = build_environment(run, client)
     own = environment if isinstance(environment, OwnTurns) else None
     address = EndpointAddress(*serve)
+    if isinstance(environment, PlayedEpisodes):
+        address = address._replace(at=address.at or "0")
     endpoint = build_endpoint(run, run.name, client, environment, address) if address.at else None
     answering = _Answering(run, environment, tokenizer, reward)
     tasks: list[asyncio.Task[Answered]] = []

@@ -10,11 +10,12 @@ from helpers.commands import refused, run_here
 from helpers.paths import ROOT
 
 from areal_q.checks import packages
-from areal_q.checks.packages import READY, check_packages, python_with
+from areal_q.checks.packages import check_packages, python_with
 from areal_q.cli import setup
 from areal_q.cli.launcher import plan
 from areal_q.config import load
 from areal_q.errors import ConfigError
+from areal_q.system.processes import READY
 
 NAMES = ("vllm", "sglang", "megatron", "verifiers")
 ASKS = {

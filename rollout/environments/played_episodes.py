@@ -1,0 +1,111 @@
+"""Episodes that verifiers plays, in a process of its own that this worker starts, and starts again.
+
+`areal_q/tasks/environments/verifiers_player.py` is that process: it plays at the worker's endpoint, as any
+agent of the user's own does (external.py).
+"""
+
+import asyncio
+import logging
+import os
+import signal
+from contextlib import suppress
+from functools import partial
+
+from areal_q.checks.hub import fetched
+from areal_q.config import PretrainedModel, Run, VerifiersEnvironment, VerifiersTask
+from areal_q.system.processes import die_with_parent
+from areal_q.tasks import unscored
+from areal_q.tasks.environments.verifiers_rows import command_of, told_of
+from rollout.environments.engine_client import EngineClient
+from rollout.environments.external import Episodes
+
+logger = logging.getLogger(__name__)
+_END_S = 5.0
+"""Seconds that the process has to end by itself"""
+_PAUSE_S = 1.0
+"""Seconds from an end of the process to the next start; doubled each time, up to 32"""
+
+
+class PlayedEpisodes(Episodes):
+    """An Environment (rollout/environments/base.py), between `begin_playing` and `end_playing`."""
+
+    def __init__(self, run: Run, client: EngineClient, cfg: VerifiersEnvironment) -> None:
+        super().__init__(
+            client, cfg, run.learner.microbatch_tokens, partial(unscored, cfg=run.reward)
+        )
+        self._run, self._player = run, cfg
+        self._keeper: asyncio.Task[None] | None = None
+        self.process: asyncio.subprocess.Process | None = None
+        """The one that plays"""
+
+    def begin_playing(self, url: str, model: str, token: str) -> None:
+        """Starts the process, which plays at this endpoint. Raises ConfigError without an environment that has
+        verifiers."""
+        task, run = self._run.task, fetched(self._run)
+        assert isinstance(task, VerifiersTask) and isinstance(run.model, PretrainedModel)
+        sampling = run.rollout.sampling
+        told = told_of(
+            task,
+            endpoint=url,
+            token=token,
+            model=model,
+            model_path=os.path.abspath(run.model.path),
+            renderer=task.renderer,
+            episodes=self._player.episodes,
+            sampling={"temperature": sampling.temperature, "max_tokens": sampling.max_tokens},
+        )
+        self._keeper = asyncio.create_task(self._keep(command_of(task), told))
+
+    async def end_playing(self) -> None:
+        """Ends the process, and those that it has started."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+
+    async def _keep(self, command: list[str], told: bytes) -> None:
+        pause_s = _PAUSE_S
+        while True:
+            self.process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.PIPE,
+                start_new_session=True,
+                preexec_fn=die_with_parent(signal.SIGKILL),
+            )
+            try:
+                assert self.process.stdin is not None
+                with suppress(ConnectionError):
+                    self.process.stdin.write(told)
+                    await self.process.stdin.drain()
+                code = await self.process.wait()
+            finally:
+                await self._swept(self.process)
+            lost = self._lost()
+            logger.warning(
+                "verifiers' process ended (%d); %d episodes begin again; it is started again in %.0f s",
+                code,
+                lost,
+                pause_s,
+            )
+            pause_s = min(2 * pause_s, 32.0) if not lost else _PAUSE_S
+            await asyncio.sleep(pause_s)
+
+    async def _swept(self, process: asyncio.subprocess.Process) -> None:
+        if process.returncode is None and process.stdin is not None:
+            process.stdin.close()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_END_S):
+                    await process.wait()
+        with suppress(ProcessLookupError):  # what it has started is of its session
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+
+    def _lost(self) -> int:
+        """Begins the episodes of the process that ended again; those that have had their attempts fail. Returns
+        their number."""
+        played = [*self._played.values()]
+        for episode in played:
+            if episode.attempt < self._cfg.episode_attempts or episode.busy:
+                self._begin_again(episode, episode.attempt + 1)
+            else:
+                self.fail(episode, "killed")
+        return len(played)
