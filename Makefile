@@ -10,7 +10,7 @@ TORCH_CPU ?= $(TORCH)+cpu
 JOBS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS)
 
-.PHONY: setup lock run real test test-slow test-formats test-peers test-agents test-notebook test-trackers test-vllm test-sglang test-megatron test-engine check bench bench-buffer chaos fuzz mutants browser promtool redis7 crds real-model tokenizers reference docs clean
+.PHONY: setup lock run real test test-slow test-formats test-peers test-agents test-verifiers test-notebook test-trackers test-vllm test-sglang test-megatron test-engine check bench bench-buffer chaos fuzz mutants browser promtool redis7 crds real-model tokenizers reference docs clean
 
 # Everything that `make check` and `make test` need.
 setup: $(VENV)/.installed-dev
@@ -56,6 +56,10 @@ test-notebook: $(VENV)-notebook/.installed
 # Loops of other libraries' agents against the endpoint: docs/endpoint.md.
 test-agents: $(VENV)-agents/.installed
 	$(VENV)-agents/bin/python -m pytest -m agents tests/openai_server/test_agent_sdks.py
+
+# Episodes that verifiers plays: docs/verifiers.md. Two hundred packages, none of them ours.
+test-verifiers: $(VENV)-verifiers/.installed
+	VERIFIERS_PYTHON=$(abspath $(VENV)-verifiers/bin/python) $(BIN)/python -m pytest -m verifiers tests/environments/test_verifiers.py
 
 # Every command on the pages of docs/, and the tool that the agent of docs/agents.md learns: a quarter of an hour.
 test-pages: $(VENV)-agents/.installed
@@ -200,6 +204,12 @@ $(VENV)-trackers/.installed: $(VENV)/.installed-dev
 	  $(VENV)-trackers/bin/pip install -q $$tracker || echo "The package index lacks $$tracker: its tests are skipped."; done
 	touch $@
 
+# By itself, with nothing of $(VENV): it is another process's.
+$(VENV)-verifiers/.installed: requirements/verifiers.txt $(VENV)/.installed-dev
+	$(PYTHON) -m venv $(VENV)-verifiers
+	$(VENV)-verifiers/bin/pip install -q -r $<
+	touch $@
+
 # torchvision and the like are no use here, and an index may have only their CUDA builds, with which
 # transformers cannot be imported beside a CPU torch.
 $(VENV)-vllm/.installed: pyproject.toml
@@ -274,4 +284,4 @@ models/tokenizers/%/tokenizer.json:
 	rm $(@D)/*.tgz
 
 clean:
-	rm -rf $(VENV) $(VENV)-formats $(VENV)-peers $(VENV)-agents $(VENV)-trackers $(VENV)-vllm $(VENV)-sglang $(VENV)-megatron $(VENV)-docs $(VENV)-notebook build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-formats $(VENV)-peers $(VENV)-agents $(VENV)-verifiers $(VENV)-trackers $(VENV)-vllm $(VENV)-sglang $(VENV)-megatron $(VENV)-docs $(VENV)-notebook build dist *.egg-info
