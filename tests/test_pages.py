@@ -68,6 +68,8 @@ NOT_RUN = {
     "0.2..0.8": "problems that a model solves at times: tests/evaluation",
     "adder.toml": "an agent: tests/openai_server/test_agents_page.py",
     "runs/adder": "the same",
+    "asker.toml": "verifiers: tests/environments/test_verifiers.py",
+    "runs/asker": "the same",
     "judged.toml": "a judge: tests/tasks/test_judging_page.py",
     "rollout.serve=8000": "a port that may be taken: tests/openai_server",
     "aime": "32 long answers to a problem: tests/evaluation",
@@ -79,6 +81,7 @@ FRAGMENTS = {
     "commands.md": "of libraries that are not installed",
     "endpoint.md": "tests/openai_server has whole episodes",
     "reference.md": "signatures: tests/api/test_reference_page.py",
+    "verifiers.md": "of a library that is not installed",
     "report.md": "of a library that is not installed",
 }
 """Pages whose Python is not run here, each with the reason"""

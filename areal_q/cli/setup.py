@@ -66,11 +66,6 @@ def main(
         _run(step)
     (directory / READY).touch()
     typer.echo(f"{directory}: ready")
-    if name == "verifiers":
-        typer.echo(
-            "to play its environments against a worker's endpoint (docs/endpoint.md), run your script by"
-        )
-        typer.echo(f"{directory}/bin/python")
 
 
 def _may_be_cleared(directory: Path) -> bool:
@@ -108,7 +103,9 @@ def _megatron(python: Path, gpu: bool) -> tuple[bool, list[Step]]:
 
 
 def _verifiers(python: Path, gpu: bool) -> tuple[bool, list[Step]]:
-    return False, [_pip(python, "verifiers", *requirements("server", alone=True))]
+    return False, [
+        _pip(python, "verifiers[openenv]>=0.4,<0.5", *requirements("server", alone=True))
+    ]
 
 
 RECIPES: dict[str, Callable[[Path, bool], tuple[bool, list[Step]]]] = {
