@@ -4,6 +4,7 @@ import asyncio
 import json
 import linecache
 import math
+import re
 import runpy
 import sys
 from collections.abc import Iterable
