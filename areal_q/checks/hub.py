@@ -51,11 +51,16 @@ def directory_of(path: str, setting: str) -> str:
 def _snapshot(id: str, revision: str | None, setting: str) -> str:
     try:
         import huggingface_hub
-        from huggingface_hub.errors import HfHubHTTPError
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
     except ImportError as error:
         raise ConfigError(f"{setting}: {id} needs pip install 'areal-q[hf]'") from error
     try:
         return str(huggingface_hub.snapshot_download(id, revision=revision, allow_patterns=_READ))
+    except LocalEntryNotFoundError as error:
+        raise ConfigError(
+            f"{setting}: {id}: no such directory, the cache lacks this model, and no network reaches "
+            "huggingface.co; where there is one: hf download ID --local-dir DIR"
+        ) from error
     except (HfHubHTTPError, OSError, ValueError) as error:  # OSError: no network, or a full disk
         why = shorten(str(error), _LONGEST, placeholder=" …")
         raise ConfigError(
