@@ -26,6 +26,9 @@ from areal_q.observability.metrics_log import read_metrics
 from areal_q.system.run_dir import METRICS_FILE
 from buffer.weight_sync.curve import client_keys, server_keys
 
+SHELLCHECK = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+"""That of the package, which is beside Python, or the machine's"""
+
 SETTINGS = """
 name = "far"
 steps = 60
@@ -243,11 +246,11 @@ def test_memory_is_asked_for_each_process_on_a_gpu(config: Path, tmp_path: Path)
         assert many - few > 7 * 2000
 
 
-@pytest.mark.skipif(not shutil.which("shellcheck"), reason="there is no shellcheck")
+@pytest.mark.skipif(not SHELLCHECK, reason="there is no shellcheck")
 def test_shellcheck_finds_nothing_in_the_scripts(config: Path, tmp_path: Path):
     for script in scripts_of(cluster_of(config, tmp_path, nodes=2, gpus=4)):
         done = subprocess.run(
-            ["shellcheck", "-s", "bash", "-"], input=script, text=True, capture_output=True
+            [str(SHELLCHECK), "-s", "bash", "-"], input=script, text=True, capture_output=True
         )
         assert done.returncode == 0, done.stdout
 
