@@ -8,6 +8,8 @@ from areal_q.messages import Group, PartialGroup, Ticket
 
 START = "0-0"
 """Position in the groups stream before its first entry"""
+END = f"{2**64 - 1}-{2**64 - 1}"
+"""The largest id that an entry may have"""
 
 
 class Claim(Struct, frozen=True):

@@ -82,7 +82,7 @@ def build_admission(
         buffer.position = state.position
         if buffer.rewind():
             logger.warning(
-                "redis has lost groups that the checkpoint knew: its stream is read anew"
+                "redis gives groups smaller ids than the checkpoint knew: their stream is read anew"
             )
         buffer.drop_eval()  # the learner that asked for these evaluations has ended
     else:

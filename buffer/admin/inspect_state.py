@@ -9,7 +9,7 @@ import redis
 
 from areal_q.errors import RecordError
 from areal_q.messages import Group, Ticket, decode_group, decode_ticket
-from buffer.interface import START
+from buffer.interface import END, START
 from buffer.redis_store.keys import RECORD, WORKERS_GROUP, Keys
 
 ENTRIES_PER_PAGE = 64
@@ -128,7 +128,7 @@ def pages(
     client: redis.Redis, stream: str, after: str = START
 ) -> Iterator[tuple[str, dict[bytes, bytes]]]:
     """Yields (entry id, fields) of a stream after `after`, reading ENTRIES_PER_PAGE entries at a time."""
-    while True:
+    while after != END:
         page: Any = client.xrange(stream, min=f"({after}", count=ENTRIES_PER_PAGE)
         for entry, fields in page:
             after = entry.decode()

@@ -206,10 +206,11 @@ async def insist_async(patience: Patience, call: Callable[[], Awaitable[_T]]) ->
 
 
 def refuses_writes(error: redis.ResponseError) -> bool:
-    """Returns True if Redis is full under `noeviction`, or cannot write its append-only file."""
+    """Returns True if Redis is full under `noeviction`, or cannot write its append-only file, or finds no
+    further id in a stream until the learner has given its entries others."""
     # Redis 6 reports an error inside a script as an error of another class.
     full = isinstance(error, OutOfMemoryError) or "OOM command not allowed" in str(error)
-    return full or cannot_persist(error)
+    return full or cannot_persist(error) or "exhausted the last possible ID" in str(error)
 
 
 def is_replica(error: redis.ResponseError) -> bool:

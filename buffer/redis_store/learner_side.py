@@ -26,7 +26,7 @@ from buffer.interface import START, Claims, Entry, Memory
 from buffer.redis_store.connection import PATIENCE_S, refuses_writes
 from buffer.redis_store.keys import WORKER_TTL_S, WORKERS_GROUP, Keys
 from buffer.redis_store.lease import LeasedConnection, Owner
-from buffer.redis_store.streams import GroupStream, records
+from buffer.redis_store.streams import GroupStream, behind, records
 
 logger = logging.getLogger(__name__)
 
@@ -125,10 +125,16 @@ class LearnerBuffer:
     def admit(self, tickets: list[Ticket], cursor: int) -> None:
         """Adds tickets and sets the cursor, the number of the next ticket, both or neither. Raises BufferFull
         if there is no room for them."""
-        self._admit_to([self.keys.tickets, self.keys.admission, self.keys.cursor], tickets, cursor)
+        self._admit_to(
+            [self.keys.tickets, self.keys.partials, self.keys.admission, self.keys.cursor],
+            tickets,
+            cursor,
+        )
 
     def admit_eval(self, tickets: list[Ticket]) -> None:
-        self._admit_to([self.keys.eval_tickets, self.keys.admission], tickets, 0)
+        self._admit_to(
+            [self.keys.eval_tickets, self.keys.partials, self.keys.admission], tickets, 0
+        )
 
     def _admit_to(self, keys: list[str], tickets: list[Ticket], cursor: int) -> None:
         args = [uuid.uuid4().hex, cursor, *map(encode, tickets)]
@@ -204,10 +210,10 @@ class LearnerBuffer:
 
     def trim(self, position: str) -> None:
         """Deletes the groups up to and including `position`, which must be in a checkpoint and in the
-        trajectory log by then."""
-        ms, _, sequence = position.partition("-")
-        following = f"{ms}-{int(sequence) + 1}"
-        self._change("TRIM", [self.keys.groups], [following])
+        trajectory log by then. Deletes nothing if the ids have begun again since (`rewind`)."""
+        if behind(self.position, position):
+            return
+        self._change("TRIM", [self.keys.groups], [position])
         self.trimmed = position
 
     def memory(self) -> Memory:
@@ -245,9 +251,9 @@ class LearnerBuffer:
         return seconds + micros / 1e6
 
     def rewind(self) -> bool:
-        """Sets `position` to START and returns True if the newest group is older than `position`. The buffer
-        has then come back without its last entries and with a clock that is behind, so that new entries get ids
-        before those that were read."""
+        """Sets `position` to START and returns True if the groups' ids have begun again below those that were
+        read: the buffer has come back without its last entries and with a clock that is behind, or a foreign
+        entry had an id after which there is none."""
         self._eval_groups.rewind()
         return self._groups.rewind()
 

@@ -94,7 +94,7 @@ class LeasedConnection:
         self._scripts = {
             name: self.redis.register_script(lua_scripts.GUARD + getattr(lua_scripts, name))
             for name in (
-                "ADMIT", "CREATE_GROUPS", "FORGET", "PUBLISH", "QUARANTINE", "READMIT", "REMOVE",
+                "ADMIT", "ANEW", "CREATE_GROUPS", "FORGET", "PUBLISH", "QUARANTINE", "READMIT", "REMOVE",
                 "RENEW_LEASE", "TRIM",
             )
         }  # fmt: skip

@@ -4,11 +4,40 @@ Every script may be repeated after a lost answer: the second time it finds nothi
 A write that Redis may refuse when it is full (XADD, SET) comes first where a refusal must change nothing.
 """
 
+from buffer.interface import END
 from buffer.redis_store.keys import (
     QUARANTINE_BYTES,
     QUARANTINE_LENGTH,
     QUARANTINE_RECORD_BYTES,
     QUARANTINE_START_BYTES,
+    WORKERS_GROUP,
+)
+
+_ANEW = f"""
+-- After an id at the end, which only a foreign hand gives, Redis finds no next one: the entries of the stream
+-- then get new ids, in their order; 1 if it was so. With `partials` it is a stream of tickets: who has claimed
+-- one loses it, as to another worker.
+local function anew(stream, partials)
+  local info = redis.pcall('XINFO', 'STREAM', stream)
+  for i = 1, #info, 2 do info[info[i]] = info[i + 1] end
+  if not string.find(info['last-generated-id'] or '', '^{END.partition("-")[0]}%-') then return 0 end
+  local entries = redis.call('XRANGE', stream, '-', '+')
+  redis.call('DEL', stream)
+  if partials then redis.call('XGROUP', 'CREATE', stream, '{WORKERS_GROUP}', '0', 'MKSTREAM') end
+  for _, entry in ipairs(entries) do
+    if partials then redis.call('HDEL', partials, stream .. ':' .. entry[1]) end
+    redis.call('XADD', stream, '*', 'record', entry[2][1] == 'record' and entry[2][2] or '')
+  end
+  return 1
+end
+"""
+
+ANEW = (
+    _ANEW
+    + """
+-- KEYS stream of groups
+return anew(KEYS[1])
+"""
 )
 
 _SET_ASIDE = f"""
@@ -127,8 +156,9 @@ return 1
 """
 
 TRIM = """
--- KEYS stream; ARGV the first id that stays
-return redis.call('XTRIM', KEYS[1], 'MINID', ARGV[1])
+-- KEYS stream; ARGV the last id that goes. There may be none after it.
+redis.call('XTRIM', KEYS[1], 'MINID', ARGV[1])
+return redis.call('XDEL', KEYS[1], ARGV[1])
 """
 
 REMOVE = """
@@ -144,20 +174,27 @@ end
 return 1
 """
 
-ADMIT = """
--- KEYS ticket stream, admission, cursor (or none); ARGV admission's name, cursor, records…
-if redis.call('GET', KEYS[2]) == ARGV[1] then return 0 end
-redis.call('SET', KEYS[2], ARGV[1])
-if KEYS[3] then redis.call('SET', KEYS[3], ARGV[2]) end
+ADMIT = (
+    _ANEW
+    + """
+-- KEYS ticket stream, partials, admission, cursor (or none); ARGV admission's name, cursor, records…
+if redis.call('GET', KEYS[3]) == ARGV[1] then return 0 end
+redis.call('SET', KEYS[3], ARGV[1])
+if KEYS[4] then redis.call('SET', KEYS[4], ARGV[2]) end
+anew(KEYS[1], KEYS[2])
 for i = 3, #ARGV do redis.call('XADD', KEYS[1], '*', 'record', ARGV[i]) end
 return 1
 """
+)
 
-READMIT = """
+READMIT = (
+    _ANEW
+    + """
 -- KEYS ticket stream, partials; ARGV group, then of each ticket its entry id and its new record, '' to drop it
 -- Exchanges tickets that are still open, claimed or not, for new ones at the end of the stream, which nobody
 -- owns: their holders lose them, as to another worker. What was committed meanwhile is passed over. Returns
--- how many were exchanged.
+-- how many were exchanged; none where the ids have just become others.
+if anew(KEYS[1], KEYS[2]) == 1 then return 0 end
 local exchanged = 0
 for i = 2, #ARGV, 2 do
   local id, record = ARGV[i], ARGV[i + 1]
@@ -170,6 +207,7 @@ for i = 2, #ARGV, 2 do
 end
 return exchanged
 """
+)
 
 CLAIM = (
     _SET_ASIDE

@@ -11,7 +11,7 @@ import redis
 
 from areal_q.errors import RecordError
 from areal_q.messages import Group, MessageDecoder, VersionSpan, decode_group
-from buffer.interface import START, Entry
+from buffer.interface import END, START, Entry
 from buffer.redis_store.keys import RECORD
 from buffer.redis_store.lease import LeasedConnection
 
@@ -57,7 +57,7 @@ _decode_group_number: MessageDecoder[_GroupOf] = MessageDecoder(_GroupOf)
 
 def pages(connection: LeasedConnection, stream: str, after: str) -> Iterator[tuple[bytes, _Fields]]:
     """Yields (entry id, fields) of `stream`."""
-    while True:
+    while after != END:
         start = f"({after}"
         page: Any = connection.call(
             functools.partial(connection.redis.xrange, stream, min=start, count=READ_PAGE)
@@ -137,6 +137,8 @@ class GroupStream:
             read.append(entry)
         for first in range(0, len(read), READ_PAGE):
             self._connection.change("REMOVE", [self._stream], read[first : first + READ_PAGE])
+        if read:
+            self.rewind()
         return groups
 
     def unread(self) -> list[int]:
@@ -157,8 +159,10 @@ class GroupStream:
         return {span.version: span.digest for span in spans}
 
     def rewind(self) -> bool:
-        """Sets `position` to START and returns True if the newest group is older than `position`."""
-        if not _behind(self._last_id(), self.position):
+        """Sets `position` to START and returns True if the newest group is older than `position`, or gets
+        another id since none can follow it."""
+        anew = self._connection.change("ANEW", [self._stream], [])
+        if not anew and not behind(self._last_id(), self.position):
             return False
         self.position = START
         return True
@@ -199,7 +203,7 @@ class GroupStream:
             return None
 
 
-def _behind(one: str, other: str) -> bool:
+def behind(one: str, other: str) -> bool:
     """Returns True if the first of two stream ids is the smaller one."""
     first, second = (tuple(map(int, id.split("-"))) for id in (one, other))
     return first < second

@@ -219,7 +219,7 @@ class GroupReader:
         if self._buffer.rewind():
             self._pool.rewind()
             logger.warning(
-                "redis lost its newest groups, and its clock is behind: its stream is read anew"
+                "redis gives its groups smaller ids than before: their stream is read anew"
             )
         if readmitted := self._buffer.readmit(version):
             logger.info(

@@ -1,5 +1,6 @@
 """Records of a foreign hand: whatever fails at a border of Redis is set aside there, and ends nobody."""
 
+import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from areal_q.messages import (
 )
 from bench.records import make_beat
 from buffer.admin import actions, inspect_state
+from buffer.interface import END
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
 from buffer.redis_store.keys import Keys
 from buffer.redis_store.lease import owner_of
@@ -250,3 +252,52 @@ async def test_a_redis_that_evicts_is_refused(
     finally:
         client.config_set("maxmemory", 0)
         client.config_set("maxmemory-policy", "noeviction")
+
+
+@pytest.mark.parametrize("last", [END, f"{2**64 - 1}-{2**64 - 2}"])
+@pytest.mark.parametrize("kind", ["redis 6.2", "redis 7", "valkey 9"])
+async def test_an_id_at_the_end_ends_no_stream(
+    servers: Callable[[str], str],
+    make_ticket: Callable[..., Ticket],
+    make_group: MakeGroup,
+    kind: str,
+    last: str,
+):
+    """Each ticket becomes one group, whoever has claimed it, and no group is lost."""
+    learner = LearnerBuffer(servers(kind), "run")
+    worker = WorkerBuffer(servers(kind), "run", "w")
+    client = redis.Redis.from_url(servers(kind))
+    learner.publish_run("", {})
+    forged: Any = {"record": b"\xc1", "another": "x"}
+    client.xadd(KEYS.tickets, forged, last)
+    client.xadd(KEYS.eval_tickets, forged, last)
+    learner.admit([make_ticket(n) for n in range(4)], cursor=4)
+    learner.admit_eval([make_ticket(9, purpose="eval")])
+    evaluation, *claims = await worker.claim(6, 0.0)  # with the two forged ones
+    assert await worker.commit(claims[0], make_group(claims[0].ticket))
+    assert [group.ticket.number for group in learner.take(1, 0.0)] == [0]
+    client.xadd(KEYS.groups, forged, last)
+    client.xadd(KEYS.eval_groups, forged, last)
+    work = [
+        asyncio.create_task(worker.commit(claim, make_group(claim.ticket)))
+        for claim in (evaluation, claims[1], claims[2])
+    ]
+    taken, evaluated = [], []
+    while {*taken} != {0, 1, 2} or len(evaluated) != 1:
+        await asyncio.sleep(0.01)
+        taken += [group.ticket.number for group in learner.take(9, 0.0)]
+        assert learner.unread() == []
+        evaluated += [group.ticket.number for group in learner.take_eval()]
+        learner.rewind()
+    assert await asyncio.gather(*work) == [True] * 3
+    assert evaluated == [9] and learner.quarantined == 2
+    learner.trim(END)  # the position in a checkpoint from before
+    assert client.xlen(KEYS.groups) == 3
+    learner.trim(learner.position)
+    assert client.xlen(KEYS.groups) == 0
+    client.xadd(KEYS.tickets, forged, last)
+    learner.admit([make_ticket(4)], cursor=5)
+    assert [claim.ticket.number for claim in await worker.claim(9, 0.0)] == [3, 4]
+    await worker.close()
+    learner.close()
+    client.close()

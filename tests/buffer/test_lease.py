@@ -59,7 +59,7 @@ def writes(learner: LearnerBuffer, ticket: Ticket) -> list[Callable[[], object]]
         lambda: learner.readmit(-1),
         learner.drop_eval,
         learner.take_eval,
-        lambda: learner.trim("9-9"),
+        lambda: learner.trim("0-0"),
         lambda: learner.publish_run("x = 2", {}),
         lambda: learner.take(1, timeout_s=0.0),  # a poison group goes to the quarantine
         learner.finish,

@@ -71,7 +71,7 @@ class ForeignHand:
 
     def act(self) -> None:
         with self._turn:
-            for kind in (self._names, self._heartbeat, self._group, self._partial):
+            for kind in (self._names, self._heartbeat, self._group, self._partial, self._end):
                 self.done[kind.__name__] = self.done.get(kind.__name__, 0) + kind()
 
     def _mutated(self, record: bytes) -> bytes:
@@ -95,12 +95,23 @@ class ForeignHand:
         for stream in (self._keys.groups, self._keys.eval_groups):
             found: Any = self._client.xrevrange(stream)
             for _, fields in found:
-                with suppress(RecordError):
+                with suppress(RecordError, redis.ResponseError):  # no id after the last
                     group = decode_group(fields.get(RECORD, b""))
                     self._client.xadd(stream, {RECORD: self._mutated(encode(group))})
                     count += 1
                     break
         return count
+
+    def _end(self) -> int:
+        """Adds an entry with one of the two largest ids, now and then, where there is none."""
+        stream = self._rng.choice((self._keys.groups, self._keys.eval_groups, self._keys.tickets))
+        if self._rng.random() < 0.7:
+            return 0
+        last = f"{2**64 - 1}-{2**64 - self._rng.choice((1, 2))}"
+        with suppress(redis.ResponseError):
+            self._client.xadd(stream, {RECORD: b"junk"}, last)
+            return 1
+        return 0
 
     def _partial(self) -> int:
         """Takes a ticket, away from a worker that has it, and gives it back with spoilt beginnings."""
