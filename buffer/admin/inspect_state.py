@@ -114,12 +114,12 @@ def tickets(client: redis.Redis, stream: str) -> Iterator[tuple[str, Ticket]]:
 def quarantine(client: redis.Redis, run: str) -> Iterator[RefusedRecord]:
     for entry, fields in pages(client, Keys(run).quarantine):
         text = {k: fields.get(k, b"").decode(errors="replace") for k in (b"source", b"reason")}
-        record = fields.get(RECORD, b"")
+        record, nbytes = fields.get(RECORD, b""), fields.get(b"bytes", b"")
         yield RefusedRecord(
             id=entry,
             source=text[b"source"],
             reason=text[b"reason"],
-            nbytes=int(fields.get(b"bytes", len(record))),
+            nbytes=int(nbytes) if nbytes.isdigit() else len(record),
             record=record,
         )
 

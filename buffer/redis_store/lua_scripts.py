@@ -51,8 +51,13 @@ local function set_aside(stream, quarantine, count, group, id, reason)
   local bytes = #record
   if bytes > {QUARANTINE_RECORD_BYTES} then record = string.sub(record, 1, {QUARANTINE_START_BYTES}) end
   redis.call('XDEL', stream, id)
-  redis.call('XADD', quarantine, 'MAXLEN', {QUARANTINE_LENGTH}, '*', 'source', stream, 'id', id,
-    'reason', reason, 'bytes', bytes, 'record', record)
+  local kept = {{'XADD', quarantine, 'MAXLEN', {QUARANTINE_LENGTH}, '*', 'source', stream, 'id', id,
+    'reason', reason, 'bytes', bytes, 'record', record}}
+  if redis.pcall(unpack(kept)).err then
+    -- no stream, or none with a next id: of a foreign hand
+    redis.call('DEL', quarantine)
+    redis.call(unpack(kept))
+  end
   redis.call('INCR', count)
   local length = redis.call('XLEN', quarantine)
   while length > 1 and redis.call('MEMORY', 'USAGE', quarantine, 'SAMPLES', 0) > {QUARANTINE_BYTES} do

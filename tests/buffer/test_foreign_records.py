@@ -301,3 +301,26 @@ async def test_an_id_at_the_end_ends_no_stream(
     await worker.close()
     learner.close()
     client.close()
+
+
+@pytest.mark.parametrize("kind", ["redis 6.2", "redis 7", "valkey 9"])
+@pytest.mark.parametrize("foreign", [END, "no stream"])
+def test_a_spoilt_quarantine_takes_the_next_record(
+    servers: Callable[[str], str], kind: str, foreign: str
+):
+    """One that has no next id, and one that is no stream, goes; the count stays."""
+    learner, client = LearnerBuffer(servers(kind), "run"), redis.Redis.from_url(servers(kind))
+    if foreign == END:
+        client.xadd(KEYS.quarantine, {"record": b"x"}, END)
+    else:
+        client.set(KEYS.quarantine, foreign)
+    for number in range(2):
+        client.xadd(KEYS.groups, {"record": b"\xc1"})
+        assert learner.take(1, 0.0) == []
+        assert learner.quarantined_total() == number + 1
+    kept = list(inspect_state.quarantine(client, "run"))
+    assert [(record.source, record.record) for record in kept] == [(KEYS.groups, b"\xc1")] * 2
+    client.xadd(KEYS.quarantine, {"bytes": "many"})
+    assert [record.nbytes for record in inspect_state.quarantine(client, "run")] == [1, 1, 0]
+    learner.close()
+    client.close()

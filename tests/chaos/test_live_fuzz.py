@@ -104,7 +104,8 @@ class ForeignHand:
 
     def _end(self) -> int:
         """Adds an entry with one of the two largest ids, now and then, where there is none."""
-        stream = self._rng.choice((self._keys.groups, self._keys.eval_groups, self._keys.tickets))
+        keys = self._keys
+        stream = self._rng.choice((keys.groups, keys.eval_groups, keys.tickets, keys.quarantine))
         if self._rng.random() < 0.7:
             return 0
         last = f"{2**64 - 1}-{2**64 - self._rng.choice((1, 2))}"
