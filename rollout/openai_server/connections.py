@@ -1,7 +1,7 @@
 """A bound on the endpoint's connections, and on how long each may be without a request.
 
 accept ─▶ Connection ─▶ aiohttp's own protocol     a token is asked for only once the headers are there
-             └── hangs up: too many; or no whole head of a request in time
+             └── hangs up: too many; no whole head of a request in time; or an answer that is not read
 """
 
 import asyncio
@@ -12,6 +12,8 @@ HEAD_S = 30.0
 """Seconds in which the headers of a connection's first request must have come"""
 IDLE_S = 75.0
 """Seconds in which those of the next request must have come, after an answer"""
+READ_S = 60.0
+"""Seconds in which a client must have read what waits for it, 64 KiB, before it is sent more"""
 
 
 class Connections:
@@ -33,7 +35,7 @@ class Connection(asyncio.Protocol):
         self._inner, self._all = inner, all
         self.data_received = inner.data_received
         self.eof_received = inner.eof_received
-        self.pause_writing, self.resume_writing = inner.pause_writing, inner.resume_writing
+        self._unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
@@ -45,8 +47,21 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
+        self._is_read()
         self._all.open.discard(self)
         self._inner.connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self._unread = asyncio.get_running_loop().call_later(READ_S, self._transport.abort)
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._is_read()
+        self._inner.resume_writing()
+
+    def _is_read(self) -> None:
+        if self._unread:
+            self._unread.cancel()
 
     def request_begins(self) -> None:
         """Notes that the headers of a request have come."""

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import aiohttp
@@ -11,6 +12,7 @@ import pytest
 
 from areal_q.config import Sampling
 from areal_q.tasks import CharTokenizer
+from rollout.engines.base import Request
 from rollout.openai_server import app, connections
 from rollout.openai_server.app import Endpoint
 
@@ -19,8 +21,8 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nX-A: "
 
 
 @asynccontextmanager
-async def serving(token: Path | None = None) -> AsyncIterator[int]:
-    engine, path = Mock(version=3), str(token) if token else None
+async def serving(token: Path | None = None, engine: Any = None) -> AsyncIterator[int]:
+    engine, path = engine or Mock(version=3), str(token) if token else None
     endpoint = Endpoint(engine, CharTokenizer(), "run", None, Sampling(), "0", path)
     try:
         yield await endpoint.start()
@@ -83,6 +85,37 @@ async def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.M
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(HEAD + b"1\r\nContent-Length: 100\r\n\r\n{")
         assert (await reader.readline()).split()[1] == b"408"
+        writer.close()
+
+
+class Talker:
+    """An engine that says on and on, until its client has gone."""
+
+    version = 3
+
+    def __init__(self) -> None:
+        self.gone = asyncio.Event()
+
+    async def generate(self, request: Request, on_token: Any = None, **_: Any) -> None:
+        try:
+            while True:
+                on_token(0, 5, -0.5)
+                await asyncio.sleep(0)
+        finally:
+            self.gone.set()
+
+
+async def test_an_answer_that_is_not_read_ends(monkeypatch: pytest.MonkeyPatch):
+    """As many of them as there is room for shut nobody out for ever."""
+    monkeypatch.setattr(connections, "READ_S", 0.01)
+    talker = Talker()
+    async with serving(engine=talker) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        body = b'{"prompt": "1+1=", "stream": true, "max_tokens": 1000}'
+        head = HEAD + b"1\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        writer.write(head % len(body) + body)
+        await talker.gone.wait()
+        assert b" 200 " in await reader.readline()
         writer.close()
 
 
