@@ -29,7 +29,7 @@ from areal_q.config import (
     VllmEngine,
     load,
 )
-from areal_q.errors import UserError
+from areal_q.errors import TaskError, UserError
 from areal_q.system.command import console
 from areal_q.system.credentials import no_password
 from areal_q.tasks import Completed, Problem, build_reward, build_task, columns_for
@@ -86,7 +86,10 @@ def settings_of(run: Run) -> Iterator[CheckResult]:
         preflight(fetched(run))
         yield CheckResult("settings", "ok", "directories and ports that they name")
     except UserError as error:
-        yield CheckResult("settings", "error", str(error), "another value of that setting")
+        path = getattr(run.task, "path", None)
+        of_data = isinstance(error, TaskError) and path and str(error).startswith(path)
+        fix = "mend the file, or another task.path" if of_data else "another value of that setting"
+        yield CheckResult("settings", "error", str(error), fix)
 
 
 def model_of(run: Run) -> Iterator[CheckResult]:

@@ -231,6 +231,13 @@ def test_server_of_something_else_or_none_is_exit_1(sglang, tmp_path):
     assert done.returncode == 1 and "127.0.0.1:1" in done.stdout
 
 
+def test_a_file_that_cannot_be_read_is_to_be_mended(tmp_path):
+    path = tmp_path / "train.parquet"
+    path.write_bytes(b"<html>not found</html>")
+    (found,) = settings_of(load(None, ["task.type=jsonl", f'task.path="{path}"']))
+    assert found.says.startswith(f"{path}: no Parquet file: ") and "task.path" in found.fix
+
+
 def test_what_a_run_would_refuse_before_it_starts_is_an_error():
     assert levels(settings_of(load(None, []))) == {"settings": "ok"}
     (found,) = settings_of(load(None, ["rollout.environment.type=external"]))

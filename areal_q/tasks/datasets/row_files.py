@@ -35,7 +35,7 @@ def read_rows_as(path: str, kind: type[T]) -> list[tuple[str, T]]:
         if Path(path).is_dir():
             return converted(_saved_rows(path), kind)
         data = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8)
-        if data.startswith(_PARQUET):
+        if data.startswith(_PARQUET) or path.endswith(".parquet"):
             return converted(_parquet_rows(path), kind)
         if path.endswith((".csv", ".tsv")):
             return converted(_text_rows(path, data), kind)
@@ -117,7 +117,7 @@ def _parquet_rows(path: str) -> Iterator[tuple[str, Any]]:
         with pq.ParquetFile(path) as file:
             rows = file.read().to_pylist()
     except pa.ArrowException as error:
-        raise TaskError(f"{path}: {str(error).splitlines()[0]}") from error
+        raise TaskError(f"{path}: no Parquet file: {str(error).splitlines()[0]}") from error
     yield from ((f"{path}[{i}]", row) for i, row in enumerate(rows))
 
 
