@@ -20,6 +20,7 @@ from areal_q.observability.reward_signal import reward_name
 FaultName = Literal[
     "policy ran away",
     "reward contradicts",
+    "records set aside",
     "responses cut off",
     "reward collapsed",
     "reward is flat",
@@ -37,10 +38,14 @@ AWAY_NATS = 0.5
 """Policy KL of one step, in nats per token, that is beyond any clip: the mean token's ratio is twice as far off
 as the widest usual clip, 1.28, by its logarithm. Steps that learn move the policy by 1e-4 to 1e-2, a few by
 0.3."""
+JUMP = 100.0
+"""Times the median gradient norm before that is a jump; after equal rewards it may, so only with a fall."""
+SET_ASIDE_SHARE = 0.1
+"""Share of the groups and of what was set aside from which that is a fault."""
 SOLVED = 0.9
 """Held-out accuracy from which uniform groups are a success."""
 FEW = 2
-"""Responses that do not make a contradiction yet."""
+"""Responses that do not make a contradiction yet; records and skipped steps that do not matter."""
 OPINIONS = ("right", "right_refused", "wrong", "wrong_accepted")
 _SIGMAS = 4.0
 """A fall counts if it exceeds so many standard errors."""
@@ -86,6 +91,8 @@ class LearningJudge:
         """Shares of uniform groups."""
         self._furthest: Record = {}
         """The step that moved the policy furthest, of those that moved it by AWAY_NATS."""
+        self._jump = (0.0, 0, 0.0)
+        """The gradient norm's largest one of JUMP times: times the median before, step, norm."""
         self._rewards: list[_Level] = []
         """At first, at the highest and at last."""
         self._evals: list[_Level] = []
@@ -110,6 +117,7 @@ class LearningJudge:
 
     def _add_step(self, record: Record) -> None:
         self._steps += 1
+        self._add_norm(record)
         self._recent.append(record)
         # By a teacher, or a reference policy.
         taught = any(record.get(key) is not None for key in ("teacher/kl", "reference/kl"))
@@ -129,6 +137,12 @@ class LearningJudge:
         if (now := self._reward_level()) is not None:
             _keep(self._rewards, now)
 
+    def _add_norm(self, record: Record) -> None:
+        norm = record.get("train/grad_norm") or 0.0
+        before = [n for r in self._recent if (n := r.get("train/grad_norm"))]
+        if len(before) >= LASTING and (times := norm / statistics.median(before)) >= JUMP:
+            self._jump = max(self._jump, (times, record["step"], norm))
+
     def _reward_level(self) -> _Level | None:
         """Returns the mean over the last AVERAGED steps, whose differences from each other tell its error; None
         before there are so many. The error is doubled, as the best of a long run is that by chance, too.
@@ -140,12 +154,32 @@ class LearningJudge:
         least = self._mean("reward/std") / 2
         return _Level(statistics.fmean(means), error, least, self._recent[-1]["step"])
 
-    def _causes(self, lasting: int) -> Iterator[Fault]:
+    def _runaway(self) -> Iterator[Fault]:
+        skipped = [r.get("train/skipped_steps") or 0.0 for r in self._recent]
         if at := self._furthest:
             told = f"step {at['step']} moved the policy by {abs(at['policy/kl']):.3g} nats a token"
             if ratio := at.get("policy/ratio_max"):
                 told += f", the largest ratio was {ratio:.2g}"
             yield Fault("policy ran away", self._away, f"{told}: beyond any clip")
+        elif self._jump[0] and [*self._collapse()]:
+            times, step, norm = self._jump
+            told = f"the gradient norm of step {step} was {norm:.3g}, {times:.0f} times the median before"
+            yield Fault("policy ran away", 1, told)
+        elif skipped and (count := skipped[-1] - min(skipped)) > FEW:
+            told = f"{count:.0f} of the last optimizer steps were skipped: their gradients were not finite"
+            yield Fault("policy ran away", len(skipped), told)
+
+    def _set_aside(self) -> Iterator[Fault]:
+        newest = self._recent[-1] if self._recent else {}
+        refused, groups = newest.get("buffer/quarantined") or 0, newest.get("buffer/groups") or 0
+        if refused > max(FEW, SET_ASIDE_SHARE * (groups + refused)):
+            told = (
+                f"{refused:.0f} records were set aside, beside {groups:.0f} groups that were taken"
+            )
+            yield Fault("records set aside", self._steps, told)
+
+    def _causes(self, lasting: int) -> Iterator[Fault]:
+        yield from self._runaway()
         for kind, against, said in (
             ("right", "right_refused", "wrong"),
             ("wrong", "wrong_accepted", "right"),
@@ -155,6 +189,7 @@ class LearningJudge:
                 told = f"the reward calls {count:.0f} of {of:.0f} {kind} answers {said}"
                 yield Fault("reward contradicts", self._steps, told, True)
                 break
+        yield from self._set_aside()
         if self._cut >= lasting and self._accuracy < CUT_OFF_SHARE:
             share, tokens = self._mean("response/cut_off_share"), self._mean("response/tokens_mean")
             told = f"{share:.0%} of the responses were cut off, at {tokens:.3g} tokens on average"
@@ -234,6 +269,8 @@ def advice(fault: Fault, run: Run) -> str:
             return f"a smaller learner.optimizer.lr (now {lr:g}), from a checkpoint before it"
         case "reward contradicts":
             return f"mend the reward {reward_name(run.task, run.reward)}"
+        case "records set aside":
+            return "mend what sends them: areal-q buffer peek RUN --what quarantine says why"
         case "responses cut off":
             longer = f"a larger rollout.sampling.max_tokens (now {run.rollout.sampling.max_tokens})"
             return f"{longer}; {_prompt_advice(run)}" if fault.always else longer

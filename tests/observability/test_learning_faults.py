@@ -46,7 +46,17 @@ def names(records: Iterable[Record]) -> list[FaultName]:
     return [fault.name for fault in learning_faults(records)]
 
 
+def jump(norm: float) -> dict[str, float]:
+    return {"train/grad_norm": norm}
+
+
+def skipped(count: float) -> dict[str, float]:
+    return {"train/skipped_steps": count}
+
+
 MANY = [{}] * 10
+NORMAL = [jump(norm) for norm in (0.5, 2.0, 1.0, 1.0, 1.0)]
+"""Their median is 1."""
 CASES: list[tuple[str, list[Record], list[FaultName]]] = [
     ("nothing recorded", [], []),
     ("healthy", [*steps(*MANY), *evals(0.2, 0.3)], []),
@@ -72,6 +82,20 @@ CASES: list[tuple[str, list[Record], list[FaultName]]] = [
     ),
     ("one step far away", steps({}, {"policy/kl": -3.0}, *MANY), ["policy ran away"]),
     ("a large step", steps({}, {"policy/kl": 0.3}, *MANY), []),
+    (
+        "a jump, and a fall",
+        [*steps(*NORMAL, jump(100)), *evals(0.1, 0.6, 0.2)],
+        ["policy ran away", "reward collapsed"],
+    ),
+    ("a jump alone", [*steps(*NORMAL, jump(900)), *evals(0.1, 0.6)], []),
+    ("a smaller jump, and a fall", [*steps(*NORMAL, jump(99)), *evals(0.1, 0.6, 0.2)], ["reward collapsed"]),
+    ("too few before it", [*steps(*NORMAL[:4], jump(900)), *evals(0.1, 0.6, 0.2)], ["reward collapsed"]),
+    ("steps skipped", steps(*MANY, *map(skipped, (1, 2, 3))), ["policy ran away"]),
+    ("two steps skipped", steps(*MANY, *map(skipped, (1, 2))), []),
+    ("steps skipped long ago", steps(*MANY, **skipped(9)), []),
+    ("a tenth is set aside", steps({"buffer/groups": 90, "buffer/quarantined": 11}), ["records set aside"]),
+    ("less is set aside", steps({"buffer/groups": 90, "buffer/quarantined": 10}), []),
+    ("two records are few", steps({"buffer/groups": 2, "buffer/quarantined": 2}), []),
     ("accuracy gone", evals(0.1, 0.6, 0.2), ["reward collapsed"]),
     ("half of it gone", evals(0.1, 0.6, 0.4), []),
     ("so few problems", evals(0.1, 0.6, 0.2, problems=4), []),
