@@ -1,5 +1,6 @@
 """What CONTRIBUTING.md promises: commands, hooks, locked versions, subjects of commits, names of tests."""
 
+import ast
 import importlib.util
 import re
 import subprocess
@@ -43,6 +44,23 @@ def test_names_of_tests_keep_to_their_length():
     names = [name for file in files for name in re.findall(r"\bdef (test_\w+)", file.read_text())]
     assert len(names) > 1000
     assert [name for name in names if len(name) > LONGEST_TEST_NAME] == []
+
+
+def test_no_process_of_a_test_has_a_limit_of_its_own():
+    """A busy machine would break it; the test's own limit stretches."""
+    limited = []
+    for file in sorted((ROOT / "tests").rglob("*.py")):
+        calls = (
+            node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)
+        )
+        limited += [
+            f"{file.relative_to(ROOT)}:{call.lineno}"
+            for call in calls
+            if ast.unparse(call.func) == "subprocess.run"
+            for given in call.keywords
+            if given.arg == "timeout" and isinstance(given.value, ast.Constant)
+        ]
+    assert limited == []
 
 
 def test_lock_file_holds_nothing_but_versions():

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.commands import stretched
 
 manager: Any = pytest.importorskip(
     "jupyter_client.manager", reason="needs jupyter-client and ipykernel: make test-notebook"
@@ -42,7 +43,7 @@ def kernel(tmp_path: Path) -> Iterator[Any]:
 def run_cell(kernel: Any, code: str) -> list[dict[str, Any]]:
     """Returns the messages that a cell gave, in their order. Fails with the traceback of one that raised."""
     said: list[dict[str, Any]] = []
-    reply = kernel.execute_interactive(code, timeout=100, output_hook=said.append)
+    reply = kernel.execute_interactive(code, timeout=stretched(100), output_hook=said.append)
     assert reply["content"]["status"] == "ok", "\n".join(reply["content"]["traceback"])
     return said
 

@@ -31,7 +31,7 @@ HOSTILE = "\x1b[2J[bold]</script>\u202egnp.exe\x07\n[/]"
 
 def process(*args: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "areal_q", "buffer", *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True)
 
 
 def tool(*args: str, input: str = "") -> subprocess.CompletedProcess[str]:

@@ -31,7 +31,6 @@ def areal_q_command(tmp_path):
             env=environment | more,
             capture_output=True,
             encoding=more.get("PYTHONIOENCODING", "utf-8"),
-            timeout=60,
         )
 
     return call
@@ -270,7 +269,7 @@ def test_files_of_the_current_directory_shadow_no_module(tmp_path, monkeypatch, 
         (tmp_path / shadow).parent.mkdir(exist_ok=True)
         (tmp_path / shadow).write_text("raise RuntimeError('the wrong module')\n")
     command = commands(tmp_path)[name]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "") and "--help" in done.stdout
 
 
@@ -285,5 +284,5 @@ def test_a_task_file_imports_its_neighbours(tmp_path):
         "print(len(load_function(sys.argv[1], 'problems')()))"
     )
     command = [sys.executable, "-P", "-c", script, str(tmp_path / "own.py")]
-    done = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd="/", capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("9\n", "")

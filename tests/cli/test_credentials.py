@@ -88,6 +88,6 @@ def test_an_unreachable_redis_is_named_without_the_password():
 def test_a_password_in_an_argument_is_refused(command: list[str]):
     module, *rest = command
     given = [sys.executable, "-m", module, *rest, "--redis", "redis://:secret@127.0.0.1:1"]
-    done = subprocess.run(given, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(given, capture_output=True, text=True)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
     assert "REDIS_PASSWORD_FILE" in done.stderr and "secret" not in done.stderr

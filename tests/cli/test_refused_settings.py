@@ -201,7 +201,6 @@ def areal_q(directory: Path, *settings: str) -> subprocess.CompletedProcess[str]
         env={key: value for key, value in os.environ.items() if key != "REDIS_URL"},
         capture_output=True,
         text=True,
-        timeout=200,
     )
 
 

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
+from helpers.commands import stretched
 from helpers.policies import initial_model
 from msgspec.structs import asdict
 from numpy.typing import ArrayLike
@@ -86,7 +87,7 @@ class HeldStepper(ScriptedStepper):
 
     def step(self) -> int:
         self.begun.release()
-        assert self.may_end.acquire(timeout=60), "the test did not let the step end"
+        assert self.may_end.acquire(timeout=stretched(60)), "the test did not let the step end"
         self.at_once.append(drawn := super().step())
         return drawn
 

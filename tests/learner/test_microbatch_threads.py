@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from helpers.commands import stretched
 from helpers.fixture_types import MakeRun, MakeSamples
 from helpers.policies import build_policy
 
@@ -76,7 +77,7 @@ def test_a_large_model_divides_its_products_instead(
 
 
 def test_threads_work_at_once_and_give_results_in_order():
-    threads, together = MicrobatchThreads(2), threading.Barrier(2, timeout=60)
+    threads, together = MicrobatchThreads(2), threading.Barrier(2, timeout=stretched(60))
 
     def compute(place: int) -> tuple[int, bool, int]:
         together.wait()
@@ -89,7 +90,10 @@ def test_threads_work_at_once_and_give_results_in_order():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="priorities of threads are Linux's")
 def test_further_threads_give_way_to_other_processes():
-    together, usual = threading.Barrier(2, timeout=60), os.getpriority(os.PRIO_PROCESS, 0)
+    together, usual = (
+        threading.Barrier(2, timeout=stretched(60)),
+        os.getpriority(os.PRIO_PROCESS, 0),
+    )
 
     def priority(place: int) -> int:
         together.wait()

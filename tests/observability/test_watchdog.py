@@ -88,9 +88,7 @@ def test_health_finds_a_learner_that_hangs_while_metrics_answer(monkeypatch):
 )
 def test_a_stuck_process_ends_with_its_stacks(ever: str, code: int):
     script = HANGS.replace("EVER", ever)
-    ended = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
-    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert ended.returncode == code
     assert "in the_training_loop" in ended.stderr
 

@@ -76,7 +76,6 @@ def life(directory: Path, killed_at: int = -1) -> list[tuple[int, str]]:
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         text=True,
-        timeout=200,
     )
     assert process.returncode == (0 if killed_at < 0 else -signal.SIGKILL)
     lines = [line.split() for line in process.stdout.splitlines()]

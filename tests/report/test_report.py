@@ -534,7 +534,7 @@ def ask(run_dir):
     thread.start()
 
     def call(path, method="GET", **headers):
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+        connection = http.client.HTTPConnection("127.0.0.1", port)
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         connection.request(method, path, headers=named)
         response = connection.getresponse()
