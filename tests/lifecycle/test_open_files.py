@@ -11,7 +11,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from helpers.commands import wait_until
+from helpers.commands import refused, run_here, wait_until
 from helpers.weight_sync import LOOPBACK, WeightSync, arrive
 
 from areal_q.checks.machine import open_files
@@ -20,6 +20,9 @@ from areal_q.system.ports import allow_open_files, most_connections
 from areal_q.weights.shared_memory import allocate, file_of
 from areal_q.weights.version import WeightVersion
 from buffer.weight_sync import server as server_module
+from buffer.weight_sync.commands import relay
+from learner import __main__ as learner_main
+from rollout import __main__ as rollout_main
 
 CONFIG = BroadcastConfig(timeout_s=1.0, heartbeat_s=0.05)
 MOST = 8
@@ -88,6 +91,32 @@ def test_a_process_may_open_all_the_files_that_the_system_allows(files: tuple[in
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, files[1]))
     assert most_connections() == 256 // 4
     allow_open_files()
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (files[1], files[1])
+
+
+NOWHERE = "redis://127.0.0.1:1"
+SERVICES = {
+    "learner": (learner_main.main, ["--redis", NOWHERE]),
+    "rollout": (rollout_main.main, ["--redis", NOWHERE, "--run", "run", "--id", "w" * 300]),
+    "relay": (
+        relay.main,
+        [
+            "--from-announce",
+            "tcp://127.0.0.1:1",
+            "--from-fetch",
+            "tcp://127.0.0.1:2",
+            "broadcast.hold=0",
+        ],
+    ),
+}
+"""What each refuses, once it has begun"""
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_each_service_begins_by_allowing_itself_files(name: str, files: tuple[int, int]):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, files[1]))
+    main, given = SERVICES[name]
+    refused(run_here(name, main, *given, who=name))
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (files[1], files[1])
 
 
