@@ -24,12 +24,15 @@ from areal_q.messages import (
     VersionSpan,
     encode,
 )
+from areal_q.observability.metrics_log import MetricsLog, read_metrics
+from areal_q.system.run_dir import METRICS_FILE
 from bench.records import make_beat
 from buffer.admin import actions, inspect_state
 from buffer.interface import END
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
 from buffer.redis_store.keys import Keys
 from buffer.redis_store.lease import owner_of
+from learner.measure.buffer_metrics import BufferMetrics
 
 KEYS = Keys("run")
 FIELDS = {
@@ -324,3 +327,30 @@ def test_a_spoilt_quarantine_takes_the_next_record(
     assert [record.nbytes for record in inspect_state.quarantine(client, "run")] == [1, 1, 0]
     learner.close()
     client.close()
+
+
+def test_a_redis_that_begins_to_evict_is_told_once_each_time(
+    learner: LearnerBuffer, client: redis.Redis, tmp_path: Path, make_run: MakeRun
+):
+    """While the run goes on: the start alone refuses it."""
+    log = MetricsLog(tmp_path, tensorboard=False)
+    measured = BufferMetrics(learner, make_run().rollout.environment, log)
+    policies = ["noeviction", "allkeys-lru", "allkeys-lru", "volatile-lru", "allkeys-lfu"]
+    client.config_set("maxmemory", 100 << 20)
+    try:
+        for step, policy in enumerate(policies):
+            client.config_set("maxmemory-policy", policy)
+            measured.measure(step, [])
+    finally:
+        client.config_set("maxmemory", 0)
+        client.config_set("maxmemory-policy", "noeviction")
+    log.close()
+    told = [
+        (record["kind"], record["step"], record["message"])
+        for record in read_metrics(tmp_path / METRICS_FILE)
+    ]
+    why = "redis deletes groups and tickets at its limit: maxmemory-policy is"
+    assert told == [
+        ("warning", 1, f"{why} allkeys-lru now"),
+        ("warning", 4, f"{why} allkeys-lfu now"),
+    ]
