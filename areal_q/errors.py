@@ -27,6 +27,9 @@
 To add one: derive it from the closest class here, say in one line when it is raised.
 """
 
+from importlib.metadata import version
+from pathlib import Path
+
 
 class AReaLQError(Exception):
     """Base of all errors below."""
@@ -139,3 +142,12 @@ class ChildDied(AReaLQError):
 
 class TrackerFailed(AReaLQError):
     """A tracker did not take what it was given, for a reason of its own; the run goes on without it."""
+
+
+def installing(extra: str) -> str:
+    """Returns the command that installs an extra of this package, which no index has: from the checkout that it
+    is run from, else from its wheel."""
+    checkout = (Path(__file__).parents[1] / "pyproject.toml").exists()
+    if checkout:
+        return f".venv/bin/pip install -e '.[{extra}]'"
+    return f"pip install 'areal_q-{version('areal-q')}-py3-none-any.whl[{extra}]'"

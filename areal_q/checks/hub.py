@@ -10,7 +10,7 @@ from pathlib import Path
 from textwrap import shorten
 
 from areal_q.config import ModelTeacher, PretrainedModel, Run
-from areal_q.errors import ConfigError
+from areal_q.errors import ConfigError, installing
 from areal_q.system.run_dir import table_at, with_changes
 
 _ID = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*?)(?:@([\w./-]+))?")
@@ -53,7 +53,7 @@ def _snapshot(id: str, revision: str | None, setting: str) -> str:
         import huggingface_hub
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
     except ImportError as error:
-        raise ConfigError(f"{setting}: {id} needs pip install 'areal-q[hf]'") from error
+        raise ConfigError(f"{setting}: {id} needs {installing('hf')}") from error
     try:
         return str(huggingface_hub.snapshot_download(id, revision=revision, allow_patterns=_READ))
     except LocalEntryNotFoundError as error:

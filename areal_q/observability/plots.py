@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from areal_q.errors import ConfigError
+from areal_q.errors import ConfigError, installing
 from areal_q.observability.metric_table import FIGURES, METRICS
 from areal_q.observability.metrics_log import Record, read_metrics
 from areal_q.observability.run_summary import is_supervised, mean, plural
@@ -61,7 +61,7 @@ def draw(panels: Sequence[Panel], title: str, across: str, path: Path) -> None:
         # Without pyplot a figure needs no global state and no display, and need not be closed.
         from matplotlib.figure import Figure
     except ImportError as error:
-        needs = "needs matplotlib: pip install 'areal-q[plots]'"
+        needs = f"needs matplotlib: {installing('plots')}"
         raise ConfigError(f"{path.name} {needs}") from error
     rows = -(-len(panels) // _COLUMNS)
     figure = Figure(figsize=(15, 3.2 * rows), layout="constrained")

@@ -11,7 +11,7 @@ import numpy as np
 
 from areal_q.config import Run, Sampling, TorchEngine
 from areal_q.decode_errors import in_words
-from areal_q.errors import ConfigError, EngineDied
+from areal_q.errors import ConfigError, EngineDied, installing
 from areal_q.models import Decoder
 from areal_q.tasks import Tokenizer, build_tokenizer, without_end
 from rollout import engines
@@ -99,7 +99,7 @@ class Remote:
         try:
             import aiohttp
         except ModuleNotFoundError as error:
-            raise ConfigError(f"{url}: this needs pip install 'areal-q[server]'") from error
+            raise ConfigError(f"{url}: this needs {installing('server')}") from error
         self._aiohttp: Any = aiohttp
         self._url, self._session = url.rstrip("/"), None
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}

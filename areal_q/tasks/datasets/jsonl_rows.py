@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from areal_q.errors import ConfigError, TaskError
+from areal_q.errors import ConfigError, TaskError, installing
 from areal_q.tasks.base import columns_of
 from areal_q.tasks.datasets.row_files import converted, is_hub_id, read_rows_as, saved_first
 
@@ -65,7 +65,7 @@ def _read_hub(name: str) -> list[Row]:
         datasets = importlib.import_module("datasets")
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"{name}: no such file; a data set of the Hub needs pip install 'areal-q[hf]'"
+            f"{name}: no such file; a data set of the Hub needs {installing('hf')}"
         ) from error
     try:
         table: Iterable[dict[str, str]] = datasets.load_dataset(name, "main", split="train")

@@ -14,7 +14,7 @@ from typing import Any
 from msgspec import json
 
 from areal_q.config.tasks import ReasoningGym
-from areal_q.errors import ConfigError, TaskError
+from areal_q.errors import ConfigError, TaskError, installing
 from areal_q.tasks.base import Problem, Score
 from areal_q.tasks.lazy import Lazy
 
@@ -70,7 +70,7 @@ def _dataset(name: str, settings: bytes) -> Any:
         reasoning_gym = importlib.import_module("reasoning_gym")
     except ImportError as error:
         raise ConfigError(
-            "task.type = 'reasoning-gym' needs reasoning-gym: pip install 'areal-q[reasoning-gym]'"
+            f"task.type = 'reasoning-gym' needs reasoning-gym: {installing('reasoning-gym')}"
         ) from error
     try:
         return reasoning_gym.create_dataset(name, **json.decode(settings))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_q.config.tasks import Chat
-from areal_q.errors import CheckpointError, ConfigError, TaskError
+from areal_q.errors import CheckpointError, ConfigError, TaskError, installing
 from areal_q.tasks.base import NO_VARIABLES, Message, Stop, Tool, Variables
 from areal_q.tasks.encoding.chat_template import ChatTemplate, joined
 from areal_q.tasks.stops import collect_stops
@@ -121,7 +121,7 @@ def _load(path: str | Path) -> Any:
         transformers = importlib.import_module("transformers")
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"{path}: this tokenizer needs transformers: pip install 'areal-q[hf]'"
+            f"{path}: this tokenizer needs transformers: {installing('hf')}"
         ) from error
     if not any(file for pattern in _FILES for file in Path(path).glob(pattern)):
         # Of config.json alone transformers may make a tokenizer without a token.

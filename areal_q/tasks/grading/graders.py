@@ -2,7 +2,7 @@
 
 import importlib.util
 
-from areal_q.errors import ConfigError
+from areal_q.errors import ConfigError, installing
 from areal_q.tasks.base import Grader
 from areal_q.tasks.datasets import calculator, countdown, gsm8k, procedural, tool_calculator
 from areal_q.tasks.datasets.arithmetic import score as exact
@@ -43,4 +43,4 @@ def check_extra(name: str) -> None:
     """Raises ConfigError if grader `name` needs an extra that is not installed."""
     needs = GRADERS[name].needs
     if needs and importlib.util.find_spec(needs) is None:
-        raise ConfigError(f"grader {name!r} needs {needs}: pip install 'areal-q[{name}]'")
+        raise ConfigError(f"grader {name!r} needs {needs}: {installing(name)}")

@@ -26,7 +26,7 @@ from areal_q.config import (
     Sampling,
     TaskConfig,
 )
-from areal_q.errors import ConfigError, RecordError
+from areal_q.errors import ConfigError, RecordError, installing
 from areal_q.messages.trajectories import FailureCause
 from areal_q.plugins import digest_of, parted
 from areal_q.tasks.base import Columns, Completed, Grader, Problem, Score
@@ -317,7 +317,7 @@ def _check_judge(cfg: RewardConfig) -> None:
     if groups != 1:
         raise ConfigError(f"reward.judge.pattern: one group is the score, and it has {groups}")
     if importlib.util.find_spec("aiohttp") is None:
-        raise ConfigError("reward.judge needs aiohttp: pip install 'areal-q[server]'")
+        raise ConfigError(f"reward.judge needs aiohttp: {installing('server')}")
 
 
 def _shaped(score: Score, response: Completed, cfg: RewardConfig, max_tokens: int) -> Score:
