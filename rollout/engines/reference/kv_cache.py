@@ -77,7 +77,7 @@ class KVCache:
         """Copies whole pages."""
         to, frm = (torch.tensor(x).to(self.device, non_blocking=True) for x in (targets, sources))
         for layer in self.layers:
-            layer[:, :, to] = layer[:, :, frm]
+            layer.index_copy_(2, to, layer.index_select(2, frm))
         self.routes[to] = self.routes[frm]
 
     def split(self, qkv: Tensor) -> tuple[Tensor, ...]:

@@ -383,8 +383,9 @@ class TorchStepper:
             row = self.rows[slot]
             if np.isfinite(completion.logprobs).all():
                 job.complete(index, completion)
-                ids = np.concatenate((job.request.prompt_ids, completion.response_ids[:-1]))
-                self._know(row.prompt, page_keys(ids, row.prompt.keys), row.pages)
+                if (self._length(job) - 1) // PAGE > len(row.prompt.keys):
+                    ids = np.concatenate((job.request.prompt_ids, completion.response_ids[:-1]))
+                    self._know(row.prompt, page_keys(ids, row.prompt.keys), row.pages)
             else:
                 self.cache.spoil(row.pages)
                 job.fail(not_finite(self.version))
