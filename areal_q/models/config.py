@@ -318,7 +318,7 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
             return self._gemma_to_hf()
         of_family: dict[str, Any] = {"hidden_act": "silu"}
         if self.family not in ("qwen2", "mistral"):
-            of_family = {"attention_bias": self.qkv_bias, "mlp_bias": self.mlp_bias}
+            of_family |= {"attention_bias": self.qkv_bias, "mlp_bias": self.mlp_bias}
         if self.family == "seed_oss":
             of_family["attention_out_bias"] = self.o_bias
         if self.family == "smollm3":

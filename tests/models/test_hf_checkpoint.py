@@ -91,6 +91,15 @@ def test_names_and_shapes_are_those_of_the_model(family: str, tied: bool) -> Non
     assert config.weights == sum(t.numel() for t in state.values())
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_config_names_its_activation(family: str) -> None:
+    """A version's digest covers the file, so that a key that goes missing parts a run from its own log."""
+    table = SHAPE | {"model_type": family}
+    table |= {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    written = DecoderConfig.from_hf(table).to_hf()
+    assert {"hidden_act", "hidden_activation"} & written.keys()
+
+
 def test_a_mixture_with_windows_is_read_as_it_is_written() -> None:
     table = SHAPE | {"model_type": "qwen3_moe", "use_sliding_window": True, "sliding_window": 4}
     table |= {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
