@@ -12,12 +12,13 @@ class HeadNorm(nn.RMSNorm):
 
 
 class OffsetNorm(nn.RMSNorm):
-    """An RMSNorm that multiplies by 1 + w, as Gemma's does, in the dtype of w. The parameter is w, as files
-    have it: 1 + w would round what is small."""
+    """An RMSNorm that multiplies by 1 + w, as Gemma's does, in float32 and rounded to the dtype of w. The
+    parameter is w, as files have it: 1 + w would round what is small."""
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = 1 + self.weight
-        return F.rms_norm(x.to(weight.dtype), list(self.normalized_shape), weight, self.eps)
+        weight = 1 + self.weight.float()
+        normed = F.rms_norm(x.float(), list(self.normalized_shape), weight, self.eps)
+        return normed.to(self.weight.dtype)
