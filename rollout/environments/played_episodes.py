@@ -30,9 +30,7 @@ class PlayedEpisodes(Episodes):
     """An Environment (rollout/environments/base.py), between `begin_playing` and `end_playing`."""
 
     def __init__(self, run: Run, client: EngineClient, cfg: VerifiersEnvironment) -> None:
-        super().__init__(
-            client, cfg, run.learner.microbatch_tokens, partial(unscored, cfg=run.reward)
-        )
+        super().__init__(client, cfg, run.learner.pass_tokens, partial(unscored, cfg=run.reward))
         self._run, self._player = run, cfg
         self._keeper: asyncio.Task[None] | None = None
         self.process: asyncio.subprocess.Process | None = None
