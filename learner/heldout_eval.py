@@ -37,6 +37,8 @@ class BestVersion:
         named = cfg.best.removeprefix("eval/").rpartition("/")[0]
         self._set = named if named in cfg.sets else HELD_OUT
         """The set whose evaluations have it; a mixture's task is a part of the held-out problems"""
+        self._every = (self._set in cfg.sets and cfg.sets[self._set].every) or cfg.every
+        self._late_by = f"{self._metric.rpartition('/')[0]}/late_by"
         self.step, self.value, self.since = -1, float("-inf"), 0
         self.given_up = False
         for record in records:
@@ -51,9 +53,10 @@ class BestVersion:
         return bool(self._metric) and name == self._set
 
     def add(self, version: int, values: Record) -> None:
-        """Takes the metrics of an evaluation of `version`."""
+        """Takes the metrics of an evaluation of `version`, unless it was answered so late that it measures the
+        version of the next one, or of a later one."""
         value = values.get(self._metric)
-        if value is None:
+        if value is None or values.get(self._late_by, 0.0) >= self._every:
             return
         self.since += 1
         if value > self.value:
@@ -264,7 +267,7 @@ def set_metrics(groups: Sequence[Group], episodes: bool) -> dict[str, float]:
         (s.version - g.ticket.step, s.tokens)
         for g in groups
         for t in g.trajectories
-        for s in t.spans
+        for s in t.all_spans
     ]
     if tokens := sum(n for _, n in drawn):
         values["late_by"] = sum(late * n for late, n in drawn) / tokens

@@ -336,6 +336,13 @@ def test_the_best_version_is_the_first_with_the_largest_value(values, best, give
     assert (again.step, again.value, again.since) == (found.step, found.value, found.since)
 
 
+def test_an_evaluation_as_late_as_the_next_is_not_the_best():
+    best = BestVersion(EvalConfig(every=5, best="eval/accuracy", patience=1))
+    for version, late, accuracy in ((0, 0.0, 0.2), (5, 6.0, 0.9), (10, 4.0, 0.3)):
+        best.add(version, {"eval/accuracy": accuracy, "eval/late_by": late})
+    assert (best.step, best.value, best.given_up) == (10, 0.3, False)
+
+
 def test_checkpoints_that_may_be_the_best_are_spared(make_run, make_group, buffers, metrics, more):
     run = make_run("eval.problems=3", "eval.every=2", more, "eval.best=eval/more/accuracy")
     evaluation = evaluation_of(run, buffers, metrics, decoding())
