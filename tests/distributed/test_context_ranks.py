@@ -35,6 +35,9 @@ MORE = {
     "sequences": ["learner.objective.type=gspo", "learner.epochs=2"],
     "critic": ["learner.advantage.type=gae", "learner.critic={optimizer={eps=1e-3, lr=1e-2}}"],
     "qarl": ["learner.precision=qarl", "rollout.format=int8"],
+    "muon": ["learner.optimizer.type=muon"],
+    "8-bit moments": ["learner.optimizer.type=adamw8bit"],
+    "jet": ["learner.precision=jet", "rollout.format=fp8"],
     "lora": ["learner.lora={rank=4}", "rollout.format=nf4", "learner.reference_kl={coef=0.1}"],
 }  # fmt: skip
 """What shares tokens as well"""
