@@ -123,7 +123,10 @@ def test_an_engine_is_asked_for_what_it_can_do():
     ("settings", "complaint"),
     [
         (["rollout.engine.type=vllm"], "needs vLLM: .venv/bin/pip install"),
-        (["rollout.engine.type=sglang", "rollout.format=bf16"], "needs sglang: .venv/bin/pip install"),
+        (
+            ["rollout.engine.type=sglang", "rollout.format=bf16"],
+            "needs sglang: .venv/bin/pip install",
+        ),
         (["rollout.engine.device=nowhere"], r"rollout\.engine\.device = 'nowhere': "),
     ],
 )
