@@ -41,6 +41,16 @@ def model_of(seed: int) -> Any:
     return model.eval()
 
 
+def overflowing() -> Any:
+    """Returns a model of finite weights, in which all values of attention are infinite or NaN."""
+    model = model_of(0)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.v_proj.weight.fill_(2.0**100)
+            layer.input_layernorm.weight.fill_(2.0**100)
+    return model
+
+
 def load(stepper: TorchStepper, model: Any, version: int) -> None:
     weights = pack_state(model.state_dict(), model.config.to_dict(), "bf16", version)
     stepper.swap(stepper.prepare(weights))
@@ -209,6 +219,81 @@ def test_a_turn_computes_only_what_is_new(mixture: bool, cache: Any, computed: l
         np.testing.assert_array_equal(later.routes, anew.routes)
     elif cache == "auto":
         check([model], np.array(prompt), later)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("update", ["keep", "recompute"])
+@pytest.mark.parametrize(("cache", "fused"), [("auto", True), ("auto", False), ("fp8", True)])
+def test_weights_that_overflow_spoil_no_later_request(
+    cache: Any, fused: bool, update: Any, fails: bool
+) -> None:
+    """A group and a long prompt that is half computed are given up, at once or after a row of the group has
+    failed; what they wrote lies in the pages that the next requests, of good weights, are given."""
+    good, bad = model_of(0), overflowing()
+    config = TorchEngine(
+        slots=8, prefill_tokens=PAGE, kv_cache=cache, fused=fused, kv_on_update=update
+    )
+    stepper = TorchStepper(config)
+    load(stepper, good, 0)
+    group = job_of(ask(range(1, 21), 3, max_tokens=40))
+    stepper.waiting.append(group)
+    for _ in range(4):
+        stepper.step()
+    load(stepper, bad, 1)
+    long = job_of(ask([5, 6] * 60, 2, max_tokens=4))
+    stepper.waiting.append(long)
+    for _ in range(3):
+        stepper.step()
+    if fails:
+        with torch.inference_mode():
+            stepper._finish([1])
+        # A page in FP8 keeps the scale that it was begun with, so that what is larger saturates.
+        saturates = cache == "fp8" and update == "keep"
+        assert saturates or "not finite" in str(group.future.exception())
+    stepper.drop(group)
+    stepper.drop(long)
+    assert stepper.cache.pool.owned == 0
+    load(stepper, good, 2)
+    prompts = [[8, *[9] * size] for size in (3, 20, 39)]
+    for prompt, (done,) in zip(
+        prompts, serve(stepper, *(ask(p, 1, 3, max_tokens=20) for p in prompts)), strict=True
+    ):
+        if cache == "auto":
+            check([good] * 3, np.array(prompt), done)
+
+
+def test_fp8_scales_that_overflow_go_with_their_weights() -> None:
+    """A row whose page has the scales of good weights goes on into a page that is begun after the bad ones."""
+    stepper = TorchStepper(TorchEngine(slots=8, kv_cache="fp8"))
+    load(stepper, model_of(0), 0)
+    job, other = job_of(ask(range(1, 21), 1, max_tokens=30)), job_of(ask([5] * 9, 1, max_tokens=9))
+    for version, (model, new) in enumerate([(model_of(0), job), (overflowing(), other)]):
+        load(stepper, model, version)
+        stepper.waiting.append(new)
+        stepper.step()
+    stepper.drop(other)
+    load(stepper, model_of(0), 2)
+    while not job.future.done():
+        stepper.step()
+    assert [span.version for span in job.future.result()[0].spans] == [0, 1, 2]
+
+
+def test_a_failure_lets_no_page_be_found() -> None:
+    """A request that overflows by itself, and one that begins alike, under the same weights."""
+    model = model_of(0)
+    stepper = TorchStepper(TorchEngine(slots=8))
+    load(stepper, model, 0)
+    job, prompt = job_of(ask(range(1, 21), 2, max_tokens=9)), [*range(1, 21), 3]
+    stepper.waiting.append(job)
+    stepper.step()
+    page = stepper.rows[0].pages[0]
+    with torch.inference_mode():
+        stepper.cache.layers[1][1, :, page] = torch.inf
+    while not job.future.done():
+        stepper.step()
+    assert "not finite" in str(job.future.exception())
+    ((done,),) = serve(stepper, ask(prompt, 1, 3, max_tokens=9))
+    check([model], np.array(prompt), done)
 
 
 def test_rows_draw_while_a_long_prompt_is_computed(computed: list[int]) -> None:

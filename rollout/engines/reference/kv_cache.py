@@ -6,7 +6,7 @@ the same ones (rollout/engines/reference/page_pool.py). Notation: R decoding row
 T of them together, W pages of the longest row, L cached positions that attention reads.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -42,7 +42,7 @@ class KVCache:
         """Experts to which each of S sparse layers sent each token, uint8 or int16 [pages, PAGE, S, K]"""
         self.pool = PagePool(max(1, most_bytes // self.nbytes) if most_bytes else 0)
         self._spoilt: set[int] = set()
-        """Pages that hold, or held, numbers that are not finite"""
+        """Pages that may hold numbers that are not finite"""
 
     @property
     def nbytes(self) -> int:
@@ -68,10 +68,16 @@ class KVCache:
             self._spoilt -= spoilt
         return pages
 
-    def spoil(self, pages: Sequence[int]) -> None:
-        """Has `pages` cleared before somebody else gets them: a NaN would reach the page's next row, since a
-        weight of 0 times NaN is NaN."""
+    def spoil(self, pages: Iterable[int]) -> None:
+        """Has `pages`, whose numbers need not be finite, cleared before `take` returns them: a NaN would reach
+        the page's next row, since a weight of 0 times NaN is NaN. Until new weights come they can be found by
+        their keys as before, with what these weights make of their tokens."""
         self._spoilt.update(pages)
+
+    def spoil_all(self) -> None:
+        """Spoils all pages, and lets none be found, since one of them holds numbers that are not finite."""
+        self.spoil(range(NOTHING + 1, self.pool.size))
+        self.pool.forget()
 
     def copy(self, sources: list[int], targets: list[int]) -> None:
         """Copies whole pages."""

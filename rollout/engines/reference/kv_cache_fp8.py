@@ -42,6 +42,8 @@ class Fp8KVCache(KVCache):
         self.unmeasured = set(range(self.config.layers)) if scales is None else set()
         if scales is not None:
             self.scales = scales.clone()
+        # Those of weights that overflowed would make NaN of what rows go on with until a prompt is computed.
+        self.scales = self.scales.where(self.scales.isfinite(), 1.0)
 
     def take(self, count: int) -> list[int]:
         pages = super().take(count)

@@ -157,8 +157,11 @@ class TorchStepper:
             self.waiting.remove(job)
         for prompt in [p for p in self.prompts if p.job is job]:
             self.prompts.remove(prompt)
+            self.cache.spoil(prompt.pages)
             self.cache.pool.release(prompt.pages)
         slots = [slot for slot, row in enumerate(self.rows) if row.job is job]
+        for slot in slots:
+            self.cache.spoil(self.rows[slot].pages)  # what was drawn was not looked at
         if slots:
             with torch.inference_mode():
                 self._free(slots)
@@ -286,6 +289,7 @@ class TorchStepper:
                     p: at for one in ready.items() for p, at in self._place(dict([one])).items()
                 }
             (prompt,) = ready
+            self.cache.spoil(prompt.pages)
             self.cache.pool.release(prompt.pages)
             prompt.job.fail(RecordError(f"a number of the request does not fit: {error}"))
             return {}
@@ -379,6 +383,7 @@ class TorchStepper:
         }
 
     def _finish(self, slots: list[int]) -> None:
+        failed = False
         for slot, (job, index, completion) in zip(slots, self._drawn(slots), strict=True):
             row = self.rows[slot]
             if np.isfinite(completion.logprobs).all():
@@ -387,8 +392,10 @@ class TorchStepper:
                     ids = np.concatenate((job.request.prompt_ids, completion.response_ids[:-1]))
                     self._know(row.prompt, page_keys(ids, row.prompt.keys), row.pages)
             else:
-                self.cache.spoil(row.pages)
+                failed = True
                 job.fail(not_finite(self.version))
+        if failed:
+            self.cache.spoil_all()
         self._free(slots)
 
     def _free(self, slots: list[int]) -> None:
