@@ -278,6 +278,22 @@ def test_fp8_scales_that_overflow_go_with_their_weights() -> None:
     assert [span.version for span in job.future.result()[0].spans] == [0, 1, 2]
 
 
+def test_prompts_that_wait_for_a_swap_share_pages(computed: list[int]) -> None:
+    """The first two have pages of before the swap and go on by themselves, the second with 32 tokens of the
+    first; the seven whose turn comes after it share."""
+    stepper = TorchStepper(TorchEngine(slots=64, prefill_tokens=2 * PAGE))
+    load(stepper, model_of(0), 0)
+    common = [*range(1, 28)] * 4
+    jobs = [job_of(ask([*common[:96], i, 2], 1, max_tokens=1)) for i in range(9)]
+    stepper.waiting.extend(jobs)
+    stepper.step()
+    assert computed == [2 * PAGE] and len(stepper.prompts) == 9
+    load(stepper, model_of(1), 1)
+    while stepper.prompts:
+        stepper.step()
+    assert sum(computed) == 98 + (98 - 32) + 98 + 6 * 2
+
+
 def test_a_failure_lets_no_page_be_found() -> None:
     """A request that overflows by itself, and one that begins alike, under the same weights."""
     model = model_of(0)

@@ -56,8 +56,8 @@ class Prompt:
     keys: list[bytes]
     """Keys of its whole pages, but for one that ends with its last token: that is computed anyway, since its
     logits are needed."""
-    swaps: int
-    """Number of the engine's swaps when the prompt was begun. Pages of several versions are not shared."""
+    swaps: int = -1
+    """Number of the engine's swaps when its first page was taken. Pages of several versions are not shared."""
     pages: list[int] = field(default_factory=list)
     done: int = 0
     """Number of tokens whose keys and values are in the cache"""
@@ -182,7 +182,7 @@ class TorchStepper:
             if slots < 0 or pages < 0:
                 return
             keys = page_keys(request.prompt_ids[:-1])
-            self.prompts.append(Prompt(self.waiting.popleft(), keys, self.swaps))
+            self.prompts.append(Prompt(self.waiting.popleft(), keys))
 
     def _extend(self) -> None:
         """Gives another page to the rows whose pages are full."""
@@ -222,6 +222,8 @@ class TorchStepper:
 
     def _reuse(self, prompt: Prompt) -> None:
         """Gives a prompt the pages that it needs next, as far as others have computed them."""
+        if not prompt.pages:
+            prompt.swaps = self.swaps
         if prompt.swaps != self.swaps:
             return
         for key in prompt.keys[len(prompt.pages) :]:
