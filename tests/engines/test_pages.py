@@ -16,8 +16,10 @@ from areal_q.config import TorchEngine
 from areal_q.errors import RecordError
 from areal_q.models import Decoder, DecoderConfig, Experts, init_weights
 from rollout.engines.base import Completion, Request
+from rollout.engines.reference import torch_engine
 from rollout.engines.reference.async_engine import Job
 from rollout.engines.reference.inference_model import InferenceModel
+from rollout.engines.reference.kv_cache import PrefillAttention
 from rollout.engines.reference.page_pool import NOTHING, PAGE, PagePool, page_keys
 from rollout.engines.reference.torch_engine import TorchStepper
 
@@ -276,6 +278,38 @@ def test_fp8_scales_that_overflow_go_with_their_weights() -> None:
     while not job.future.done():
         stepper.step()
     assert [span.version for span in job.future.result()[0].spans] == [0, 1, 2]
+
+
+def test_a_long_prompt_does_not_widen_many_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last token of a long prompt, and a group of it after a swap: each piece reads as many pages as the
+    longest. Short prompts alone are computed together."""
+    read: list[tuple[int, int]] = []
+
+    class Watched(PrefillAttention):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            read.append(tuple(self.pages.shape))
+
+    monkeypatch.setattr(torch_engine, "PrefillAttention", Watched)
+    config = TorchEngine(slots=64, prefill_tokens=PAGE, kv_on_update="recompute")
+    stepper, short = TorchStepper(config), [ask([i], 1, max_tokens=1) for i in range(1, 16)]
+    load(stepper, model_of(0), 0)
+    serve(stepper, ask([17], 1, max_tokens=1), *short)
+    assert read == [(16, 1)]
+    long = job_of(ask([3] * 129, 16, max_tokens=9))
+    stepper.waiting.append(long)
+    for _ in range(8):
+        stepper.step()
+    for request in short:
+        stepper.waiting.append(job_of(request))
+    stepper.step()
+    stepper.step()
+    load(stepper, model_of(1), 1)
+    while not long.future.done():
+        stepper.step()
+    assert max(pieces * pages for pieces, pages in read) <= PAGE
+    for done in long.future.result():
+        check([model_of(0), model_of(1)], long.request.prompt_ids, done)
 
 
 def test_prompts_that_wait_for_a_swap_share_pages(computed: list[int]) -> None:

@@ -199,15 +199,15 @@ class TorchStepper:
         """Returns the next pieces of as many prompts as fit into a forward pass, padded to the longest, and
         those prompts that end with them, whose pieces come last. Prompts that do not end take turns."""
         pieces, whole, begun, ready = list[Piece](), list[Piece](), list[Prompt](), list[Prompt]()
-        widest = 0
+        widest = furthest = 0
         while self.prompts:
             prompt = self.prompts[0]
             self._reuse(prompt)
             ids, start = prompt.job.request.prompt_ids, prompt.done
             end = min(len(ids), start + self.most_tokens)
-            widest = max(widest, end - start)
+            widest, furthest = max(widest, end - start), max(furthest, end)
             count = len(pieces) + len(whole)
-            if count and widest * (count + 1) > self.most_tokens:
+            if count and not self._fits(count + 1, widest, furthest):
                 break
             self.prompts.popleft()
             prompt.pages += self.cache.take(pages_of(end) - len(prompt.pages))
@@ -219,6 +219,11 @@ class TorchStepper:
             (ready if end == len(ids) else begun).append(prompt)
         self.prompts += begun
         return pieces + whole, ready
+
+    def _fits(self, count: int, widest: int, furthest: int) -> bool:
+        """Returns True if a forward pass may have `count` pieces, all padded to `widest` tokens, that read as
+        many pages as one that ends at `furthest`: no more of either than `most_tokens`."""
+        return count * max(widest, pages_of(furthest)) <= self.most_tokens
 
     def _reuse(self, prompt: Prompt) -> None:
         """Gives a prompt the pages that it needs next, as far as others have computed them."""
@@ -435,7 +440,8 @@ class TorchStepper:
             for start in range(shared * PAGE, len(ids), self.most_tokens):
                 piece = Piece(ids[start : start + self.most_tokens], start, pages)
                 widest = max(len(p.ids) for p in [*pieces, piece])
-                if pieces and widest * (len(pieces) + 1) > self.most_tokens:
+                furthest = max(p.start + len(p.ids) for p in [*pieces, piece])
+                if pieces and not self._fits(len(pieces) + 1, widest, furthest):
                     self._compute(model, pieces)
                     pieces = []
                 pieces.append(piece)
