@@ -19,7 +19,7 @@ from rollout.engines.base import Completion, Request
 from rollout.engines.reference import torch_engine
 from rollout.engines.reference.async_engine import Job
 from rollout.engines.reference.inference_model import InferenceModel
-from rollout.engines.reference.kv_cache import PrefillAttention
+from rollout.engines.reference.kv_cache import KVCache, PrefillAttention
 from rollout.engines.reference.page_pool import NOTHING, PAGE, PagePool, page_keys
 from rollout.engines.reference.torch_engine import TorchStepper
 
@@ -310,6 +310,26 @@ def test_a_long_prompt_does_not_widen_many_short_ones(monkeypatch: pytest.Monkey
     assert max(pieces * pages for pieces, pages in read) <= PAGE
     for done in long.future.result():
         check([model_of(0), model_of(1)], long.request.prompt_ids, done)
+
+
+@pytest.mark.parametrize("size", [19, 32])
+def test_groups_take_the_pages_of_their_rows_at_once(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each taking is a few tensor operations, whatever it takes; here one for each of two prompts."""
+    taken: list[int] = []
+    take = KVCache.take
+
+    def counting(self: KVCache, count: int) -> list[int]:
+        taken.extend([count] if count else [])
+        return take(self, count)
+
+    monkeypatch.setattr(KVCache, "take", counting)
+    stepper = TorchStepper(TorchEngine(slots=64))
+    load(stepper, model_of(0), 0)
+    stepper.waiting.extend(job_of(ask([i] * size, 20, max_tokens=9)) for i in range(2))
+    stepper.step()
+    assert taken == [2, 2, *([2 * 19] if size % PAGE else [])]
 
 
 def test_prompts_that_wait_for_a_swap_share_pages(computed: list[int]) -> None:

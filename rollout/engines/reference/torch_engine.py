@@ -12,7 +12,7 @@ import math
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from itertools import starmap, takewhile
+from itertools import islice, starmap, takewhile
 from typing import NamedTuple
 
 import msgspec
@@ -306,18 +306,21 @@ class TorchStepper:
     def _begin(self, prompts: list[Prompt]) -> None:
         """Makes the rows of the responses to `prompts`. They share the whole pages of their prompt; of the one
         that they go on in, each has its own."""
-        first, sources, targets = len(self.rows), list[int](), list[int]()
+        first, sources = len(self.rows), list[int]()
+        for prompt in prompts:
+            length, others = len(prompt.job.request.prompt_ids), prompt.job.request.num_samples - 1
+            sources += prompt.pages[length // PAGE :] * others
+        targets = self.cache.take(len(sources))
+        own = iter(targets)
         for prompt in prompts:
             job, length = prompt.job, len(prompt.job.request.prompt_ids)
             job.start(self.steps)
             self.running[job] = job.request.num_samples
             self.rows.append(Row(job, 0, prompt.pages, prompt))
-            whole, begun = prompt.pages[: length // PAGE], prompt.pages[length // PAGE :]
+            whole, begun = prompt.pages[: length // PAGE], len(prompt.pages) - length // PAGE
             for index in range(1, job.request.num_samples):
-                own = self.cache.take(len(begun))
-                sources += begun
-                targets += own
-                self.rows.append(Row(job, index, self.cache.pool.share(whole) + own, prompt))
+                pages = self.cache.pool.share(whole) + list(islice(own, begun))
+                self.rows.append(Row(job, index, pages, prompt))
         if targets:
             self.cache.copy(sources, targets)
         self.batch.fill_pages(first, [row.pages for row in self.rows[first:]])
