@@ -14,6 +14,7 @@ from areal_q.checks.disk_use import format_bytes, moment_bytes
 from areal_q.checks.machine import CheckResult
 from areal_q.checks.pass_memory import Lengths, Part, pass_memory
 from areal_q.config import ModelTeacher, PretrainedModel, Run, ScriptedEngine, TorchEngine
+from areal_q.config.engines import PAGE, SglangEngine, VllmEngine
 from areal_q.models import DecoderConfig, load_config
 from areal_q.observability.run_summary import plural
 from areal_q.quant import is_quantized
@@ -162,14 +163,22 @@ def worker_memory(run: Run, shape: DecoderConfig, lengths: Lengths) -> Iterator[
         yield Part("the engine's process", 2 * PROCESS_BYTES, "its own Python and scheduler")
     rows = min(engine.slots, run.learner.max_outstanding * run.learner.group_size)
     positions = rows * (lengths.prompt + rollout.tokens_after_prompt)
-    each = 2 * shape.layers * shape.kv_heads * shape.head_dim * _kv_item(engine, gpu)
+    each = position_bytes(engine, shape)
     told = f"{each:,} bytes a position · {positions:,.0f} of {rows} responses"
     yield Part("KV cache", each * positions, told, gpu)
 
 
-def _kv_item(engine: object, gpu: bool) -> int:
-    """Returns the bytes of a number in the KV cache: E4M3, bfloat16 on a GPU, or float32."""
-    return 1 if getattr(engine, "kv_cache", "auto") == "fp8" else 2 if gpu else 4
+def position_bytes(engine: TorchEngine | VllmEngine | SglangEngine, shape: DecoderConfig) -> int:
+    """Returns the bytes of a position in the KV cache, in E4M3, else float32 by the torch engine and bfloat16
+    by others."""
+    on_gpu = not isinstance(engine, TorchEngine)
+    item = 1 if getattr(engine, "kv_cache", "auto") == "fp8" else 2 if on_gpu else 4
+    return 2 * shape.layers * shape.kv_heads * shape.head_dim * item
+
+
+def cached_pages(engine: TorchEngine, shape: DecoderConfig) -> int:
+    """Returns how many pages of the cache `kv_cache_bytes` allows; as the engine has it, at least one."""
+    return max(1, engine.kv_cache_bytes // (PAGE * position_bytes(engine, shape)))
 
 
 def memory_of(run: Run, shape: DecoderConfig, prompt: int) -> Iterator[CheckResult]:

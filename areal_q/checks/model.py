@@ -13,7 +13,7 @@ from msgspec import Struct
 from areal_q.checks.automatic import settled
 from areal_q.checks.combinations import check_context, check_foreign, check_norms
 from areal_q.checks.machine import CheckResult
-from areal_q.checks.memory import memory_of
+from areal_q.checks.memory import cached_pages, memory_of, position_bytes
 from areal_q.config import (
     LearnerConfig,
     ModelTeacher,
@@ -21,8 +21,11 @@ from areal_q.config import (
     PythonEnvironment,
     RolloutConfig,
     Run,
+    SingleTurn,
+    TorchEngine,
     VllmEngine,
 )
+from areal_q.config.engines import PAGE, pages_of_group
 from areal_q.config.run import ROUNDS_ACTIVATIONS, WORTH_SMOOTHING
 from areal_q.errors import CheckpointError, ConfigError, QuantizationError, TaskError
 from areal_q.models import DecoderConfig, load_config
@@ -193,8 +196,9 @@ def check_fit(
     check_context(run, shape, ranks)
     check_experts(shape, run.learner)
     check_format(shape, run.rollout.format)
-    check_engine(shape, run.rollout)
-    check_vocabulary(shape, tokenizer, tokenizer.encode_prompt(task.train[0].asked))
+    prompt = tokenizer.encode_prompt(task.train[0].asked)
+    check_engine(shape, run, len(prompt))
+    check_vocabulary(shape, tokenizer, prompt)
     return without_long(task, tokenizer, longest_prompt(run, shape))
 
 
@@ -219,12 +223,19 @@ def check_vocabulary(shape: DecoderConfig, tokenizer: Tokenizer, prompt: Sequenc
 def longest_prompt(run: Run, shape: DecoderConfig) -> int:
     """Returns how many tokens a prompt may have: the model, the engine and a micro-batch must have room for the
     longest response too. Raises ConfigError if they have no room even for that."""
-    engine = getattr(run.rollout.engine, "max_positions", 0)
+    engine = run.rollout.engine
+    positions = getattr(engine, "max_positions", 0)
     bounds = {
         f"the model's {shape.max_positions} positions": shape.max_positions,
         run.learner.pass_limit: run.learner.pass_tokens,
-        f"rollout.engine.max_positions = {engine}": engine or shape.max_positions,
+        f"rollout.engine.max_positions = {positions}": positions or shape.max_positions,
     }
+    if isinstance(engine, TorchEngine) and engine.kv_cache_bytes:
+        pages, after = cached_pages(engine, shape), run.rollout.tokens_after_prompt
+        prompts = range(1, shape.max_positions)
+        beyond = (p for p in prompts if pages_of_group(p, _together(run), after) > pages)
+        first = next(beyond, shape.max_positions)
+        bounds[f"rollout.engine.kv_cache_bytes = {engine.kv_cache_bytes}"] = first - 1 + after
     most = min(bounds, key=bounds.__getitem__)
     room = bounds[most] - run.rollout.tokens_after_prompt
     if room < 1:
@@ -255,12 +266,27 @@ def check_format(shape: DecoderConfig, format: str) -> None:
         raise ConfigError(f"rollout.format = {format!r}: {error}") from error
 
 
-def check_engine(shape: DecoderConfig, rollout: RolloutConfig) -> None:
-    """Raises ConfigError for a number format in which the engine does not hold a model of this shape."""
-    if not isinstance(rollout.engine, VllmEngine):
+def check_engine(shape: DecoderConfig, run: Run, prompt: int) -> None:
+    """Raises ConfigError for a number format in which the engine does not hold a model of this shape, and for a
+    cache without room for the responses to a prompt of `prompt` tokens."""
+    rollout, engine = run.rollout, run.rollout.engine
+    if isinstance(engine, TorchEngine) and engine.kv_cache_bytes:
+        needed = pages_of_group(prompt, _together(run), rollout.tokens_after_prompt)
+        if needed > cached_pages(engine, shape):
+            raise ConfigError(
+                f"rollout.engine.kv_cache_bytes = {engine.kv_cache_bytes} has no room for {_together(run)} "
+                f"responses of {rollout.tokens_after_prompt} tokens to a prompt of {prompt}, which need "
+                f"{needed * PAGE * position_bytes(engine, shape)}"
+            )
+    if not isinstance(engine, VllmEngine):
         return
-    if problem := vllm_refuses(shape, rollout.format, rollout.engine.tensor_parallel):
+    if problem := vllm_refuses(shape, rollout.format, engine.tensor_parallel):
         raise ConfigError(f"rollout.format = {rollout.format!r}: {problem}")
+
+
+def _together(run: Run) -> int:
+    """Returns how many responses to a prompt are asked for at once."""
+    return run.learner.group_size if isinstance(run.rollout.environment, SingleTurn) else 1
 
 
 def check_teacher(path: str, tokenizer: Tokenizer) -> None:

@@ -110,6 +110,24 @@ class SglangEngine(_Served, frozen=True, kw_only=True, tag="sglang"):
 
 EngineConfig = TorchEngine | HfEngine | VllmEngine | SglangEngine | ScriptedEngine
 
+PAGE = 16
+"""Tokens of a page of the torch engine's cache"""
+
+
+def pages_of(tokens: int) -> int:
+    """Returns how many pages `tokens` tokens take."""
+    return -(-tokens // PAGE)
+
+
+def pages_of_group(prompt: int, responses: int, tokens: int) -> int:
+    """Returns how many pages a prompt of `prompt` tokens and `responses` responses to it of `tokens` take at
+    most: they share the prompt's whole pages, and a last token is never cached.
+
+    Example: pages_of_group(20, 3, 30) is 1 + 3 · 3."""
+    whole = prompt // PAGE
+    return whole + responses * (pages_of(prompt + tokens - 1) - whole)
+
+
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of adapters that vLLM has room for; a smaller one is filled up with zeros."""
 VLLM_BASES = (

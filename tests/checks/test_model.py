@@ -292,6 +292,22 @@ def test_a_reference_of_another_shape_is_refused(model: Path, byte_tokenizer: Pa
         check_model(run_of(model, f'learner.reference_kl={{path="{other}",coef=0.1}}'))
 
 
+def test_a_cache_without_room_for_a_group_is_refused(model: Path):
+    """The message names what suffices, and one byte less is refused; prompts that do not fit are left out."""
+    prompt = len(check_model(run_of(model)).prompt)
+    asked = ["learner.group_size=5", "rollout.sampling.max_tokens=30"]
+
+    def checked(nbytes: int) -> int:
+        return check_model(run_of(model, *asked, f"rollout.engine.kv_cache_bytes={nbytes}")).longest
+
+    pages = prompt // 16 + 5 * (-(-(prompt + 30 - 1) // 16) - prompt // 16)
+    enough = pages * 16 * 2 * 1 * 16 * 4
+    said = rf"kv_cache_bytes = {enough - 1} has no room for 5 responses of 30 .* need {enough}$"
+    with pytest.raises(UserError, match=said):
+        checked(enough - 1)
+    assert prompt <= checked(enough) < checked(1 << 30) == 64 - 30
+
+
 def test_a_prompt_leaves_room_for_what_may_follow_it():
     def longest(*more: str) -> int:
         run = load(None, ["model.max_positions=256", "rollout.sampling.max_tokens=6", *more])

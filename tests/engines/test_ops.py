@@ -15,6 +15,7 @@ from hypothesis.extra import numpy as hnp
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from areal_q.config import TorchEngine
+from areal_q.config.engines import PAGE
 from areal_q.kernels import cpu_activations, decoding
 from areal_q.kernels.cpu_math import exp
 from areal_q.linear.cpu_linear import cpu_linear
@@ -31,7 +32,6 @@ from rollout.engines.reference.build_ops import build_ops
 from rollout.engines.reference.kv_cache import KVCache
 from rollout.engines.reference.ops import TorchOps
 from rollout.engines.reference.ops_numba import FusedOps
-from rollout.engines.reference.page_pool import PAGE
 from rollout.engines.reference.sampling import seed_keys
 
 TORCH, FUSED = TorchOps(), FusedOps()

@@ -13,6 +13,7 @@ from helpers.policies import pack_state
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from areal_q.config import TorchEngine
+from areal_q.config.engines import PAGE
 from areal_q.errors import RecordError
 from areal_q.models import Decoder, DecoderConfig, Experts, init_weights
 from rollout.engines.base import Completion, Request
@@ -20,7 +21,7 @@ from rollout.engines.reference import torch_engine
 from rollout.engines.reference.async_engine import Job
 from rollout.engines.reference.inference_model import InferenceModel
 from rollout.engines.reference.kv_cache import KVCache, PrefillAttention
-from rollout.engines.reference.page_pool import NOTHING, PAGE, PagePool, page_keys
+from rollout.engines.reference.page_pool import NOTHING, PagePool, page_keys
 from rollout.engines.reference.torch_engine import TorchStepper
 
 SHAPE: dict[str, Any] = {
@@ -288,7 +289,7 @@ def test_a_long_prompt_does_not_widen_many_short_ones(monkeypatch: pytest.Monkey
     class Watched(PrefillAttention):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
-            read.append(tuple(self.pages.shape))
+            read.append((len(self.pages), self.pages.shape[1]))
 
     monkeypatch.setattr(torch_engine, "PrefillAttention", Watched)
     config = TorchEngine(slots=64, prefill_tokens=PAGE, kv_on_update="recompute")

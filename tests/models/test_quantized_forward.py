@@ -11,6 +11,7 @@ from helpers.fixture_types import MakeRun, MakeSamples
 from helpers.policies import build_policy, raw_bytes, save_at
 from torch import nn
 
+from areal_q.config.engines import pages_of
 from areal_q.errors import ConfigError
 from areal_q.models.layers.linear import Linear
 from areal_q.models.low_bit.bf16_rounding import round_rest
@@ -30,7 +31,6 @@ from rollout.engines.base import Completion
 from rollout.engines.reference.inference_model import InferenceModel
 from rollout.engines.reference.kv_cache import KVCache, Piece, PrefillAttention
 from rollout.engines.reference.ops import TorchOps
-from rollout.engines.reference.page_pool import pages_of
 
 QARL = "learner.precision=qarl"
 

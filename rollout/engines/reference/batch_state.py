@@ -5,9 +5,10 @@ import torch
 from torch import Tensor
 
 from areal_q.config import Sampling
+from areal_q.config.engines import pages_of
 from rollout.engines.base import Request
 from rollout.engines.reference.kv_cache import grown
-from rollout.engines.reference.page_pool import NOTHING, pages_of
+from rollout.engines.reference.page_pool import NOTHING
 from rollout.engines.reference.sampling import seed_keys
 
 

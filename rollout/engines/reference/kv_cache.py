@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from areal_q.config.engines import PAGE, pages_of
 from areal_q.models.config import DecoderConfig
-from rollout.engines.reference.page_pool import NOTHING, PAGE, PagePool, pages_of
+from rollout.engines.reference.page_pool import NOTHING, PagePool
 
 Attend = Callable[[int, Tensor], Tensor]
 """Function that computes the attention of one layer: (layer, qkv [T, heads + 2 · kv_heads, head_dim]) →

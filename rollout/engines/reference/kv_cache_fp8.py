@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from areal_q.config import TorchEngine
+from areal_q.config.engines import PAGE
 from areal_q.models.config import DecoderConfig
 from areal_q.quant.kv_scales import dequantize, quantize, scale_for
 from rollout.engines.reference.kv_cache import KVCache, grown
-from rollout.engines.reference.page_pool import PAGE
 
 
 class Fp8KVCache(KVCache):

@@ -14,17 +14,12 @@ from hashlib import blake2b
 
 import numpy as np
 
-PAGE = 16
-"""Tokens of a page"""
+from areal_q.config.engines import PAGE
+
 NOTHING = 0
 """A page that is never given out and holds zeros, for places of a table that are not read"""
 _FEWEST = 16
 """Fewest pages by which the pool grows"""
-
-
-def pages_of(tokens: int) -> int:
-    """Returns how many pages `tokens` tokens take."""
-    return -(-tokens // PAGE)
 
 
 def page_keys(ids: np.ndarray, known: Sequence[bytes] = ()) -> list[bytes]:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from areal_q.checks.machine import check_device
 from areal_q.config import TorchEngine
+from areal_q.config.engines import PAGE, pages_of, pages_of_group
 from areal_q.errors import RecordError, WeightVersionError
 from areal_q.weights.version import WeightVersion
 from rollout.engines.base import Completion, Request, check_fits, not_finite
@@ -38,7 +39,7 @@ from rollout.engines.reference.kv_cache import (
     places,
 )
 from rollout.engines.reference.kv_cache_fp8 import build_cache
-from rollout.engines.reference.page_pool import PAGE, page_keys, pages_of
+from rollout.engines.reference.page_pool import page_keys
 from rollout.engines.reference.sampling import Knobs, truncates
 
 
@@ -457,9 +458,4 @@ class TorchStepper:
 
 
 def _pages_needed(request: Request, responses: int) -> int:
-    """Returns how many pages a prompt and `responses` responses to it take at most."""
-    whole, end = (
-        len(request.prompt_ids) // PAGE,
-        len(request.prompt_ids) + request.sampling.max_tokens,
-    )
-    return whole + responses * (pages_of(end - 1) - whole)
+    return pages_of_group(len(request.prompt_ids), responses, request.sampling.max_tokens)
