@@ -15,6 +15,7 @@ from areal_q.checks.combinations import check_context, check_foreign, check_norm
 from areal_q.checks.machine import CheckResult
 from areal_q.checks.memory import cached_pages, memory_of, position_bytes
 from areal_q.config import (
+    HfEngine,
     LearnerConfig,
     ModelTeacher,
     PretrainedModel,
@@ -25,7 +26,7 @@ from areal_q.config import (
     TorchEngine,
     VllmEngine,
 )
-from areal_q.config.engines import PAGE, pages_of_group
+from areal_q.config.engines import HF_IGNORES, PAGE, pages_of_group
 from areal_q.config.run import ROUNDS_ACTIVATIONS, WORTH_SMOOTHING
 from areal_q.errors import CheckpointError, ConfigError, QuantizationError, TaskError
 from areal_q.models import DecoderConfig, load_config
@@ -267,9 +268,12 @@ def check_format(shape: DecoderConfig, format: str) -> None:
 
 
 def check_engine(shape: DecoderConfig, run: Run, prompt: int) -> None:
-    """Raises ConfigError for a number format in which the engine does not hold a model of this shape, and for a
-    cache without room for the responses to a prompt of `prompt` tokens."""
+    """Raises ConfigError for a number format in which the engine does not hold a model of this shape, a setting
+    that it does not heed, and a cache without room for the responses to a prompt of `prompt` tokens."""
     rollout, engine = run.rollout, run.rollout.engine
+    for name in HF_IGNORES if isinstance(engine, HfEngine) else ():
+        if getattr(engine, name) != getattr(HfEngine(), name):
+            raise ConfigError(f"rollout.engine.{name}: not heeded by rollout.engine.type = 'hf'")
     if isinstance(engine, TorchEngine) and engine.kv_cache_bytes:
         needed = pages_of_group(prompt, _together(run), rollout.tokens_after_prompt)
         if needed > cached_pages(engine, shape):

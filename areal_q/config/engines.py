@@ -44,7 +44,11 @@ class TorchEngine(TaggedSettings, frozen=True, kw_only=True, tag="torch"):
 class HfEngine(TorchEngine, frozen=True, kw_only=True, tag="hf"):
     """transformers' own forward pass and cache in float32, for models that the torch engine does not have: a
     pass for each group and token, hence slow. Of the torch engine's settings it heeds slots, device and
-    kv_on_update."""
+    kv_on_update; others are refused."""
+
+
+HF_IGNORES = ("kv_margin", "kv_cache_bytes", "prefill_tokens", "fused", "dtype")
+"""Settings of the torch engine that do nothing in HfEngine, and are refused; it has no FP8 cache either."""
 
 
 class ScriptedEngine(TaggedSettings, frozen=True, kw_only=True, tag="scripted"):

@@ -72,6 +72,11 @@ REFUSED = [
     ("rollout.engine.type=vllm", r"rollout\.engine\.type = 'vllm': not with phi"),
     ("rollout.smoothing.alpha=0.5", r"rollout\.smoothing: not with phi"),
     ("rollout.aqn.sigma_start=0.1", r"rollout\.aqn: not with phi"),
+    ("rollout.engine.kv_cache_bytes=9", r"engine\.kv_cache_bytes: not heeded by .*type = 'hf'"),
+    ("rollout.engine.prefill_tokens=99", r"engine\.prefill_tokens: not heeded"),
+    ("rollout.engine.kv_margin=2", r"engine\.kv_margin: not heeded"),
+    ("rollout.engine.fused=false", r"engine\.fused: not heeded"),
+    ("rollout.engine.dtype=float32", r"engine\.dtype: not heeded"),
     ("rollout.kv_scales.tokens=9 rollout.engine.kv_cache=fp8", r"rollout\.kv_scales: not with phi"),
 ]
 
