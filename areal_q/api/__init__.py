@@ -115,7 +115,7 @@ def train(
     run = load(config, [*given, *(settings or {}).items()])
     began, os.environ[BEGAN] = os.environ.get(BEGAN), str(time.monotonic())
     try:
-        ended = launch(run, resume, build_view(run) if progress else _Silent())
+        ended = launch(run, resume, build_view if progress else _Silent)
     finally:
         del os.environ[BEGAN]
         if began is not None:
@@ -193,6 +193,7 @@ def report(
 class _Silent:
     """A view that prints nothing."""
 
+    def __init__(self, run: Run) -> None: ...
     def start(self, run_dir: Path) -> None: ...
     def refresh(self) -> None: ...
     def note(self, text: str) -> None: ...

@@ -154,8 +154,7 @@ def run(
     overrides = overrides or []
     if config is not None and "=" in config:
         config, overrides = None, [config, *overrides]
-    settings = asked_for(config, overrides, resume, name)
-    sys.exit(launch(settings, resume, build_view(settings)))
+    sys.exit(launch(asked_for(config, overrides, resume, name), resume, build_view))
 
 
 def asked_for(config: str | None, overrides: list[str], resume: bool, name: str | None) -> Run:

@@ -138,10 +138,11 @@ def _serve(run: Run, index: int) -> list[str]:
 def launch(
     run: Run,
     resume: bool,
-    view: View,
+    view_of: Callable[[Run], View],
     plan: Callable[[Run, Path, Path, bool], Plan] = plan,
 ) -> int:
     """Runs until done, drained or killed by a second Ctrl-C. Returns the exit code of the table above.
+    `view_of` gets the settings without those of `areal-q sft`, which a run of RL may have beside its own.
 
     Raises UserError for an error that the user can correct, and ChildDied with the last lines of a dead child's
     log.
@@ -150,6 +151,7 @@ def launch(
         directory = path_of(run)
         raise ConfigError(f"{directory}: a supervised run; go on: areal-q sft {directory} --resume")
     run = msgspec.structs.replace(run, sft=None)  # of a command of its own
+    view = view_of(run)
     run = fetched(run)
     preflight(run)
     run = settled(run)

@@ -50,7 +50,7 @@ def same_weights_run(directory: Path, steps: int, console: Console) -> Path:
         buffer.forget()
         buffer.close()
     with console.status(f"{steps} steps at learning rate 0 from step {start}"):
-        if launch(run, True, _Quiet(console)) != 0:
+        if launch(run, True, lambda _: _Quiet(console)) != 0:
             raise KeyboardInterrupt
     return probe
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from io import StringIO
 from pathlib import Path
 
@@ -19,9 +20,10 @@ from rich.console import Console
 
 from areal_q.cli import launcher
 from areal_q.cli.launcher import plan
-from areal_q.cli.live_view import PlainView
+from areal_q.cli.live_view import PlainView, awaited
 from areal_q.config import Python, Run, TorchBackend, dump_toml, load
 from areal_q.errors import CheckpointError, ConfigError
+from areal_q.observability.progress import History
 from areal_q.system import disk, run_dir
 from buffer.redis_store.local_server import RedisServer
 
@@ -261,9 +263,22 @@ def test_a_full_disk_is_said_while_the_run_goes_on(tmp_path, short_dir, monkeypa
     with RedisServer.start(tmp_path / "redis", short_dir / "redis") as server:
         learner = launcher.Program("learner", [sys.executable, "-c", ""])
         planned = launcher.Plan(None, server.url, learner, [])
-        view = PlainView(run, Console(file=said, width=200))
-        assert launcher.launch(run, False, view, lambda *given: planned) == 0
+        console = Console(file=said, width=200)
+        view_of = partial(PlainView, console=console)
+        assert launcher.launch(run, False, view_of, lambda *given: planned) == 0
     assert f"warning: the disk is full: {tmp_path}/demo;" in said.getvalue()
+
+
+def test_settings_of_sft_do_not_make_a_run_look_like_one():
+    shown = list[Run]()
+
+    def view_of(run):
+        shown.append(run)
+        raise ConfigError("seen")
+
+    with pytest.raises(ConfigError, match="seen"):
+        launcher.launch(load(None, ["sft.path=x"]), False, view_of)
+    assert awaited(shown[0], History(1)).startswith("starting: Redis")
 
 
 def test_the_append_only_file_keeps_what_is_alive(tmp_path, short_dir):

@@ -68,7 +68,7 @@ def test_a_run_ends_well_whatever_its_tracker_does(
         tracker = program("tracker-wandb", BEGIN + code, beside=True)
         planned = launcher.Plan(None, server.url, program("learner", LEARNER), [], [tracker])
         view = PlainView(run, Console(file=out, width=300))
-        assert launcher.launch(run, False, view, lambda *given: planned) == 0
+        assert launcher.launch(run, False, lambda _: view, lambda *given: planned) == 0
     assert (tmp_path / "demo" / "learnt").exists()
     lines = [line for line in out.getvalue().splitlines() if "tracker-wandb" in line]
     assert lines == ([] if said is None else [said.replace("RUN/logs", f"{tmp_path}/demo/logs")])
@@ -124,5 +124,5 @@ def test_ctrl_c_leaves_a_wait_for_trackers(
         planned = launcher.Plan(
             None, server.url, learner, [], [Program("tracker-x", hang, beside=True)]
         )
-        assert launcher.launch(run, False, View(), lambda *given: planned) == 0
+        assert launcher.launch(run, False, lambda _: View(), lambda *given: planned) == 0
     assert finished[-1] == "finish" and "tracker-x has not ended" in finished[-2]
