@@ -101,6 +101,19 @@ def _verifiers_plays_its_tasks(run: Run) -> str | None:
     return None
 
 
+def _verifiers_writes_conversations(run: Run) -> str | None:
+    """Its `renderers` do, and its tasks bring their own system messages. The date is the run's beginning."""
+    if not isinstance(run.task, VerifiersTask):
+        return None
+    for name in Chat.__struct_fields__:
+        if name != "date" and getattr(run.task.chat, name) != getattr(Chat(), name):
+            return (
+                f"task.chat.{name} has no effect with task.type = 'verifiers', which writes conversations by "
+                "task.renderer, with the taskset's system messages"
+            )
+    return None
+
+
 def _chat_has_its_template(run: Run) -> str | None:
     for place, task in run.tasks.items():
         if chat_of(task) is None and getattr(task, "chat", Chat()) != Chat():
@@ -437,6 +450,7 @@ RULES: tuple[Callable[[Run], str | None], ...] = (
     _group_has_advantages,
     _small_model_reads_the_task,
     _verifiers_plays_its_tasks,
+    _verifiers_writes_conversations,
     _chat_has_its_template,
     _reward_has_one_file,
     _tasks_are_asked_alike,

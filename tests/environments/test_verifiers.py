@@ -21,6 +21,7 @@ from areal_q.config import (
     Sampling,
     VerifiersEnvironment,
     VerifiersTask,
+    load,
 )
 from areal_q.errors import ConfigError, TaskError
 from areal_q.messages import Array, Ticket
@@ -211,3 +212,24 @@ def test_an_environment_that_is_not_made_is_told(
     monkeypatch.setenv("AREAL_Q_ENVIRONMENTS", str(tmp_path))
     with pytest.raises(ConfigError, match="areal-q setup verifiers"):
         build_task(VerifiersTask(env={"taskset": {"id": "two"}}))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("system", '"Sum."'),
+        ("template_args", "{thinking=false}"),
+        ("template_file", '"own.jinja"'),
+        ("reply_format", '"text"'),
+        ("split_special", "false"),
+    ],
+)
+def test_chat_settings_that_it_does_not_read_are_named(name: str, value: str) -> None:
+    asked = [
+        "model={type='pretrained', path='x'}",
+        "task={type='verifiers', env={taskset={id='two'}}}",
+        "rollout.environment.type=verifiers",
+    ]
+    load(None, [*asked, 'task.chat.date="2026-01-31"'])
+    with pytest.raises(ConfigError, match=rf"task\.chat\.{name} has no effect"):
+        load(None, [*asked, f"task.chat.{name}={value}"])
