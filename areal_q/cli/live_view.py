@@ -15,7 +15,7 @@ from rich.live import Live
 
 from areal_q.checks.settings import served_at
 from areal_q.cli.picture import picture
-from areal_q.config import External, Run
+from areal_q.config import External, Run, VerifiersEnvironment
 from areal_q.observability.metrics_log import Record, Tail
 from areal_q.observability.progress import FaultWatch, History, plain_line
 from areal_q.observability.run_end import how_it_ended
@@ -227,7 +227,7 @@ def awaited(run: Run, history: History) -> str:
     if history.end or history.phase == "warm start":
         return ""
     if history.episodes:
-        return f"waiting for agents {_endpoint(run)}, {history.episodes}"
+        return f"{_plays(run)}, {history.episodes}"
     evaluated = history.evals[-1]["step"] if history.evals else -1
     if history.phase == "set-up" and run.sft:
         return history.doing or "starting: the learner, which reads model and examples"
@@ -245,14 +245,17 @@ def awaited(run: Run, history: History) -> str:
     if not isinstance(run.rollout.environment, External):
         return "first step"
     needed = plural(run.learner.groups * run.learner.group_size, "episode")
-    return f"waiting for agents {_endpoint(run)}; a step takes {needed}"
+    return f"{_plays(run)}; a step takes {needed}"
 
 
 def _evaluating(run: Run) -> str:
     return f"evaluating {plural(run.eval.problems, 'problem')}"
 
 
-def _endpoint(run: Run) -> str:
+def _plays(run: Run) -> str:
+    if isinstance(run.rollout.environment, VerifiersEnvironment):
+        return "verifiers plays"
     served = [served_at(run.rollout.serve, i) for i in range(run.rollout.workers)]
     urls = [f"http://{host or '127.0.0.1'}:{port}" for host, port in filter(None, served) if port]
-    return f"at {', '.join(urls)}" if urls else "at the endpoint that logs/rollout-0.log names"
+    at = ", ".join(urls) or "the endpoint that logs/rollout-0.log names"
+    return f"waiting for agents at {at}"

@@ -182,6 +182,11 @@ STARTED = {"step": 0, "elapsed_s": 1.0}
 WARMED = STARTED | {"kind": "warmstart", "warmstart/step": 9, "warmstart/steps": 9}
 EVALUATED = STARTED | {"kind": "eval", "eval/accuracy": 0.5}
 AGENTS = "rollout.environment.type=external"
+PLAYED = [
+    "model={type='pretrained', path='x'}",
+    "task={type='verifiers', env={taskset={id='x'}}}",
+    "rollout.environment.type=verifiers",
+]
 OPEN = {"kind": "waiting", "rollout/open_episodes": 3.0, "rollout/episodes": 64.0}
 
 
@@ -208,6 +213,8 @@ OPEN = {"kind": "waiting", "rollout/open_episodes": 3.0, "rollout/episodes": 64.
             [EVALUATED, STARTED | {"kind": "step", "step": 1}, STARTED | OPEN],
             "waiting for agents at http://127.0.0.1:8009, 3 of 64 episodes open",
         ),
+        (PLAYED, [EVALUATED], "verifiers plays; a step takes 512 episodes"),
+        (PLAYED, [EVALUATED, STARTED | OPEN], "verifiers plays, 3 of 64 episodes open"),
         (
             [AGENTS, "rollout.serve=8009"],
             [EVALUATED, STARTED | OPEN, STARTED | {"kind": "step", "step": 1}],
