@@ -346,6 +346,7 @@ class Worker:
         """Returns what a heartbeat says, with rates between two times: each (seconds of the monotonic clock,
         tokens drawn, seconds busy)."""
         (then_s, tokens_then, busy_then_s), (now_s, tokens, busy_s) = then, now
+        plays = self._own or self._episodes
         span_s = now_s - then_s
         return WorkerStatus(
             worker=self.name,
@@ -372,9 +373,7 @@ class Worker:
             resumed=self._resumed,
             run_id=self._run_id,
             waits_for=self._waits_for(now_s),
-            failure=(self._reward.failure or (self._own.failure if self._own else ""))[
-                : 2 * LONGEST_NAME
-            ],
+            failure=(self._reward.failure or (plays.failure if plays else ""))[: 2 * LONGEST_NAME],
             episodes=self._episodes.unfinished if self._episodes else 0,
             open_episodes=self._episodes.open if self._episodes else 0,
         )

@@ -111,6 +111,8 @@ class Episodes:
         self._free: list[Episode] = []
         self._played: dict[str, Episode] = {}
         self._changed = asyncio.Event()
+        self.failure = ""
+        """How the newest episode failed; "" while none did"""
 
     @property
     def open(self) -> int:
@@ -266,16 +268,20 @@ class Episodes:
         others = {name: value for name, value in parts.items() if name != "correct"}
         self._settle(episode, Score(reward, correct, others))
 
-    def fail(self, episode: Episode, cause: FailureCause) -> None:
+    def fail(self, episode: Episode, cause: FailureCause, why: str = "") -> None:
         """Ends an episode that failed through no fault of the model: it has no reward and stays out of the
-        loss. An episode without a finished turn is offered to the next agent instead. Raises RecordError while
-        a turn is under way."""
+        loss. An episode without a finished turn is offered to the next agent instead. `why` is for a reader.
+        Raises RecordError while a turn is under way."""
         if episode.busy:
             raise RecordError("a turn of this episode is under way")
+        self.failure = f"{cause}: {why}" if why else cause
         if episode.response.drawn:
             self._settle(episode, self._failed(cause))
         else:
-            self.drop(episode)
+            self._undrawn(episode, cause)
+
+    def _undrawn(self, episode: Episode, cause: FailureCause) -> None:
+        self.drop(episode)
 
     def _settle(self, episode: Episode, score: Score) -> None:
         episode.response.score, episode.response.ended = score, True

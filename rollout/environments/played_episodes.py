@@ -13,11 +13,13 @@ from functools import partial
 
 from areal_q.checks.hub import fetched
 from areal_q.config import PretrainedModel, Run, VerifiersEnvironment, VerifiersTask
+from areal_q.messages import FailureCause, Ticket
 from areal_q.system.processes import die_with_parent
 from areal_q.tasks import unscored
 from areal_q.tasks.environments.verifiers_rows import command_of, told_of
+from rollout.environments.base import Response
 from rollout.environments.engine_client import EngineClient
-from rollout.environments.external import Episodes
+from rollout.environments.external import Episode, Episodes
 
 logger = logging.getLogger(__name__)
 _END_S = 5.0
@@ -35,6 +37,20 @@ class PlayedEpisodes(Episodes):
         self._keeper: asyncio.Task[None] | None = None
         self.process: asyncio.subprocess.Process | None = None
         """The one that plays"""
+
+    async def __call__(self, ticket: Ticket, responses: list[Response]) -> None:
+        await super().__call__(ticket, responses)
+        for index, response in enumerate(responses):
+            if not response.drawn:  # a record has a token at least
+                stops = self._client.stop_ids
+                await self._client.generate_turn(ticket, index, response, stops, 1)
+
+    def _undrawn(self, episode: Episode, cause: FailureCause) -> None:
+        """Begins it again, as often as the settings say: who plays it next is the same program."""
+        if episode.attempt < self._cfg.episode_attempts:
+            self._begin_again(episode, episode.attempt + 1)
+        else:
+            self._settle(episode, self._failed(cause))
 
     def begin_playing(self, url: str, model: str, token: str) -> None:
         """Starts the process, which plays at this endpoint. Raises ConfigError without an environment that has
@@ -77,7 +93,7 @@ class PlayedEpisodes(Episodes):
                 code = await self.process.wait()
             finally:
                 await self._swept(self.process)
-            lost = self._lost()
+            lost = await self._lost(f"the process ended ({code})")
             logger.warning(
                 "verifiers' process ended (%d); %d episodes begin again; it is started again in %.0f s",
                 code,
@@ -97,13 +113,19 @@ class PlayedEpisodes(Episodes):
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
 
-    def _lost(self) -> int:
+    async def _lost(self, why: str) -> int:
         """Begins the episodes of the process that ended again; those that have had their attempts fail. Returns
         their number."""
+        self.failure = why
         played = [*self._played.values()]
         for episode in played:
-            if episode.attempt < self._cfg.episode_attempts or episode.busy:
+            while episode.busy:  # until its connection is seen to be closed
+                episode.freed.clear()
+                await episode.freed.wait()
+            if not self.plays(episode.id):
+                continue  # lost meanwhile, with its ticket
+            if episode.attempt < self._cfg.episode_attempts:
                 self._begin_again(episode, episode.attempt + 1)
             else:
-                self.fail(episode, "killed")
+                self.fail(episode, "killed", why)
         return len(played)

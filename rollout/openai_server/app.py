@@ -310,7 +310,7 @@ class Endpoint:
         episodes = self._required()
         episode = episodes.find(request.match_info["id"])
         if body.failed is not None:
-            episodes.fail(episode, body.failed)
+            episodes.fail(episode, body.failed, body.why)
         elif body.reward is not None:
             episodes.end(episode, body.reward, body.parts)
         tokens = sum(len(path.ids) for path in (episode.response, *episode.response.branches))

@@ -173,6 +173,8 @@ class RewardBody(Struct):
     reward: _Number | None = None
     failed: FailureCause | None = None
     """Why the episode failed through no fault of the model; given instead of a reward"""
+    why: str = ""
+    """The same in words, for the run's screen"""
     parts: Annotated[dict[_PartName, _Number], Meta(max_length=_MAX_PARTS)] = {}
     """Parts of the reward, whose means are metrics; `correct` counts as the accuracy"""
 

@@ -32,6 +32,7 @@ from rollout.environments.played_episodes import PlayedEpisodes
 from rollout.openai_server.app import Endpoint
 
 PYTHON = os.environ.get("VERIFIERS_PYTHON", "")
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 needs = pytest.mark.skipif(not PYTHON, reason="needs verifiers: make test-verifiers")
 TASKSET = """
 import json
@@ -68,9 +69,14 @@ class Twice(vf.Env[TwiceConfig]):
 class Place:
     """A worker's endpoint with an engine that draws what a test has written, and verifiers beside it."""
 
-    def __init__(self, root: Path, make_ticket: Callable[..., Ticket], script: list[str]) -> None:
-        text = TASKSET.replace("TRACES", str(root / "traces"))
-        (root / "two.py").write_text(text)
+    def __init__(
+        self,
+        root: Path,
+        make_ticket: Callable[..., Ticket],
+        script: list[str],
+        taskset: str = TASKSET,
+    ) -> None:
+        (root / "two.py").write_text(taskset.replace("TRACES", str(root / "traces")))
         byte_tokenizer(template=TEMPLATE).save_pretrained(root / "model")
         self.root, tokenizer = root, load_tokenizer(root / "model", Chat())
         self.task = VerifiersTask(
@@ -85,11 +91,12 @@ class Place:
         )
         self.engine: Any = Scripted(tokenizer, script)
         self.episodes = PlayedEpisodes(run, EngineClient(self.engine, tokenizer), cfg)
-        problem = build_task(self.task).train[1]
+        problem = build_task(self.task).train[-1]
         self.ticket = make_ticket(
             group_size=2,
             prompt=problem.prompt,
             messages=problem.messages,
+            answer=problem.answer,
             columns=problem.columns,
             prompt_ids=Array.of(tokenizer.encode_prompt(problem.asked), "int32"),
             sampling=run.rollout.sampling,
@@ -173,27 +180,75 @@ async def test_an_error_of_a_taskset_is_a_cause_and_no_reward(
 @needs
 @pytest.mark.verifiers
 @pytest.mark.timeout(300)
-async def test_a_killed_process_loses_the_episode_under_way(
+async def test_errors_before_any_token_end_after_their_attempts(
     tmp_path: Path, make_ticket: Callable[..., Ticket]
 ) -> None:
-    """Killed in the second episode's second turn: the first one stays, the second begins again."""
-    place = Place(tmp_path, make_ticket, ["one", "two", "one", "lost", "one", "two"])
+    """A record has a token at least, which is drawn for each of them."""
+    first = "            first = (await"
+    down = TASKSET.replace(first, f"            raise ValueError('the game is down')\n{first}")
+    place = Place(tmp_path, make_ticket, ["one", "two"], down)
+    async with place.played() as playing:
+        responses = await playing
+    assert [(r.score.failure, r.drawn) for r in responses if r.score] == [("environment", 1)] * 2
+    assert place.engine.script == [] and "the game is down" in place.episodes.failure
+
+
+@needs
+@pytest.mark.verifiers
+@pytest.mark.timeout(300)
+async def test_the_taskset_of_the_page_is_played(
+    tmp_path: Path, make_ticket: Callable[..., Ticket]
+) -> None:
+    run = load(EXAMPLES / "asker.toml", ["model.path=x"])
+    assert isinstance(run.task, VerifiersTask) and run.task.env == {"taskset": {"id": "asker"}}
+    place = Place(tmp_path, make_ticket, [], (EXAMPLES / "asker.py").read_text())
+    place.engine.script = ["?", place.ticket.answer, "0"]
+    async with place.played() as playing:
+        responses = await playing
+    assert [(r.turns, r.score.reward, r.score.correct) for r in responses if r.score] == [
+        (2, 1.0, True),
+        (1, 0.0, False),
+    ]
+
+
+@needs
+@pytest.mark.verifiers
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("killed", "script", "ends"),
+    [
+        ({4}, ["one", "two", "one", "lost", "one", "two"], (True, None, 2)),
+        ({4, 5}, ["one", "two", "one", "lost", "lost", "x"], (False, "killed", 1)),
+    ],
+)
+async def test_a_killed_process_loses_the_episode_under_way(
+    tmp_path: Path,
+    make_ticket: Callable[..., Ticket],
+    killed: set[int],
+    script: list[str],
+    ends: tuple[bool, str | None, int],
+) -> None:
+    """Killed in the second episode's second turn: the first one stays, the second begins again, and has failed
+    once both of its attempts are lost."""
+    place = Place(tmp_path, make_ticket, script)
     turns = 0
-    forever = asyncio.Event()
 
     async def wait() -> None:
         nonlocal turns
         turns += 1
-        if turns == 4:
+        if turns in killed:
             assert place.episodes.process is not None
             os.kill(place.episodes.process.pid, signal.SIGKILL)
-            await forever.wait()
+            await asyncio.Event().wait()
 
     place.engine.wait = wait
     async with place.played() as playing:
         responses = await playing
-    assert [r.score.reward for r in responses if r.score] == [1.0, 1.0]
-    assert [r.turns for r in responses] == [2, 2] and turns == 6
+    assert [(r.score.valid, r.score.failure, r.turns) for r in responses if r.score] == [
+        (True, None, 2),
+        ends,
+    ]
+    assert turns == 6
 
 
 @needs

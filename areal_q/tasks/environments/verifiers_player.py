@@ -35,6 +35,7 @@ LOOP = "areal_q_loop"
 CAUSES = {"TimeoutError": "timeout", "TaskError": "exception", "ProviderError": "unavailable"}
 """Causes of failures by the names of verifiers' errors; others are the environment's"""
 LONGEST_PAUSE_S = 30.0
+LONGEST_WHY = 500
 
 
 class Loop(vf.Harness[vf.HarnessConfig]):
@@ -109,14 +110,16 @@ def ending_of(episode: Any) -> dict[str, Any]:
     if late or errors or not traces:
         for error in errors:
             logger.warning("%s: %s", error.type, error.message)
-        return {"failed": "timeout" if late else CAUSES.get(errors[0].type, "environment")}
+        why = f"{errors[0].type}: {errors[0].message}" if errors else "no trace"
+        cause = CAUSES.get(errors[0].type, "environment") if errors else "environment"
+        return {"failed": "timeout" if late else cause, "why": why[:LONGEST_WHY]}
     played = [trace for trace in traces if trace.agent is None or trace.agent.trainable] or traces
     parts = dict(played[0].metrics)
     parts |= {name: reward.value for name, reward in played[0].rewards.items() if reward}
     reward = sum(trace.reward for trace in played) / len(played)
     if not math.isfinite(reward):
         logger.warning("the reward is %s", reward)
-        return {"failed": "exception"}
+        return {"failed": "exception", "why": f"the reward is {reward}"}
     return {"reward": reward, "parts": _told(parts)}
 
 
