@@ -163,6 +163,14 @@ class VerifiersTask(TaggedSettings, frozen=True, kw_only=True, tag="verifiers"):
         taskset = self.env.get("taskset")
         if not (isinstance(taskset, dict) and isinstance(taskset.get("id"), str)):
             raise ValueError("env needs taskset = { id = … }")
+        for name, role in self.env.items():
+            if not isinstance(role, dict) or "client" in role:  # of another model
+                continue
+            for knob in ("temperature", "top_p", "top_k", "min_p"):
+                if knob in role.get("sampling", ()):
+                    raise ValueError(
+                        f"env.{name}.sampling.{knob}: rollout.sampling says how the model draws"
+                    )
 
 
 class _Text(TaggedSettings, frozen=True, kw_only=True):

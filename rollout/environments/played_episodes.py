@@ -57,7 +57,6 @@ class PlayedEpisodes(Episodes):
         verifiers."""
         task, run = self._run.task, fetched(self._run)
         assert isinstance(task, VerifiersTask) and isinstance(run.model, PretrainedModel)
-        sampling = run.rollout.sampling
         told = told_of(
             task,
             endpoint=url,
@@ -66,7 +65,6 @@ class PlayedEpisodes(Episodes):
             model_path=os.path.abspath(run.model.path),
             renderer=task.renderer,
             episodes=self._player.episodes,
-            sampling={"temperature": sampling.temperature, "max_tokens": sampling.max_tokens},
         )
         self._keeper = asyncio.create_task(self._keep(command_of(task), told))
 

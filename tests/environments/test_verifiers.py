@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from helpers.chain_models import byte_tokenizer
 from helpers.openai_server.scripted import TEMPLATE, Scripted
@@ -75,13 +76,14 @@ class Place:
         make_ticket: Callable[..., Ticket],
         script: list[str],
         taskset: str = TASKSET,
+        sampling: Sampling | None = None,
+        env: dict[str, Any] | None = None,
     ) -> None:
         (root / "two.py").write_text(taskset.replace("TRACES", str(root / "traces")))
         byte_tokenizer(template=TEMPLATE).save_pretrained(root / "model")
         self.root, tokenizer = root, load_tokenizer(root / "model", Chat())
-        self.task = VerifiersTask(
-            env={"taskset": {"id": "two"}}, directory=str(root), python=PYTHON, heldout=0.5
-        )
+        env = env or {"taskset": {"id": "two"}}
+        self.task = VerifiersTask(env=env, directory=str(root), python=PYTHON, heldout=0.5)
         cfg = VerifiersEnvironment(episodes=1, episode_attempts=2)
         run = Run(
             name="run",
@@ -99,7 +101,7 @@ class Place:
             answer=problem.answer,
             columns=problem.columns,
             prompt_ids=Array.of(tokenizer.encode_prompt(problem.asked), "int32"),
-            sampling=run.rollout.sampling,
+            sampling=sampling or run.rollout.sampling,
         )
         self.endpoint = Endpoint(
             self.engine, tokenizer, "run", self.episodes, run.rollout.sampling, "0", None
@@ -146,8 +148,10 @@ async def test_verifiers_plays_two_turns_token_by_token(
     tmp_path: Path, make_ticket: Callable[..., Ticket]
 ) -> None:
     """Double entry: its traces and the worker's records agree on every id, mask and log-prob, and a shifted id
-    is found."""
-    place = Place(tmp_path, make_ticket, ["one", "two", "one", "three"])
+    is found. All turns are drawn as the ticket says, whatever the settings say by now."""
+    asked = Sampling(temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, stop=("end",), max_tokens=200)
+    script = ["one", "two", "one", "three"]
+    place = Place(tmp_path, make_ticket, script, sampling=asked)
     async with place.played() as playing:
         responses = await playing
     assert [r.score.reward for r in responses if r.score] == [1.0, 0.5]
@@ -157,6 +161,8 @@ async def test_verifiers_plays_two_turns_token_by_token(
     ]
     assert [(r.turns, len(r.branches)) for r in responses] == [(2, 0), (2, 0)]
     assert place.differences(responses) == []
+    drawn = [msgspec.structs.replace(one, max_tokens=200) for one in place.engine.samplings]
+    assert drawn == [asked] * 4
     responses[1].ids[-2] += 1
     assert place.differences(responses) == ["1: ids"]
     assert place.episodes.process is not None and place.episodes.process.returncode is not None
@@ -267,6 +273,19 @@ def test_an_environment_that_is_not_made_is_told(
     monkeypatch.setenv("AREAL_Q_ENVIRONMENTS", str(tmp_path))
     with pytest.raises(ConfigError, match="areal-q setup verifiers"):
         build_task(VerifiersTask(env={"taskset": {"id": "two"}}))
+
+
+def test_a_role_that_draws_otherwise_is_refused() -> None:
+    client = {"type": "eval", "base_url": "http://127.0.0.1:1/v1"}
+    env: dict[str, Any] = {
+        "taskset": {"id": "two"},
+        "agent": {"sampling": {"max_tokens": 8}},
+        "user": {"client": client, "sampling": {"temperature": 0.5}},
+    }
+    VerifiersTask(env=env)
+    env["agent"]["sampling"]["top_p"] = 0.5
+    with pytest.raises(ValueError, match=r"env\.agent\.sampling\.top_p: rollout\.sampling"):
+        VerifiersTask(env=env)
 
 
 @pytest.mark.parametrize(

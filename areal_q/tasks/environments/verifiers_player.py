@@ -137,7 +137,6 @@ class Players:
         self._url = told["endpoint"]
         key = {"Authorization": f"Bearer {told['token']}"} if told["token"] else {}
         self._http = httpx.AsyncClient(timeout=90, headers=key)
-        self._sampling = vf.SamplingConfig(**told["sampling"])
 
     async def run(self) -> None:
         async with self._env.serving(), asyncio.TaskGroup() as players:
@@ -166,7 +165,7 @@ class Players:
             renderer=self._told["renderer"],
             renderer_model_name=self._told["model_path"],
         )
-        ctx = vf.ModelContext(client=client, model=self._told["model"], sampling=self._sampling)
+        ctx = vf.ModelContext(client=client, model=self._told["model"])
         slot = RunSlot(self._tasks[begun["columns"]["index"]])
         ending = ending_of(await self._env.run_slot(slot, ctx))
         (await self._http.post(f"{at}/reward", json=ending)).raise_for_status()

@@ -40,6 +40,7 @@ class Scripted:
         self.drawn: list[tuple[list[int], list[int]]] = []
         """Prompt and reply of each request"""
         self.seeds: list[int] = []
+        self.samplings: list[Sampling] = []
         self.wait: Callable[[], Awaitable[Any]] | None = None
         """What each request waits for, once it has its line"""
 
@@ -51,6 +52,7 @@ class Scripted:
     ) -> list[Completion]:
         line = self.script.pop(0)
         self.seeds.append(request.seed)
+        self.samplings.append(request.sampling)
         if self.wait:
             await self.wait()
         ids = [*self.tokenizer.encode(line), self.tokenizer.eos_id]
