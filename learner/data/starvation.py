@@ -76,6 +76,7 @@ def sentence(
         f"{claims.open} tickets are open, {claimed} of them claimed"
         + (f" ({held})" if held else ""),
         *(f"{w.worker} waits for {w.waits_for}" for w in workers if w.waits_for),
+        *(f"{w.worker} failed last by {w.failure}" for w in workers if w.failure),
     ]
     if workers:
         parts.append("workers draw 0 tokens/s")

@@ -80,7 +80,8 @@ async def test_a_learner_that_starves_tells_who_holds_its_tickets(
     admission.admit(1)
     worker = WorkerBuffer(redis_url, run.name, "node-3-w")
     claims = await worker.claim(3, block_s=0.0)
-    await worker.heartbeat(beat("node-3-w", "version 9, with version 4"))
+    told = beat("node-3-w", "version 9, with version 4")
+    await worker.heartbeat(replace(told, failure="environment: EnvError: down"))
     await worker.commit(claims[0], make_group(claims[0].ticket))
     assert await asyncio.to_thread(group_reader.take, 1, stop, warned) is None
     with redis.Redis.from_url(redis_url) as client:
@@ -94,7 +95,8 @@ async def test_a_learner_that_starves_tells_who_holds_its_tickets(
     assert said[0].startswith("no step for ")
     assert said[0].endswith(
         " s: 1 of 4 groups are ready; 7 tickets are open, 2 of them claimed (node-3-w: 2); "
-        "node-3-w waits for version 9, with version 4; workers draw 0 tokens/s"
+        "node-3-w waits for version 9, with version 4; "
+        "node-3-w failed last by environment: EnvError: down; workers draw 0 tokens/s"
     )
     buffer.close()
 
