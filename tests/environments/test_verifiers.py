@@ -1,144 +1,22 @@
 """`type = "verifiers"`: verifiers, unmodified, in a process of its own, plays episodes of two turns."""
 
 import asyncio
-import json
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from helpers.chain_models import byte_tokenizer
-from helpers.openai_server.scripted import TEMPLATE, Scripted
+from helpers.openai_server.verifiers_place import PYTHON, TASKSET, Place, needs
 
-from areal_q.config import (
-    Chat,
-    PretrainedModel,
-    RolloutConfig,
-    Run,
-    Sampling,
-    VerifiersEnvironment,
-    VerifiersTask,
-    load,
-)
+from areal_q.config import Sampling, VerifiersTask, load
 from areal_q.errors import ConfigError, TaskError
-from areal_q.messages import Array, Ticket
-from areal_q.tasks import build_task, load_tokenizer
-from rollout.environments.base import Response
-from rollout.environments.engine_client import EngineClient
-from rollout.environments.played_episodes import PlayedEpisodes
-from rollout.openai_server.app import Endpoint
+from areal_q.messages import Ticket
+from areal_q.tasks import build_task
 
-PYTHON = os.environ.get("VERIFIERS_PYTHON", "")
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
-needs = pytest.mark.skipif(not PYTHON, reason="needs verifiers: make test-verifiers")
-TASKSET = """
-import json
-from pathlib import Path
-import verifiers.v1 as vf
-__all__ = ["Two", "Twice"]
-
-class Two(vf.Taskset[vf.Task, vf.TasksetConfig]):
-    def load(self):
-        for n in range(4):
-            yield vf.Task(vf.TaskData(prompt=f"{n}?", system_prompt="Say."))
-
-class TwiceConfig(vf.EnvConfig):
-    agent: vf.AgentConfig = vf.AgentConfig()
-
-class Twice(vf.Env[TwiceConfig]):
-    async def run(self, task, agents):
-        async with agents.agent.interaction(task) as talk:
-            first = (await talk.turn()).last_reply
-            if first == "bad":
-                raise ValueError("the taskset is at fault")
-            second = (await talk.turn("again")).last_reply
-        talk.trace.record_reward("right", 0.5 * (first == "one") + 0.5 * (second == "two"))
-        talk.trace.record_metric("turns_of_it", 2)
-
-    async def finalize(self, task, episode):
-        (branch,) = episode.traces[0].branches
-        told = {"ids": branch.token_ids, "mask": branch.sampled_mask, "logprobs": branch.logprobs}
-        with open("TRACES", "a") as lines:
-            lines.write(json.dumps(told) + "\\n")
-"""
-
-
-class Place:
-    """A worker's endpoint with an engine that draws what a test has written, and verifiers beside it."""
-
-    def __init__(
-        self,
-        root: Path,
-        make_ticket: Callable[..., Ticket],
-        script: list[str],
-        taskset: str = TASKSET,
-        sampling: Sampling | None = None,
-        env: dict[str, Any] | None = None,
-    ) -> None:
-        (root / "two.py").write_text(taskset.replace("TRACES", str(root / "traces")))
-        byte_tokenizer(template=TEMPLATE).save_pretrained(root / "model")
-        self.root, tokenizer = root, load_tokenizer(root / "model", Chat())
-        env = env or {"taskset": {"id": "two"}}
-        self.task = VerifiersTask(env=env, directory=str(root), python=PYTHON, heldout=0.5)
-        cfg = VerifiersEnvironment(episodes=1, episode_attempts=2)
-        run = Run(
-            name="run",
-            model=PretrainedModel(path=str(root / "model")),
-            task=self.task,
-            rollout=RolloutConfig(environment=cfg, sampling=Sampling(max_tokens=200)),
-        )
-        self.engine: Any = Scripted(tokenizer, script)
-        self.episodes = PlayedEpisodes(run, EngineClient(self.engine, tokenizer), cfg)
-        problem = build_task(self.task).train[-1]
-        self.ticket = make_ticket(
-            group_size=2,
-            prompt=problem.prompt,
-            messages=problem.messages,
-            answer=problem.answer,
-            columns=problem.columns,
-            prompt_ids=Array.of(tokenizer.encode_prompt(problem.asked), "int32"),
-            sampling=sampling or run.rollout.sampling,
-        )
-        self.endpoint = Endpoint(
-            self.engine, tokenizer, "run", self.episodes, run.rollout.sampling, "0", None
-        )
-
-    @asynccontextmanager
-    async def played(self) -> AsyncIterator["asyncio.Task[list[Response]]"]:
-        """Yields what becomes the responses to the ticket."""
-        responses = [Response(), Response()]
-
-        async def play() -> list[Response]:
-            await self.episodes(self.ticket, responses)
-            return responses
-
-        playing = asyncio.create_task(play())
-        await self.endpoint.start()
-        try:
-            yield playing
-        finally:
-            playing.cancel()
-            await asyncio.gather(playing, return_exceptions=True)
-            await self.endpoint.close()
-
-    def differences(self, responses: list[Response]) -> list[str]:
-        """Returns where verifiers' traces and the worker's records are not the same tokens."""
-        traces = [json.loads(line) for line in (self.root / "traces").read_text().splitlines()]
-        found = []
-        for number, (trace, response) in enumerate(zip(traces, responses, strict=True)):
-            context = response.context(self.ticket)
-            before = len(context) - len(response.ids)
-            ours = {
-                "ids": context,
-                "mask": [False] * before + [bool(drawn) for drawn in response.mask],
-                "logprobs": [0.0] * before + response.logprobs,
-            }
-            found += [f"{number}: {name}" for name in ours if ours[name] != trace[name]]
-        return found
 
 
 @needs
