@@ -59,7 +59,7 @@ test-agents: $(VENV)-agents/.installed
 
 # Episodes that verifiers plays: docs/verifiers.md. Two hundred packages, none of them ours.
 test-verifiers: $(VENV)-verifiers/.installed
-	VERIFIERS_PYTHON=$(abspath $(VENV)-verifiers/bin/python) $(BIN)/python -m pytest -m verifiers tests/environments/test_verifiers.py
+	VERIFIERS_PYTHON=$(abspath $(VENV)-verifiers/bin/python) $(BIN)/python -m pytest -m verifiers tests/environments
 
 # Every command on the pages of docs/, and the tool that the agent of docs/agents.md learns: a quarter of an hour.
 test-pages: $(VENV)-agents/.installed
