@@ -145,7 +145,7 @@ class VerifiersTask(TaggedSettings, frozen=True, kw_only=True, tag="verifiers"):
     """Verifiers' own settings, such as { taskset = { id = "gsm8k-v1" } }. A role without `harness` answers in
     one process, without the network, and one without `runtime` runs here."""
     directory: str = "."
-    """Where tasksets and harnesses are looked for before those that are installed."""
+    """Tasksets and harnesses here go before those that are installed."""
     python: str | None = None
     """The Python that has verifiers; none is that of `areal-q setup verifiers`."""
     problems: Count = 10_000
