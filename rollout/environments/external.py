@@ -23,6 +23,7 @@ from typing import NamedTuple
 from areal_q.config import External
 from areal_q.errors import RecordError
 from areal_q.messages import MOST_BRANCHES, FailureCause, Ticket
+from areal_q.system.command import escaped
 from areal_q.tasks import Score
 from areal_q.tasks.base import Message, Tool
 from rollout.engines.base import Completion, TokenCallback
@@ -274,7 +275,7 @@ class Episodes:
         Raises RecordError while a turn is under way."""
         if episode.busy:
             raise RecordError("a turn of this episode is under way")
-        self.failure = f"{cause}: {why}" if why else cause
+        self.failure = f"{cause}: {escaped(' '.join(why.split()))}" if why else cause
         if episode.response.drawn:
             self._settle(episode, self._failed(cause))
         else:

@@ -687,7 +687,8 @@ async def test_an_episode_given_up_begins_again_with_whoever_asks_next(
 async def test_a_failed_episode_is_committed_without_a_reward(
     make_run: MakeRun, redis_url: str, short_dir: Path
 ):
-    """The first episode ends as failed, the others have a reward; neither and both are refused."""
+    """The first episode ends as failed, the others have a reward; neither and both are refused. Why it
+    failed is in the worker's heartbeat, as one line."""
     run = make_run(EXTERNAL, "rollout.sampling.max_tokens=9")
     async with playing(run, redis_url, short_dir) as (url, buffer, _):
         episode = await post(url, "/episodes", {"timeout_s": 10.0})
@@ -698,10 +699,13 @@ async def test_a_failed_episode_is_committed_without_a_reward(
         for body in ({}, {"reward": 0.0, "failed": "environment"}, {"failed": "bad luck"}):
             with pytest.raises(AssertionError, match="invalid_request_error"):
                 await post(url, end, body)
-        await post(url, end, {"failed": "environment"})
+        await post(url, end, {"failed": "environment", "why": "no\n  gam\x1be"})
         for _ in range(run.learner.group_size - 1):
             await play(url, [])
         (group,) = await asyncio.to_thread(buffer.take, 1, 20.0)
+        told = "environment: no gam\\x1be"
+        while [worker.failure for worker in buffer.workers()] != [told]:
+            await asyncio.sleep(0.05)
         causes = [t.failure for t in group.trajectories if not t.valid]
         assert causes == ["environment"]
         assert len(group.valid_trajectories) == run.learner.group_size - 1
