@@ -165,7 +165,12 @@ def worker_memory(run: Run, shape: DecoderConfig, lengths: Lengths) -> Iterator[
     positions = rows * (lengths.prompt + rollout.tokens_after_prompt)
     each = position_bytes(engine, shape)
     told = f"{each:,} bytes a position · {positions:,.0f} of {rows} responses"
-    yield Part("KV cache", each * positions, told, gpu)
+    nbytes = each * positions
+    if type(engine) is TorchEngine:
+        nbytes, told = 2 * nbytes, f"2 · {told}, as many kept for later prompts"
+        if engine.kv_cache_bytes and engine.kv_cache_bytes < nbytes:
+            nbytes, told = engine.kv_cache_bytes, "rollout.engine.kv_cache_bytes"
+    yield Part("KV cache", nbytes, told, gpu)
 
 
 def position_bytes(engine: TorchEngine | VllmEngine | SglangEngine, shape: DecoderConfig) -> int:

@@ -68,7 +68,27 @@ def test_parts_are_counted_as_by_hand():
     worker = by_name(worker_memory(run, SMALL, Lengths(10, 8)))
     assert worker["received versions"] == 4 * payload
     assert worker["weights laid out"] == 3 * 4 * weights
-    assert worker["KV cache"] == 2 * 3 * (10 + 8) * 2 * 16 * 4
+    assert worker["KV cache"] == 2 * (2 * 3 * (10 + 8) * 2 * 16 * 4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "nbytes"),
+    [
+        ([], 2 * 108 * 32 * 4),
+        (["device=cuda"], 2 * 108 * 32 * 4),
+        (["kv_cache=fp8"], 2 * 108 * 32),
+        (["kv_cache_bytes=9999"], 9999),
+        (["kv_cache_bytes=99999"], 2 * 108 * 32 * 4),
+        (["type=hf"], 108 * 32 * 4),
+        (["type=vllm"], 108 * 32 * 2),
+    ],
+)
+def test_the_cache_is_counted_as_the_engine_holds_it(settings: list[str], nbytes: int):
+    """Of 108 positions of 32 numbers; the torch engine keeps as many pages again for later prompts."""
+    small = ["learner.groups=2", "learner.group_size=3", "learner.max_lag=0"]
+    small += ["learner.minibatches=1", "rollout.sampling.max_tokens=8"]
+    run = load(None, [*small, *(f"rollout.engine.{setting}" for setting in settings)])
+    assert by_name(worker_memory(run, SMALL, Lengths(10, 8)))["KV cache"] == nbytes
 
 
 def test_transformers_computes_a_prompt_for_each_response():
