@@ -105,7 +105,8 @@ def ending_of(episode: Any) -> dict[str, Any]:
     """Returns how an episode ends, as the worker's endpoint takes it: with a reward, or with the cause of a
     failure."""
     traces = episode.traces
-    errors = [*episode.errors, *(error for trace in traces for error in trace.errors)]
+    # A trace's comes first: that the environment saw its talk end is what follows from it.
+    errors = [*(error for trace in traces for error in trace.errors), *episode.errors]
     late = episode.is_timeout or any(trace.is_timeout for trace in traces)
     if late or errors or not traces:
         for error in errors:
