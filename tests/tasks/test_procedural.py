@@ -165,5 +165,5 @@ def test_what_is_missing_is_named(installed, monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for refuse in (check_reward, lambda run: build_task(run.task)):
-        with pytest.raises(ConfigError, match=r"areal-q\[reasoning-gym\]"):
+        with pytest.raises(ConfigError, match=r"pip install .*\[reasoning-gym\]"):
             refuse(run_of())

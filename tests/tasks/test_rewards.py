@@ -700,7 +700,7 @@ async def test_equal_mathematics_is_rewarded_and_what_hangs_is_not():
 def test_without_math_verify_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
     gone = SimpleNamespace(find_spec=lambda name: None)
     monkeypatch.setattr("areal_q.tasks.grading.graders.importlib.util", gone)
-    with pytest.raises(ConfigError, match=r"areal-q\[math\]"):
+    with pytest.raises(ConfigError, match=r"pip install .*\[math\]"):
         check_reward(mathematics())
 
 

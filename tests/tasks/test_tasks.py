@@ -29,6 +29,7 @@ from areal_q.config import (
     SingleTask,
     TaskConfig,
     ToolCalculator,
+    VerifiersTask,
 )
 from areal_q.errors import ConfigError, TaskError
 from areal_q.tasks import (
@@ -76,7 +77,7 @@ def test_tasks_import_no_torch_and_no_transformers() -> None:
 
 
 def test_every_task_config_has_a_builder_and_a_grader() -> None:
-    assert set(TASKS) == set(SingleTask.__args__) == {type(c) for c in ALL_CONFIGS}
+    assert set(TASKS) == set(SingleTask.__args__) == {VerifiersTask, *map(type, ALL_CONFIGS)}
     assert {c.grader for c in ALL_CONFIGS} - {"python"} <= set(GRADERS)
 
 
@@ -459,5 +460,5 @@ def test_a_data_set_of_the_hub_is_loaded_by_its_id(monkeypatch: pytest.MonkeyPat
 
 def test_without_datasets_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match=r"areal-q\[hf\]"):
+    with pytest.raises(ConfigError, match=r"pip install .*\[hf\]"):
         build_task(Gsm8k(path="openai/gsm8k"))
