@@ -75,7 +75,7 @@ class _Sizes(Struct):
     eos_token_id: _Id | list[_Id] | None = None
     pad_token_id: int | None = None
     query_pre_attn_scalar: Size = 256
-    """Of Gemma alone"""
+    """The attention scale is its root's inverse, in Gemma alone."""
 
 
 class _ExpertSizes(Struct):

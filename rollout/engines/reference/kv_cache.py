@@ -199,7 +199,7 @@ class PrefillAttention:
         """Flat places (page, position) of the tokens, int64 [T]"""
         self.pages = moved(tables)
         self.pad = moved((counts.cumsum() - counts)[:, None] + padded)
-        """Which token each query is, int64 [N, P]"""
+        """The token that each query is, int64 [N, P]"""
         self.unpad = moved(np.flatnonzero(inside))
         self.seen = moved(starts[:, None] + padded).unsqueeze(-1)
         """The last position that each query sees, int64 [N, P, 1]"""

@@ -1,4 +1,4 @@
-"""Which pages of the KV cache are in use, and which of them hold what a later prompt begins with.
+"""The pages of the KV cache that are in use, and those that hold what a later prompt begins with.
 
 A page holds the keys and values of PAGE tokens that follow one another. It has as many owners as rows and
 prompts read it: the responses to a prompt own its whole pages together, and so do prompts that begin alike. A
