@@ -36,6 +36,7 @@ PROGRAMS = {
     "torchrun": "several processes: tests/distributed",
     "make": "recipes of the Makefile",
     "pip": "fetches packages",
+    ".venv/bin/pip": "the same",
     "hf": "fetches a model",
     "openssl": "keys of a cluster",
     "cp": "files of that",

@@ -170,7 +170,6 @@ def test_a_redis_whose_disk_is_gone_is_waited_for_by_both_sides(short_dir, make_
                         worker.claim(1, 0.0),
                         worker.renew([claim]),
                         worker.commit(claim, make_group(claim.ticket)),
-                        asyncio.to_thread(learner.trim, "1-0"),
                         asyncio.to_thread(learner.publish_run, "x = 2", {}),
                     )
                 ]

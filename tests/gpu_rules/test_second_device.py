@@ -248,7 +248,9 @@ def test_the_engine_draws_the_same_tokens(format: str, kv: str, cuda: SecondDevi
         found.append(generated(config, weights, greedy=False))
     for far, near in zip(*found, strict=True):
         assert far.response_ids.tolist() == near.response_ids.tolist()
-        np.testing.assert_allclose(far.logprobs, near.logprobs, atol=1e-4)
+        # Another order of sums may move a key of an FP8 cache to the next code.
+        atol = 1e-3 if kv == "fp8" else 1e-4
+        np.testing.assert_allclose(far.logprobs, near.logprobs, atol=atol)
         if kind == "moe":
             np.testing.assert_array_equal(far.routes, near.routes)
 
