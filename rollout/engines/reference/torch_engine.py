@@ -264,11 +264,11 @@ class TorchStepper:
         hidden = model.forward(tokens, positions, attend, routes)
         if routes:
             self.cache.put_routes(at, torch.stack(routes, 1))
+        if not ready:
+            return model.logits(hidden[:old])
         ends = old - 1 + np.cumsum([len(piece.ids) for piece in pieces], dtype=np.int64)
         placed = self._place(dict(zip(ready, ends[len(pieces) - len(ready) :], strict=True)))
         copies = [1] * old + [prompt.job.request.num_samples for prompt in placed]
-        if len(copies) == len(hidden) == old:
-            return model.logits(hidden)
         last = torch.tensor([*range(old), *placed.values()], dtype=torch.int64)
         spread = torch.arange(len(copies)).repeat_interleave(
             torch.tensor(copies, dtype=torch.int64)
