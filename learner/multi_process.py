@@ -113,7 +113,6 @@ def _of_this_start(store: Store) -> Store:
 def _refused(run: Run, size: int) -> dict[str, bool]:
     """Returns for some settings, by name, whether they are set and not supported here."""
     cfg, backend = run.learner, run.learner.backend
-    sharing = size
     if isinstance(backend, MegatronBackend):
         sharing = size // (backend.tensor * backend.pipeline)
     else:
@@ -241,8 +240,10 @@ class MultiProcessUpdater:
         """Ends the other ranks. After a failure it sends them nothing, as this process ends with an error and
         torchrun then ends the others."""
         if not self._broken:
+            # First the message: where all ranks have to end a group together, the others would wait for it.
+            send(self._ranks, End())
             self._shard.close()
-            end_other_ranks(self._ranks)
+            dist.destroy_process_group()
 
 
 def follow(run: Run, ranks: Ranks) -> None:

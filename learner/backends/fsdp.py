@@ -81,9 +81,7 @@ class FsdpShard(TorchPolicy):
         materialise(self.reference)
 
     def close(self) -> None:
-        if self.context.size > 1:
-            for ranks in (self.ranks, self.context):
-                dist.destroy_process_group(ranks.group)
+        """Does nothing: with the group of all ranks those of some end, too."""
 
 
 def fsdp_shard(
