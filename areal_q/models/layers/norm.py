@@ -18,7 +18,12 @@ class OffsetNorm(nn.RMSNorm):
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
 
+    @property
+    def added(self) -> Tensor:
+        """What is added to 1, float [width]"""
+        return self.weight
+
     def forward(self, x: Tensor) -> Tensor:
-        weight = 1 + self.weight.float()
+        weight = 1 + self.added.float()
         normed = F.rms_norm(x.float(), list(self.normalized_shape), weight, self.eps)
         return normed.to(self.weight.dtype)

@@ -34,10 +34,10 @@ class RoundedHeadNorm(RoundedNorm):
         return super().forward(x.to(self.weight.dtype))
 
 
-class RoundedOffsetNorm(nn.RMSNorm):
-    def forward(self, x: Tensor) -> Tensor:
-        weight = 1 + straight(self.weight)  # what is published is w
-        return F.rms_norm(x.to(weight.dtype), list(self.normalized_shape), weight, self.eps)
+class RoundedOffsetNorm(OffsetNorm):
+    @property
+    def added(self) -> Tensor:
+        return straight(self.weight)  # what is published is w
 
 
 _KINDS: dict[type, type] = {
