@@ -98,10 +98,11 @@ class KVCache:
         for cached, new in zip(self.layers[layer], (k, v), strict=True):
             cached.flatten(1, 2).index_copy_(1, at, new.transpose(0, 1))
 
-    def read(self, layer: int, pages: Tensor) -> Tensor:
-        """Returns the keys and values of `pages` int64 [R, W], [2, kv_heads, R, W · PAGE, dim]."""
+    def read(self, layer: int, pages: Tensor, length: int) -> Tensor:
+        """Returns the keys and values of the first `length` positions of `pages` int64 [R, W], [2, kv_heads, R,
+        length, dim]."""
         found = self.layers[layer].index_select(2, pages.flatten())
-        return found.view(2, found.shape[1], len(pages), -1, found.shape[-1])
+        return found.view(2, found.shape[1], len(pages), -1, found.shape[-1])[:, :, :, :length]
 
     def put_routes(self, at: Tensor, taken: Tensor) -> None:
         """Keeps the experts `taken` [T, S, K] of the tokens at flat places `at` int64 [T]."""
@@ -139,7 +140,7 @@ class DecodeAttention:
         c, rows = self.cache.config, len(qkv)
         q, k, v = self.cache.split(qkv)
         self.cache.put(layer, k, v, self.at)
-        keys, values = self.cache.read(layer, self.pages)[:, :, :, : self.length].flatten(1, 2)
+        keys, values = self.cache.read(layer, self.pages, self.length).flatten(1, 2)
         # The query heads that share a key head are the rows of one small matrix product.
         q = q.view(rows, c.kv_heads, -1, c.head_dim).transpose(0, 1).flatten(0, 1)
         mask = self._mask(c.window_of(layer))
@@ -178,8 +179,9 @@ class PrefillAttention:
         self.cache = cache
         counts = np.array([len(piece.ids) for piece in pieces])
         starts = np.array([piece.start for piece in pieces])
-        ends, width = starts + counts, pages_of(int((starts + counts).max()))
-        tables = np.full((len(pieces), width), NOTHING, np.int64)
+        ends = starts + counts
+        self.length = int(ends.max())
+        tables = np.full((len(pieces), pages_of(self.length)), NOTHING, np.int64)
         for table, piece, end in zip(tables, pieces, ends, strict=True):
             table[: pages_of(end)] = piece.pages[: pages_of(end)]
         each = np.arange(counts.max())
@@ -209,16 +211,16 @@ class PrefillAttention:
     def __call__(self, layer: int, qkv: Tensor) -> Tensor:
         q, k, v = self.cache.split(qkv)
         self.cache.put(layer, k, v, self.at, whole=True)
-        keys, values = self.cache.read(layer, self.pages).transpose(1, 2)
-        mask = self._mask(self.cache.config.window_of(layer), keys.shape[2])
+        keys, values = self.cache.read(layer, self.pages, self.length).transpose(1, 2)
+        mask = self._mask(self.cache.config.window_of(layer))
         q = q[self.pad].transpose(1, 2)
         scale = self.cache.config.attention_scale
         out = F.scaled_dot_product_attention(q, keys, values, mask, scale=scale, enable_gqa=True)
         return out.transpose(1, 2).flatten(0, 1).flatten(1).index_select(0, self.unpad)
 
-    def _mask(self, window: int | None, length: int) -> Tensor:
+    def _mask(self, window: int | None) -> Tensor:
         if window not in self.masks:
-            at = torch.arange(length, device=self.seen.device)
+            at = torch.arange(self.length, device=self.seen.device)
             seen = at <= self.seen
             if window is not None:
                 seen &= at > self.seen - window

@@ -47,6 +47,8 @@ class Fp8KVCache(KVCache):
 
     def take(self, count: int) -> list[int]:
         pages = super().take(count)
+        if not pages:
+            return []
         self.page_scales = grown(self.page_scales, {2: self.pool.size}, fill=1.0)
         at = torch.tensor(pages, dtype=torch.int64).to(self.device, non_blocking=True)
         self.page_scales[:, :, at] = self.scales.unsqueeze(2)
@@ -68,9 +70,9 @@ class Fp8KVCache(KVCache):
         scales = self.page_scales[layer][:, pages, None, None]
         super().put(layer, _codes(k, scales[0]), _codes(v, scales[1]), at)
 
-    def read(self, layer: int, pages: Tensor) -> Tensor:
-        scales = self.page_scales[layer][:, pages].repeat_interleave(PAGE, 2)
-        return _numbers(super().read(layer, pages), scales[:, None, ..., None])
+    def read(self, layer: int, pages: Tensor, length: int) -> Tensor:
+        scales = self.page_scales[layer][:, pages].repeat_interleave(PAGE, 2)[:, :, :length]
+        return _numbers(super().read(layer, pages, length), scales[:, None, ..., None])
 
 
 def _codes(x: Tensor, scale: Tensor) -> Tensor:
