@@ -173,6 +173,8 @@ class TorchStepper:
         if not self.waiting:
             return
         slots = self.config.slots - self.active
+        if slots < self.waiting[0].request.num_samples:
+            return
         begun = [(p.job.request, p.job.request.num_samples) for p in self.prompts]
         begun += [(job.request, left) for job, left in self.running.items()]
         pages = self.cache.pool.most - sum(starmap(_pages_needed, begun))
@@ -253,17 +255,17 @@ class TorchStepper:
         tokens = self.batch.ids[:old].gather(1, positions.unsqueeze(1)).squeeze(1)
         routes: list[Tensor] | None = [] if model.config.experts else None
         attend = self.ops.decode(self.cache, tables, positions, self._longest()) if old else None
-        at = places(tables, positions) if routes is not None else positions
+        at = [places(tables, positions)] if routes is not None else []
         if pieces:
             prefill = PrefillAttention(self.cache, pieces)
             tokens = torch.cat((tokens, prefill.tokens))
             positions = torch.cat((positions, prefill.positions))
-            at = torch.cat((at, prefill.at))
+            at.append(prefill.at)
             attend = combined_attention(attend, prefill, old) if attend else prefill
         assert attend is not None
         hidden = model.forward(tokens, positions, attend, routes)
         if routes:
-            self.cache.put_routes(at, torch.stack(routes, 1))
+            self.cache.put_routes(torch.cat(at), torch.stack(routes, 1))
         if not ready:
             return model.logits(hidden[:old])
         ends = old - 1 + np.cumsum([len(piece.ids) for piece in pieces], dtype=np.int64)
