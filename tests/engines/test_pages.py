@@ -342,9 +342,9 @@ def test_prompts_that_wait_for_a_swap_share_pages(computed: list[int]) -> None:
     jobs = [job_of(ask([*common[:96], i, 2], 1, max_tokens=1)) for i in range(9)]
     stepper.waiting.extend(jobs)
     stepper.step()
-    assert computed == [2 * PAGE] and len(stepper.prompts) == 9
+    assert computed == [2 * PAGE] and len(stepper.prompts.open) == 9
     load(stepper, model_of(1), 1)
-    while stepper.prompts:
+    while stepper.prompts.open:
         stepper.step()
     assert sum(computed) == 98 + (98 - 32) + 98 + 6 * 2
 

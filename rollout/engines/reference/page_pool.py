@@ -38,6 +38,8 @@ class PagePool:
         self.most = most or sys.maxsize
         self.size = 1
         """Number of pages that exist, with NOTHING"""
+        self.age = 0
+        """How often it has forgotten"""
         self._free: list[int] = []
         self._owners: dict[int, int] = {}
         self._by_key: dict[bytes, int] = {}
@@ -111,6 +113,7 @@ class PagePool:
 
     def forget(self) -> None:
         """Lets no page be found any more."""
+        self.age += 1
         self._free.extend(self._idle)
         for known in (self._idle, self._by_key, self._keys):
             known.clear()

@@ -11,7 +11,6 @@ The state of the rows is in tensors, so that the work in Python does not grow wi
 import math
 import time
 from collections import deque
-from dataclasses import dataclass, field
 from itertools import islice, starmap, takewhile
 from typing import NamedTuple
 
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from areal_q.checks.machine import check_device
 from areal_q.config import TorchEngine
-from areal_q.config.engines import PAGE, pages_of, pages_of_group
+from areal_q.config.engines import PAGE, pages_of_group
 from areal_q.errors import RecordError, WeightVersionError
 from areal_q.weights.version import WeightVersion
 from rollout.engines.base import Completion, Request, check_fits, not_finite
@@ -40,6 +39,7 @@ from rollout.engines.reference.kv_cache import (
 )
 from rollout.engines.reference.kv_cache_fp8 import build_cache
 from rollout.engines.reference.page_pool import page_keys
+from rollout.engines.reference.prompts import Pass, Prompt, PromptQueue, know
 from rollout.engines.reference.sampling import Knobs, truncates
 
 
@@ -47,21 +47,6 @@ def torch_engine(config: TorchEngine) -> AsyncEngine:
     """Returns the reference engine. Raises ConfigError for a device that torch does not have."""
     check_device("rollout.engine.device", config.device)
     return AsyncEngine(TorchStepper(config))
-
-
-@dataclass(eq=False)
-class Prompt:
-    """A prompt that is not computed yet, or not to its end."""
-
-    job: Job
-    keys: list[bytes]
-    """Keys of its whole pages, but for one that ends with its last token: that is computed anyway, since its
-    logits are needed."""
-    swaps: int = -1
-    """Number of the engine's swaps when its first page was taken. Pages of several versions are not shared."""
-    pages: list[int] = field(default_factory=list)
-    done: int = 0
-    """Number of tokens whose keys and values are in the cache"""
 
 
 class Row(NamedTuple):
@@ -87,12 +72,10 @@ class TorchStepper:
         self.steps = 0
         self.versions = StepVersions()
         self.model: InferenceModel | None = None
-        self.prompts: deque[Prompt] = deque()
+        self.prompts = PromptQueue(max(PAGE, config.prefill_tokens // PAGE * PAGE))
         self.rows: list[Row] = []
         self.running: dict[Job, int] = {}
         """Number of rows that each job still has"""
-        self.swaps = 0
-        self.most_tokens = max(PAGE, config.prefill_tokens // PAGE * PAGE)
         self.batch: BatchState
         self.cache: KVCache
 
@@ -102,7 +85,7 @@ class TorchStepper:
 
     @property
     def active(self) -> int:
-        return len(self.rows) + sum(p.job.request.num_samples for p in self.prompts)
+        return len(self.rows) + sum(p.job.request.num_samples for p in self.prompts.open)
 
     def check_request(self, request: Request) -> None:
         assert self.model is not None
@@ -125,7 +108,6 @@ class TorchStepper:
             self.cache = build_cache(prepared.config, self.config)
             self.batch = BatchState(self.config.device)
         self.model = prepared
-        self.swaps += 1
         self.cache.new_version(prepared.kv_scales)
         self.versions.swapped(self.steps, prepared.manifest)
         if self.config.kv_on_update == "recompute":
@@ -137,7 +119,7 @@ class TorchStepper:
         assert model is not None
         self._admit()
         self._extend()
-        pieces, ready = self._next_pieces()
+        pieces, ready = self.prompts.next_pieces(self.cache)
         if not self.rows and not pieces:
             return 0
         logits = self._forward(model, pieces, ready)
@@ -156,8 +138,8 @@ class TorchStepper:
     def drop(self, job: Job) -> None:
         if job in self.waiting:
             self.waiting.remove(job)
-        for prompt in [p for p in self.prompts if p.job is job]:
-            self.prompts.remove(prompt)
+        for prompt in [p for p in self.prompts.open if p.job is job]:
+            self.prompts.open.remove(prompt)
             self.cache.spoil(prompt.pages)
             self.cache.pool.release(prompt.pages)
         slots = [slot for slot, row in enumerate(self.rows) if row.job is job]
@@ -175,7 +157,7 @@ class TorchStepper:
         slots = self.config.slots - self.active
         if slots < self.waiting[0].request.num_samples:
             return
-        begun = [(p.job.request, p.job.request.num_samples) for p in self.prompts]
+        begun = [(p.job.request, p.job.request.num_samples) for p in self.prompts.open]
         begun += [(job.request, left) for job, left in self.running.items()]
         pages = self.cache.pool.most - sum(starmap(_pages_needed, begun))
         while self.waiting:
@@ -185,7 +167,7 @@ class TorchStepper:
             if slots < 0 or pages < 0:
                 return
             keys = page_keys(request.prompt_ids[:-1])
-            self.prompts.append(Prompt(self.waiting.popleft(), keys))
+            self.prompts.open.append(Prompt(self.waiting.popleft(), keys))
 
     def _extend(self) -> None:
         """Gives another page to the rows whose pages are full."""
@@ -197,55 +179,6 @@ class TorchStepper:
         self.batch.put_pages(slots, [len(self.rows[slot].pages) for slot in slots], pages)
         for slot, page in zip(slots, pages, strict=True):
             self.rows[slot].pages.append(page)
-
-    def _next_pieces(self) -> tuple[list[Piece], list[Prompt]]:
-        """Returns the next pieces of as many prompts as fit into a forward pass, padded to the longest, and
-        those prompts that end with them, whose pieces come last. Prompts that do not end take turns."""
-        pieces, whole, begun, ready = list[Piece](), list[Piece](), list[Prompt](), list[Prompt]()
-        widest = furthest = 0
-        while self.prompts:
-            prompt = self.prompts[0]
-            self._reuse(prompt)
-            ids, start = prompt.job.request.prompt_ids, prompt.done
-            end = min(len(ids), start + self.most_tokens)
-            widest, furthest = max(widest, end - start), max(furthest, end)
-            count = len(pieces) + len(whole)
-            if count and not self._fits(count + 1, widest, furthest):
-                break
-            self.prompts.popleft()
-            prompt.pages += self.cache.take(pages_of(end) - len(prompt.pages))
-            prompt.done = end
-            self._know(prompt, prompt.keys[: end // PAGE], prompt.pages)
-            (whole if end == len(ids) else pieces).append(
-                Piece(ids[start:end], start, prompt.pages)
-            )
-            (ready if end == len(ids) else begun).append(prompt)
-        self.prompts += begun
-        return pieces + whole, ready
-
-    def _fits(self, count: int, widest: int, furthest: int) -> bool:
-        """Returns True if a forward pass may have `count` pieces, all padded to `widest` tokens, that read as
-        many pages as one that ends at `furthest`: no more of either than `most_tokens`."""
-        return count * max(widest, pages_of(furthest)) <= self.most_tokens
-
-    def _reuse(self, prompt: Prompt) -> None:
-        """Gives a prompt the pages that it needs next, as far as others have computed them."""
-        if not prompt.pages:
-            prompt.swaps = self.swaps
-        if prompt.swaps != self.swaps:
-            return
-        for key in prompt.keys[len(prompt.pages) :]:
-            page = self.cache.pool.find(key)
-            if page is None:
-                return
-            prompt.pages.append(page)
-            prompt.done += PAGE
-
-    def _know(self, prompt: Prompt, keys: list[bytes], pages: list[int]) -> None:
-        """Lets later prompts find `pages` by `keys`, if all in them is of the present weights."""
-        if prompt.swaps == self.swaps:
-            for key, page in zip(keys, pages, strict=False):
-                self.cache.pool.know(key, page)
 
     def _forward(self, model: InferenceModel, pieces: list[Piece], ready: list[Prompt]) -> Tensor:
         """Computes the rows' last tokens and `pieces`, and gives rows to the prompts `ready`, whose pieces are
@@ -403,7 +336,7 @@ class TorchStepper:
                 job.complete(index, completion)
                 if (self._length(job) - 1) // PAGE > len(row.prompt.keys):
                     ids = np.concatenate((job.request.prompt_ids, completion.response_ids[:-1]))
-                    self._know(row.prompt, page_keys(ids, row.prompt.keys), row.pages)
+                    know(self.cache, row.prompt, page_keys(ids, row.prompt.keys), row.pages)
             else:
                 failed = True
                 job.fail(not_finite(self.version))
@@ -434,25 +367,23 @@ class TorchStepper:
 
     def _recompute(self, model: InferenceModel) -> None:
         """Computes the keys and values of all rows and begun prompts again with the new weights."""
-        todo = [(p.job.request.prompt_ids[: p.done], p.pages) for p in self.prompts]
+        todo = [(p.job.request.prompt_ids[: p.done], p.pages) for p in self.prompts.open]
         if self.rows:
             ids, _, lengths = self.batch.read(list(range(len(self.rows))))
             found = zip(ids, lengths, self.rows, strict=True)
             todo += [(row_ids[: length - 1], row.pages) for row_ids, length, row in found]
-        computed, pieces = set[int](), list[Piece]()
+        computed, together = set[int](), Pass(self.prompts.most_tokens)
         for ids, pages in todo:
             shared = len(list(takewhile(computed.__contains__, pages)))
             computed.update(pages)
-            for start in range(shared * PAGE, len(ids), self.most_tokens):
-                piece = Piece(ids[start : start + self.most_tokens], start, pages)
-                widest = max(len(p.ids) for p in [*pieces, piece])
-                furthest = max(p.start + len(p.ids) for p in [*pieces, piece])
-                if pieces and not self._fits(len(pieces) + 1, widest, furthest):
-                    self._compute(model, pieces)
-                    pieces = []
-                pieces.append(piece)
-        if pieces:
-            self._compute(model, pieces)
+            for start in range(shared * PAGE, len(ids), together.most_tokens):
+                piece = Piece(ids[start : start + together.most_tokens], start, pages)
+                if not together.takes(piece):
+                    self._compute(model, together.pieces)
+                    together = Pass(together.most_tokens)
+                    together.takes(piece)
+        if together.pieces:
+            self._compute(model, together.pieces)
 
     def _compute(self, model: InferenceModel, pieces: list[Piece]) -> None:
         prefill = PrefillAttention(self.cache, pieces)
