@@ -28,6 +28,8 @@ from rollout.engines.reference.kv_cache_fp8 import Fp8KVCache
 from rollout.engines.reference.ops import FloatTable, Table, TorchOps
 from rollout.engines.reference.sampling import Knobs
 
+GATED = {"silu": decoding.swiglu, "gelu_tanh": decoding.geglu}
+
 
 class FusedDecodeAttention:
     """The attention of kv_cache.DecodeAttention in one loop. It needs no mask, since each row reads only its
@@ -89,8 +91,7 @@ class FusedOps:
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
         y = np.empty((len(gate_up), gate_up.shape[1] // 2), np.float32)
-        kernel = {"silu": decoding.swiglu, "gelu_tanh": decoding.geglu}[activation]
-        kernel(gate_up.numpy(), y)
+        GATED[activation](gate_up.numpy(), y)
         return torch.from_numpy(y)
 
     def decode(self, cache: KVCache, tables: Tensor, positions: Tensor, length: int) -> Attend:
