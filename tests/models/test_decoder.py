@@ -83,12 +83,12 @@ def test_shared_prompt_gives_the_states_of_separate_sequences(
     start = number = 0
     for prompt, responses in groups:
         torch.testing.assert_close(
-            together[start : start + prompt], one_by_one[number][:prompt], atol=1e-5, rtol=0
+            together[start : start + prompt], one_by_one[number][:prompt], atol=5e-5, rtol=0
         )
         start += prompt
         for length in responses:
             torch.testing.assert_close(
-                together[start : start + length], one_by_one[number][prompt:], atol=1e-5, rtol=0
+                together[start : start + length], one_by_one[number][prompt:], atol=5e-5, rtol=0
             )
             start, number = start + length, number + 1
 
@@ -111,7 +111,7 @@ def test_rope_rotates_channel_pairs_by_position_times_frequency() -> None:
     angle = torch.outer(torch.arange(64.0), torch.tensor(SMALL.inverse_frequencies())).double()
     turned = torch.view_as_real(turned * torch.polar(torch.ones_like(angle), angle)[:, None])
     expected = torch.cat((turned[..., 0], turned[..., 1]), -1)
-    torch.testing.assert_close(apply_rope(x, cos, sin), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(apply_rope(x, cos, sin), expected, atol=5e-5, rtol=0)
 
 
 def test_rope_makes_scores_depend_on_distance_only() -> None:
@@ -121,8 +121,8 @@ def test_rope_makes_scores_depend_on_distance_only() -> None:
         (apply_rope(q, cos[i], sin[i]) * apply_rope(k, cos[i - 5], sin[i - 5])).sum()
         for i in (5, 20, 63)
     ]
-    torch.testing.assert_close(scores[0], scores[1], atol=1e-5, rtol=0)
-    torch.testing.assert_close(scores[0], scores[2], atol=1e-5, rtol=0)
+    torch.testing.assert_close(scores[0], scores[1], atol=5e-5, rtol=0)
+    torch.testing.assert_close(scores[0], scores[2], atol=5e-5, rtol=0)
 
 
 # Attention and the whole model
@@ -144,7 +144,7 @@ def test_packed_attention_equals_softmax_of_each_sequence(
         scores = torch.einsum("ihd,jhd->hij", q[part], wide_k) / math.sqrt(8)
         scores = scores.masked_fill(torch.ones(n, n).triu(1).bool(), -torch.inf)
         expected = torch.einsum("hij,jhd->ihd", scores.softmax(-1), wide_v)
-        torch.testing.assert_close(out[part], expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(out[part], expected, atol=5e-5, rtol=0)
         start += n
 
 
@@ -205,7 +205,7 @@ def test_packed_equals_one_by_one_in_output_and_gradient(lengths: list[int]) -> 
     singles = torch.cat(
         [model.logits(model(part, PackedLayout.of([len(part)]))) for part in ids.split(lengths)]
     )
-    torch.testing.assert_close(packed, singles, atol=1e-5, rtol=0)
+    torch.testing.assert_close(packed, singles, atol=5e-5, rtol=0)
     for ours, theirs in zip(gradients(packed), gradients(singles), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 

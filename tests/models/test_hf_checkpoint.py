@@ -65,7 +65,7 @@ def assert_same_logits(ours: Decoder, hf: Any) -> None:
     packed = ours.logits(ours(ids, PackedLayout.of(LENGTHS)))
     expected = torch.cat([hf(part[None]).logits[0] for part in ids.split(LENGTHS)])
     assert expected.std() > 0.1
-    torch.testing.assert_close(packed, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(packed, expected, atol=5e-5, rtol=0)
 
 
 @pytest.fixture

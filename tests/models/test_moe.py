@@ -71,7 +71,7 @@ def test_logits_and_gradients_are_those_of_transformers(kind: str, tmp_path: Pat
     theirs = torch.cat([hf(part[None]).logits[0] for part in tokens().split(LENGTHS)])
     mine = logits(ours)
     assert theirs.std() > 0.1
-    torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=0)
+    torch.testing.assert_close(mine, theirs, atol=5e-5, rtol=0)
     weights = torch.randn(theirs.shape, generator=torch.Generator().manual_seed(2))
     for out in (mine, theirs):
         (out * weights).sum().backward()
@@ -146,7 +146,7 @@ def test_the_result_does_not_depend_on_what_is_packed_together(model: Decoder) -
     apart = [
         model.logits(model(part, PackedLayout.of([len(part)]))) for part in tokens().split(LENGTHS)
     ]
-    torch.testing.assert_close(together, torch.cat(apart), atol=1e-5, rtol=0)
+    torch.testing.assert_close(together, torch.cat(apart), atol=5e-5, rtol=0)
 
 
 def test_activation_checkpointing_changes_no_bit(model: Decoder) -> None:
@@ -215,6 +215,6 @@ def test_uaq_keeps_the_function_and_is_undone(model: Decoder) -> None:
     layer = model.model.layers[0].mlp
     assert isinstance(layer, SparseMlp)
     assert torch.equal(layer.gate.weight, before["model.layers.0.mlp.gate.weight"] / 2)
-    torch.testing.assert_close(logits(model), plain, atol=1e-5, rtol=0)
+    torch.testing.assert_close(logits(model), plain, atol=5e-5, rtol=0)
     fold_back(model, 2.0)
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
