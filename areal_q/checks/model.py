@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 from msgspec import Struct
 
-from areal_q.checks.automatic import settled
+from areal_q.checks.automatic import hides_updates, settled
 from areal_q.checks.combinations import check_context, check_foreign, check_norms
 from areal_q.checks.machine import CheckResult
 from areal_q.checks.memory import cached_pages, memory_of, position_bytes
@@ -141,15 +141,9 @@ def _hidden_updates(run: Run, shape: DecoderConfig) -> Iterator[CheckResult]:
     """Yields a warning if the rollouts' rounding to bfloat16 hides a step that a float32 learner sees: Adam
     moves a weight by about lr, and what is below half a spacing is rounded away. A weight w is taken to be as
     large as at its initialization, 1 / √width; bfloat16's spacing there is 2^(⌊log2 w⌋ - 7)."""
-    learner, lr = run.learner, run.learner.optimizer.lr
+    lr = run.learner.optimizer.lr
     half = 2.0 ** (math.floor(math.log2(shape.width**-0.5)) - 8)
-    sees = learner.dtype == "float32" and learner.precision == "full" and not learner.lora
-    if (
-        run.rollout.format == "bf16"
-        and sees
-        and isinstance(run.model, PretrainedModel)
-        and lr < half
-    ):
+    if hides_updates(settled(run)) and lr < half:
         yield CheckResult(
             "updates",
             "warning",
@@ -163,7 +157,7 @@ def _noisy_activations(run: Run) -> Iterator[CheckResult]:
     """Yields a warning if a pretrained model's activations are to be rounded as they come."""
     rollout = settled(run).rollout
     exposed = rollout.format in ROUNDS_ACTIVATIONS and rollout.smooths is None
-    aligned = run.learner.precision != "full" or run.learner.lora
+    aligned = run.learner.forward != "full" or run.learner.lora
     if isinstance(run.model, PretrainedModel) and exposed and not aligned:
         yield CheckResult(
             "activations",

@@ -192,11 +192,12 @@ def test_a_machine_with_too_little_memory_is_a_warning(
 @pytest.mark.parametrize(
     ("settings", "warned"),
     [
-        ([], True),
-        (["learner.optimizer.lr=1e-2"], False),
+        (["learner.precision=full"], True),
+        ([], False),
+        (["learner.precision=full", "learner.optimizer.lr=1e-2"], False),
         (["learner.precision=qarl"], False),
-        (["learner.dtype=bfloat16"], False),
-        (["rollout.format=int8"], False),
+        (["learner.precision=full", "learner.dtype=bfloat16"], False),
+        (["learner.precision=full", "rollout.format=int8"], False),
     ],
 )
 def test_steps_that_bfloat16_rounds_away_are_a_warning(
