@@ -51,19 +51,26 @@ def directory_of(path: str, setting: str) -> str:
 def _snapshot(id: str, revision: str | None, setting: str) -> str:
     try:
         import huggingface_hub
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+        from huggingface_hub.errors import (
+            HfHubHTTPError,
+            HTTPError,  # pyright: ignore[reportPrivateImportUsage] of whichever client it uses
+            LocalEntryNotFoundError,
+        )
     except ImportError as error:
         raise ConfigError(f"{setting}: {id} needs {installing('hf')}") from error
     try:
         return str(huggingface_hub.snapshot_download(id, revision=revision, allow_patterns=_READ))
-    except LocalEntryNotFoundError as error:
+    except (HTTPError, OSError, ValueError) as error:  # OSError: a full disk, among others
+        # That the cache lacks it is said for whatever kept the client from asking, which is the cause.
+        absent = isinstance(error, LocalEntryNotFoundError)
+        cause = (absent and error.__cause__) or error
+        unanswered = isinstance(cause, HTTPError) and not isinstance(cause, HfHubHTTPError)
+        if unanswered or isinstance(cause, ConnectionError):
+            raise ConfigError(
+                f"{setting}: {id}: no such directory, the cache lacks this model, and no network reaches "
+                "huggingface.co; where there is one: hf download ID --local-dir DIR"
+            ) from error
+        why = shorten(str(cause), _LONGEST, placeholder=" …")
         raise ConfigError(
-            f"{setting}: {id}: no such directory, the cache lacks this model, and no network reaches "
-            "huggingface.co; where there is one: hf download ID --local-dir DIR"
-        ) from error
-    except (HfHubHTTPError, OSError, ValueError) as error:  # OSError: no network, or a full disk
-        why = shorten(str(error), _LONGEST, placeholder=" …")
-        raise ConfigError(
-            f"{setting}: {id}: no such directory, and no model of the Hub that can be fetched: {why}; where "
-            "there is a network: hf download ID --local-dir DIR"
+            f"{setting}: {id}: no such directory, nor can it be fetched from the Hub: {why}"
         ) from error
