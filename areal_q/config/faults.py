@@ -58,9 +58,9 @@ def fault(error: msgspec.ValidationError, table: Table) -> str:
         return f"{given}: {refusal}{_of_ones_own(path)}"
     if "matching regex" in what and path in PATTERNS:
         return f"{given}: must be {PATTERNS[path]}"
-    if "matching regex" in what and path.startswith(KEYS):
+    if path.startswith(KEYS):
         names = ", ".join(value_at(table, path.removeprefix(KEYS)))
-        return f"{path}, {names}: letters, digits, _ and - after a letter or digit"
+        return f"{path}, {names}: letters, digits, _ and - after a letter or digit, 64 at most"
     return (
         f"{given}: {expectation(what)}{_INSTEAD_OF_LISTS.get(path, '') * ('got `array`' in what)}"
     )

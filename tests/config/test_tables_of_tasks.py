@@ -122,6 +122,7 @@ def test_sets_may_change_in_a_resumption_and_shares_not(
     ("settings", "said"),
     [
         (["eval.sets.a b.samples=2"], "the keys of eval.sets, a b: letters, digits, _ and -"),
+        ([f"eval.sets.{'a' * 65}.samples=2"], "after a letter or digit, 64 at most"),
         (
             ["eval.sets.a.samples=2", "eval.sets.b.sample=4"],
             "eval.sets.b.sample: no such setting; did you mean eval.sets.b.samples?",
