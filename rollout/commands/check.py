@@ -5,7 +5,8 @@ Exit codes: 0 if there is no error (there may be notes and warnings), 1 if there
 
 import asyncio
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Annotated
 
@@ -32,7 +33,15 @@ from areal_q.config import (
 from areal_q.errors import TaskError, UserError
 from areal_q.system.command import console
 from areal_q.system.credentials import no_password
-from areal_q.tasks import Completed, Problem, build_reward, build_task, columns_for
+from areal_q.tasks import (
+    Completed,
+    Problem,
+    Tokenizer,
+    build_reward,
+    build_task,
+    build_tokenizer,
+    columns_for,
+)
 
 _MARKS = {"ok": "[green]✓[/]", "note": "[dim]·[/]", "warning": "[yellow]![/]", "error": "[red]✗[/]"}
 
@@ -115,31 +124,47 @@ def sampler_of(run: Run) -> Iterator[CheckResult]:
 
 def reward_of(run: Run) -> Iterator[CheckResult]:
     """Yields what a reward of the user's own does wrong with the first problem and a group of responses that
-    are its very answer."""
+    are its very answer. No data are read for one that cannot be loaded, nor where there is none."""
+    if isinstance(run.rollout.environment, External | PythonEnvironment):
+        return  # the rewards are theirs
+
+    @cache
+    def firsts() -> list[Problem]:
+        task = build_task(run.task, columns_for(run))
+        return [problems[0] for _, problems in first_problems(run, task)]
+
     try:
-        for part, problems in first_problems(run, build_task(run.task, columns_for(run))):
-            if isinstance(run.rollout.environment, External | PythonEnvironment):
-                continue  # the rewards are theirs
+        for place, part in enumerate(map(run.of, run.sources)):
             if part.reward.path or isinstance(part.task, Python):
-                yield from asyncio.run(_judged(part, problems[0]))
+                yield from asyncio.run(_judged(part, lambda at=place: firsts()[at]))
     except UserError as error:
         yield CheckResult("reward", "error", str(error), "mend the function")
 
 
-async def _judged(run: Run, problem: Problem) -> list[CheckResult]:
+async def _judged(run: Run, first: Callable[[], Problem]) -> list[CheckResult]:
     """Returns how the reward of a run of one task fails; nothing if it gives what it should. What may come
     right later, such as a judge that does not answer yet, is a warning."""
     reward = build_reward(msgspec.structs.replace(run, eval=EvalConfig()))
-    ids = [*range(len(problem.answer))]
-    response = Completed(problem.answer, tokens=len(ids), ids=ids)
     try:
         await reward.start()
+        problem, tokenizer = first(), build_tokenizer(run.model, run.task)
+        ids = [*_said(tokenizer, problem.answer), tokenizer.eos_id]
+        response = Completed(problem.answer, tokens=len(ids), ids=ids)
         scores = await reward(problem, [response] * run.learner.group_size)
     finally:
         await reward.close()
     causes = {score.failure for score in scores if score.failure}
     level = "error" if "exception" in causes else "warning"
     return [CheckResult("reward", level, reward.failure, "mend the function")] if causes else []
+
+
+def _said(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Returns the tokens of `text`; none if the small model has not all of its characters, since such a run
+    only never gives that answer."""
+    try:
+        return tokenizer.encode(text)
+    except TaskError:
+        return []
 
 
 def learner_of(run: Run) -> Iterator[CheckResult]:

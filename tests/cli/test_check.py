@@ -308,6 +308,24 @@ def test_a_reward_of_ones_own_is_called(tmp_path, settings, said):
     assert {one.level for one in found} <= {"error"}
 
 
+@pytest.mark.parametrize(("answer", "ids"), [("12", [3, 4, 1]), ("", [1]), ("é", [1])])
+def test_a_reward_gets_the_tokens_that_a_model_would_draw(tmp_path, answer, ids):
+    """The last one has no token in the small model's vocabulary, whose token 1 ends a response."""
+    (tmp_path / "own.py").write_text(
+        f"def problems():\n    return [(f'{{i}}+1=', {answer!r}) for i in range(20)]\n"
+        f"def reward(completion_ids):\n    assert completion_ids == {ids}\n    return 1.0\n"
+    )
+    assert [*reward_of(load(None, [f"task={{type='python', path='{tmp_path}/own.py'}}"]))] == []
+
+
+@pytest.mark.parametrize("reward", ["", "reward.path={}/own.py"])
+def test_no_data_are_read_for_what_is_no_reward_to_try(tmp_path, reward):
+    (tmp_path / "own.py").write_text("def reward(completion_ids:\n")
+    settings = ["task.type=jsonl", f"task.path={tmp_path}/nowhere.jsonl"]
+    found = reward_of(load(None, [*settings, *filter(None, [reward.format(tmp_path)])]))
+    assert ["own.py" in one.says for one in found] == [True] * bool(reward)
+
+
 def test_a_judge_that_is_not_there_yet_is_a_warning(tmp_path):
     (tmp_path / "own.py").write_text(
         "from areal_q.errors import RewardUnavailable\n"
