@@ -4,6 +4,8 @@ Exit codes: 0 if there is no error (there may be notes and warnings), 1 if there
 """
 
 import asyncio
+import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -31,6 +33,7 @@ from areal_q.config import (
     load,
 )
 from areal_q.errors import TaskError, UserError
+from areal_q.messages import FailureCause
 from areal_q.system.command import console
 from areal_q.system.credentials import no_password
 from areal_q.tasks import (
@@ -44,6 +47,14 @@ from areal_q.tasks import (
 )
 
 _MARKS = {"ok": "[green]✓[/]", "note": "[dim]·[/]", "warning": "[yellow]![/]", "error": "[red]✗[/]"}
+
+_FIXES: dict[FailureCause, str] = {
+    "exception": "mend the function",
+    "timeout": "a longer reward.timeout_s, or a faster function",
+    "killed": "a larger reward.memory_mib, or mend the function",
+    "unavailable": "what it asks must answer",
+}
+"""What to change where a reward fails, the worst first"""
 
 EXITS = "Exit codes: 0 nothing is in the way; 1 something is; 2 settings that cannot be read."
 
@@ -95,10 +106,15 @@ def settings_of(run: Run) -> Iterator[CheckResult]:
         preflight(fetched(run))
         yield CheckResult("settings", "ok", "directories and ports that they name")
     except UserError as error:
-        path = getattr(run.task, "path", None)
-        of_data = isinstance(error, TaskError) and path and str(error).startswith(path)
-        fix = "mend the file, or another task.path" if of_data else "another value of that setting"
-        yield CheckResult("settings", "error", str(error), fix)
+        yield CheckResult("settings", "error", str(error), _fix(error))
+
+
+def _fix(error: UserError, otherwise: str = "another value of that setting") -> str:
+    """Returns what to change: the file, or its line or row, that the error begins with, unless it goes on with
+    a setting."""
+    place, _, why = str(error).partition(": ")
+    of_file = os.path.exists(re.sub(r":\d+$|\[\d+\]$", "", place)) and not why.startswith("task.")
+    return "mend the file, or name another" if of_file else otherwise
 
 
 def model_of(run: Run) -> Iterator[CheckResult]:
@@ -108,7 +124,8 @@ def model_of(run: Run) -> Iterator[CheckResult]:
     try:
         yield from findings(run, check_model(run))
     except UserError as error:
-        yield CheckResult("model", "error", str(error), "another model, or value of that setting")
+        fix = _fix(error, "another model, or value of that setting")
+        yield CheckResult("model", "error", str(error), fix)
 
 
 def sampler_of(run: Run) -> Iterator[CheckResult]:
@@ -119,7 +136,7 @@ def sampler_of(run: Run) -> Iterator[CheckResult]:
         if isinstance(run.buffer.sampler, PythonSampler):
             try_out(run.buffer.sampler, build_task(run.task, columns_for(run)).train)
     except UserError as error:
-        yield CheckResult("sampler", "error", str(error), "mend the function")
+        yield CheckResult("sampler", "error", str(error), _fix(error))
 
 
 def reward_of(run: Run) -> Iterator[CheckResult]:
@@ -138,7 +155,7 @@ def reward_of(run: Run) -> Iterator[CheckResult]:
             if part.reward.path or isinstance(part.task, Python):
                 yield from asyncio.run(_judged(part, lambda at=place: firsts()[at]))
     except UserError as error:
-        yield CheckResult("reward", "error", str(error), "mend the function")
+        yield CheckResult("reward", "error", str(error), _fix(error))
 
 
 async def _judged(run: Run, first: Callable[[], Problem]) -> list[CheckResult]:
@@ -153,9 +170,12 @@ async def _judged(run: Run, first: Callable[[], Problem]) -> list[CheckResult]:
         scores = await reward(problem, [response] * run.learner.group_size)
     finally:
         await reward.close()
-    causes = {score.failure for score in scores if score.failure}
-    level = "error" if "exception" in causes else "warning"
-    return [CheckResult("reward", level, reward.failure, "mend the function")] if causes else []
+    causes = {score.failure for score in scores}
+    for cause, fix in _FIXES.items():
+        if cause in causes:
+            level = "error" if cause == "exception" else "warning"
+            return [CheckResult("reward", level, reward.failure, fix)]
+    return []
 
 
 def _said(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -236,11 +236,26 @@ def test_server_of_something_else_or_none_is_exit_1(sglang, tmp_path):
     assert done.returncode == 1 and "127.0.0.1:1" in done.stdout
 
 
-def test_a_file_that_cannot_be_read_is_to_be_mended(tmp_path):
-    path = tmp_path / "train.parquet"
-    path.write_bytes(b"<html>not found</html>")
-    (found,) = settings_of(load(None, ["task.type=jsonl", f'task.path="{path}"']))
-    assert found.says.startswith(f"{path}: no Parquet file: ") and "task.path" in found.fix
+@pytest.mark.parametrize(
+    ("settings", "said", "fix"),
+    [
+        ("path='{}/train.parquet'", "train.parquet: no Parquet file: ", "mend the file"),
+        ("path='{}/torn.jsonl'", "torn.jsonl:2: ", "mend the file"),
+        ("path='{}/list.json'", "list.json[0]: ", "mend the file"),
+        ("path='{}/nowhere.jsonl'", "nowhere.jsonl: No such file", "another value"),
+        ("path='{}/two.jsonl'", "two.jsonl: task.heldout = 0.1 of 2 rows", "another value"),
+    ],
+)
+def test_what_is_to_be_mended_is_what_is_at_fault(tmp_path, settings, said, fix):
+    (tmp_path / "train.parquet").write_bytes(b"<html>not found</html>")
+    (tmp_path / "torn.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt"')
+    (tmp_path / "list.json").write_text("[3]")
+    (tmp_path / "two.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 2)
+    one = f"{{type='jsonl', {settings.format(tmp_path)}}}"
+    other = "b={task={type='arithmetic'}}"
+    for task in (f"task={one}", f"task={{type='mix', sources={{a={{task={one}}}, {other}}}}}"):
+        (found,) = settings_of(load(None, [task]))
+        assert said in found.says and found.fix.startswith(fix), found
 
 
 def test_what_a_run_would_refuse_before_it_starts_is_an_error():
@@ -273,6 +288,7 @@ def test_an_order_and_a_sampler_of_ones_own_are_called(tmp_path, settings, said)
     )
     run = load(None, [settings.format(tmp_path / "own.py")])
     found = [one for one in (*model_of(run), *sampler_of(run)) if one.level == "error"]
+    assert {one.fix for one in found} <= {"mend the file, or name another"}
     assert [bool(re.search(said, one.says)) for one in found] == [True] if said else not found
 
 
@@ -332,7 +348,8 @@ def test_a_judge_that_is_not_there_yet_is_a_warning(tmp_path):
         "def reward(response):\n    raise RewardUnavailable('nobody listens')\n"
     )
     (found,) = reward_of(load(None, [f"reward.path={tmp_path / 'own.py'}"]))
-    assert found.level == "warning" and "nobody listens" in found.says
+    assert (found.level, found.fix) == ("warning", "what it asks must answer")
+    assert "nobody listens" in found.says
 
 
 @pytest.mark.parametrize(
