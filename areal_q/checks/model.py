@@ -226,17 +226,30 @@ def longest_prompt(run: Run, shape: DecoderConfig) -> int:
         f"rollout.engine.max_positions = {positions}": positions or shape.max_positions,
     }
     if isinstance(engine, TorchEngine) and engine.kv_cache_bytes:
-        pages, after = cached_pages(engine, shape), run.rollout.tokens_after_prompt
-        prompts = range(1, shape.max_positions)
-        beyond = (p for p in prompts if pages_of_group(p, _together(run), after) > pages)
-        first = next(beyond, shape.max_positions)
-        bounds[f"rollout.engine.kv_cache_bytes = {engine.kv_cache_bytes}"] = first - 1 + after
+        bounds[f"rollout.engine.kv_cache_bytes = {engine.kv_cache_bytes}"] = _cached(
+            run, engine, shape
+        )
     most = min(bounds, key=bounds.__getitem__)
     room = bounds[most] - run.rollout.tokens_after_prompt
     if room < 1:
         asked = f"rollout.sampling.max_tokens = {run.rollout.sampling.max_tokens}"
         raise ConfigError(f"{asked} and a prompt do not fit into {most}")
     return room
+
+
+def _cached(run: Run, engine: TorchEngine, shape: DecoderConfig) -> int:
+    """Returns how many tokens a prompt may have together with what follows, so that a group of it and of any
+    shorter prompt fits into the torch engine's cache.
+
+    A group's pages do not only grow with its prompt, since a prompt of whole pages shares one page more. But a
+    page more of prompt is a page more of the group: the first prompt without room is looked for by its place
+    in its last page."""
+    pages, after = cached_pages(engine, shape), run.rollout.tokens_after_prompt
+    lacking = (
+        prompt + PAGE * max(0, pages + 1 - pages_of_group(prompt, _together(run), after))
+        for prompt in range(1, PAGE + 1)
+    )
+    return min(lacking) - 1 + after
 
 
 def check_experts(config: DecoderConfig, cfg: LearnerConfig) -> None:

@@ -309,6 +309,29 @@ def test_a_cache_without_room_for_a_group_is_refused(model: Path):
     assert prompt <= checked(enough) < checked(1 << 30) == 64 - 30
 
 
+@pytest.mark.parametrize("group", [2, 3, 20])
+@pytest.mark.parametrize("tokens", [1, 6, 16, 40])
+def test_every_prompt_that_is_taken_has_room_in_the_cache(group: int, tokens: int):
+    """The next longer prompt has no room, though a still longer one, of whole pages, may have."""
+    settings = [f"learner.group_size={group}", f"rollout.sampling.max_tokens={tokens}"]
+    settings += ["model.max_positions=2048", "learner.microbatch_tokens=2048"]
+    shape = shape_of((run := load(None, settings)).model, CharTokenizer())
+    page = 16 * 2 * shape.layers * shape.kv_heads * shape.head_dim * 4
+    for pages in range(pages_of_prompt(1, group, tokens), 90, 11):
+        run = override(run, f"rollout.engine.kv_cache_bytes={pages * page}")
+        longest = longest_prompt(run, shape)
+        assert all(pages_of_prompt(p, group, tokens) <= pages for p in range(1, longest + 1))
+        assert pages_of_prompt(longest + 1, group, tokens) > pages
+
+
+def pages_of_prompt(prompt: int, group: int, tokens: int) -> int:
+    """Counts the pages one by one: those that hold only prompt are there once. The last token that is drawn has
+    no key."""
+    first = [[at < prompt for at in range(page, page + 16)] for page in range(0, prompt, 16)]
+    shared = sum(map(all, first))
+    return shared + group * (len(range(0, prompt + tokens - 1, 16)) - shared)
+
+
 def test_a_prompt_leaves_room_for_what_may_follow_it():
     def longest(*more: str) -> int:
         run = load(None, ["model.max_positions=256", "rollout.sampling.max_tokens=6", *more])
