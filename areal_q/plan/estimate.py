@@ -37,7 +37,7 @@ class Estimate:
     redis: float
     speed: Speed
     others: list[Speed] = field(default_factory=list)
-    """Other splits, the best first."""
+    """Other splits, the best first; only --json shows them."""
     advice: list[str] = field(default_factory=list)
 
 
