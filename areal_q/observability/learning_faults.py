@@ -39,13 +39,16 @@ AWAY_NATS = 0.5
 as the widest usual clip, 1.28, by its logarithm. Steps that learn move the policy by 1e-4 to 1e-2, a few by
 0.3."""
 JUMP = 100.0
-"""Times the median gradient norm before that is a jump; after equal rewards it may, so only with a fall."""
+"""Times the median gradient norm before that is a jump; after equal rewards it may, so only with a fall.
+Chosen: the largest was 9.3 in the runs of tests/helpers/ruined_runs, 1.8 in the healthy one of them, and
+1.5 in the 63 of bench/results/stability.csv."""
 SET_ASIDE_SHARE = 0.1
-"""Share of the groups and of what was set aside from which that is a fault."""
+"""Share of the groups and of what was set aside from which that is a fault. Chosen: below it the work that is
+lost is less than a tenth, and the count in buffer/quarantined says enough."""
 SOLVED = 0.9
 """Held-out accuracy from which uniform groups are a success."""
 FEW = 2
-"""Responses that do not make a contradiction yet; records and skipped steps that do not matter."""
+"""Responses that do not make a contradiction yet; records set aside that do not matter."""
 OPINIONS = ("right", "right_refused", "wrong", "wrong_accepted")
 _SIGMAS = 4.0
 """A fall counts if it exceeds so many standard errors."""
@@ -155,7 +158,6 @@ class LearningJudge:
         return _Level(statistics.fmean(means), error, least, self._recent[-1]["step"])
 
     def _runaway(self) -> Iterator[Fault]:
-        skipped = [r.get("train/skipped_steps") or 0.0 for r in self._recent]
         if at := self._furthest:
             told = f"step {at['step']} moved the policy by {abs(at['policy/kl']):.3g} nats a token"
             if ratio := at.get("policy/ratio_max"):
@@ -165,9 +167,6 @@ class LearningJudge:
             times, step, norm = self._jump
             told = f"the gradient norm of step {step} was {norm:.3g}, {times:.0f} times the median before"
             yield Fault("policy ran away", 1, told)
-        elif skipped and (count := skipped[-1] - min(skipped)) > FEW:
-            told = f"{count:.0f} of the last optimizer steps were skipped: their gradients were not finite"
-            yield Fault("policy ran away", len(skipped), told)
 
     def _set_aside(self) -> Iterator[Fault]:
         newest = self._recent[-1] if self._recent else {}
