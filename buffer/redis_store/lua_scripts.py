@@ -26,7 +26,9 @@ local function anew(stream, partials)
   if partials then redis.call('XGROUP', 'CREATE', stream, '{WORKERS_GROUP}', '0', 'MKSTREAM') end
   for _, entry in ipairs(entries) do
     if partials then redis.call('HDEL', partials, stream .. ':' .. entry[1]) end
-    redis.call('XADD', stream, '*', 'record', entry[2][1] == 'record' and entry[2][2] or '')
+    -- Lua unpacks 8,000 values at most; an entry of so many fields is a foreign hand's.
+    local fields = #entry[2] <= 1000 and entry[2] or {{'record', ''}}
+    redis.call('XADD', stream, '*', unpack(fields))
   end
   return 1
 end

@@ -306,6 +306,18 @@ async def test_an_id_at_the_end_ends_no_stream(
     client.close()
 
 
+def test_an_entry_with_another_id_has_all_its_fields(learner: LearnerBuffer, client: redis.Redis):
+    """But for one of more fields than a script can hand on, which is no record of ours."""
+    entries: list[Any] = [{"record": b"a", "new": b"b"}, {"new": b"b", "record": b"\x00"}]
+    for fields in [*entries, {f"field {n}": "x" for n in range(5000)}]:
+        client.xadd(KEYS.groups, fields)
+    client.xadd(KEYS.groups, {"record": b"z"}, END)
+    assert learner.rewind()
+    kept: Any = client.xrange(KEYS.groups)
+    asked = [*entries, {"record": b""}, {"record": b"z"}]
+    assert [{k.decode(): v for k, v in fields.items()} for _, fields in kept] == asked
+
+
 @pytest.mark.parametrize("kind", ["redis 6.2", "redis 7", "valkey 9"])
 @pytest.mark.parametrize("foreign", [END, "no stream"])
 def test_a_spoilt_quarantine_takes_the_next_record(
