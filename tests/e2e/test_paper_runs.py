@@ -4,16 +4,14 @@ Real learner, Redis, sockets, worker and engine, in one process: sizes, device, 
 changed, what makes the algorithm is not.
 """
 
-import asyncio
 import json
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.engines import worker_beside
 from helpers.paths import ROOT
 
 from areal_q.config import Chat, Gae, PretrainedModel, Run, load
@@ -22,10 +20,8 @@ from areal_q.observability.metrics_log import read_metrics
 from areal_q.system.run_dir import claimed
 from areal_q.tasks import load_tokenizer
 from buffer.logs.trajectory_log import iter_log
-from buffer.weight_sync import WeightSource
 from learner.build import build_learner
 from learner.final_export import finish
-from rollout.build import EndpointAddress, serve
 
 PAPERS = sorted((ROOT / "configs" / "papers").glob("*.toml"))
 FAMILIES = {"fp8-rl": "qwen3", "qarl-tbpo": "qwen3"}
@@ -56,26 +52,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Path) -> Path
     (root / "reward.py").write_text(REWARD)
     (root / "uneven.py").write_text(UNEVEN)
     return root
-
-
-@contextmanager
-def worker(redis_url: str, run: str) -> Iterator[None]:
-    loop = asyncio.new_event_loop()
-    task = loop.create_task(
-        serve(redis_url, run, "w", WeightSource(), lambda _: None, EndpointAddress(), 0.0)
-    )
-
-    def work() -> None:
-        asyncio.set_event_loop(loop)
-        loop.run_until_complete(asyncio.gather(task, return_exceptions=True))
-        loop.close()
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    yield
-    loop.call_soon_threadsafe(task.cancel)
-    thread.join()
-    assert task.cancelled(), task.exception()
 
 
 def tiny_settings(path: Path, tiny: Path, root: Path) -> list[str]:
@@ -126,7 +102,7 @@ def test_a_papers_settings_take_two_real_steps(
         learner = build_learner(run, directory, redis_url, announce, fetch, False, stop)
         before = {k: v.detach().clone() for k, v in learner.policy.model.state_dict().items()}
         try:
-            with worker(redis_url, run.name):
+            with worker_beside(redis_url, run.name):
                 assert learner.train(stop) == 2
             finish(learner, directory, 2)
         finally:

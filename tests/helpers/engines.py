@@ -2,8 +2,8 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,9 @@ from areal_q.config import Run, Sampling, ScriptedEngine, TorchEngine
 from areal_q.config.run import EngineConfig
 from areal_q.messages import Ticket
 from areal_q.weights.version import WeightVersion
+from buffer.weight_sync import WeightSource
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
+from rollout.build import EndpointAddress, serve
 from rollout.engines import build_engine
 from rollout.engines.base import Completion, Engine, Request
 from rollout.engines.scripted import Answer, ScriptedStepper, reverse
@@ -70,6 +72,27 @@ def generate(
             return await asyncio.gather(*map(engine.generate, requests))
 
     return asyncio.run(main())
+
+
+@contextmanager
+def worker_beside(redis_url: str, run: str) -> Iterator[None]:
+    """A worker in a thread of this process, for as long as the block takes."""
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(
+        serve(redis_url, run, "w", WeightSource(), lambda _: None, EndpointAddress(), 0.0)
+    )
+
+    def work() -> None:
+        asyncio.set_event_loop(loop)
+        loop.run_until_complete(asyncio.gather(task, return_exceptions=True))
+        loop.close()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    yield
+    loop.call_soon_threadsafe(task.cancel)
+    thread.join()
+    assert task.cancelled(), task.exception()
 
 
 class HeldStepper(ScriptedStepper):
