@@ -156,6 +156,7 @@ def test_a_redis_whose_disk_is_gone_is_waited_for_by_both_sides(short_dir, make_
         learner = LearnerBuffer(server.url, "run", patience_s=30.0)
         learner.publish_run("x = 1", {})
         learner.admit([make_ticket(n) for n in range(2)], cursor=2)
+        learner.position = "1-0"
         with redis.Redis.from_url(server.url) as client:
 
             async def work():
@@ -170,6 +171,7 @@ def test_a_redis_whose_disk_is_gone_is_waited_for_by_both_sides(short_dir, make_
                         worker.claim(1, 0.0),
                         worker.renew([claim]),
                         worker.commit(claim, make_group(claim.ticket)),
+                        asyncio.to_thread(learner.trim, "1-0"),
                         asyncio.to_thread(learner.publish_run, "x = 2", {}),
                     )
                 ]
