@@ -14,7 +14,8 @@ import shlex
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +23,7 @@ import typer
 
 from areal_q.errors import ConfigError
 from areal_q.system.processes import READY, environment_at
+from areal_q.system.run_dir import try_lock
 
 Step = list[list[str]]
 """Commands of which the first that succeeds is enough"""
@@ -56,16 +58,34 @@ def main(
         for step in steps:
             typer.echo(_shown(step))
         return
-    if (directory / READY).exists() and not anew:
-        raise ConfigError(f"{directory}: is there already; --anew makes it again")
-    if not _may_be_cleared(directory):
-        raise ConfigError(f"{directory}: holds other files, which would be lost; another --at")
-    _run(begin)
-    _link(directory, front)
-    for step in steps:
-        _run(step)
-    (directory / READY).touch()
+    with _alone_at(directory):
+        if (directory / READY).exists() and not anew:
+            raise ConfigError(f"{directory}: is there already; --anew makes it again")
+        if not _may_be_cleared(directory):
+            raise ConfigError(f"{directory}: holds other files, which would be lost; another --at")
+        _run(begin)
+        _link(directory, front)
+        for step in steps:
+            _run(step)
+        (directory / READY).touch()
     typer.echo(f"{directory}: ready")
+
+
+@contextmanager
+def _alone_at(directory: Path) -> Iterator[None]:
+    """Keeps others from making the environment in the block. Raises ConfigError if another process makes it, or
+    the directory cannot be written."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = try_lock(directory)
+    except OSError as error:
+        raise ConfigError(f"{directory}: {error.strerror}") from error
+    if lock is None:
+        raise ConfigError(f"{directory}: another areal-q setup is at work there")
+    try:
+        yield
+    finally:
+        os.close(lock)
 
 
 def _may_be_cleared(directory: Path) -> bool:

@@ -1,5 +1,6 @@
 """`areal-q setup`: environments beside this one, and the processes that are started by them."""
 
+import os
 import subprocess
 import sys
 import sysconfig
@@ -16,6 +17,7 @@ from areal_q.cli.launcher import plan
 from areal_q.config import load
 from areal_q.errors import ConfigError
 from areal_q.system.processes import READY
+from areal_q.system.run_dir import try_lock
 
 NAMES = ("vllm", "sglang", "megatron", "verifiers")
 ASKS = {
@@ -98,6 +100,28 @@ def test_requirements_are_those_of_the_extras():
     assert lower(setup.requirements("server")) == all | {"aiohttp>=3.11"}
 
 
+@pytest.mark.parametrize("at", [[], ["--at", "elsewhere"]])
+def test_an_environment_is_made_by_one_process_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: list[str]
+):
+    """The second would empty what the first has begun."""
+    monkeypatch.setitem(setup.RECIPES, "vllm", lambda python, gpu: (False, []))
+    monkeypatch.chdir(tmp_path)
+    directory = tmp_path / (at[-1] if at else "environments/vllm")
+    directory.mkdir(parents=True)
+    (directory / "pyvenv.cfg").touch()
+    first = try_lock(directory)
+    assert first is not None
+    try:
+        said = f"{directory}: another areal-q setup is at work there"
+        refused(run_here("setup", setup.main, "vllm", "--anew", *at), said)
+    finally:
+        os.close(first)
+    assert [*directory.iterdir()] == [directory / "pyvenv.cfg"]
+    (tmp_path / "file").touch()
+    refused(run_here("setup", setup.main, "vllm", "--at", "file/below"), "Not a directory")
+
+
 @pytest.mark.slow
 def test_an_environment_in_front_sees_this_one_behind_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -143,8 +167,9 @@ def test_a_step_that_fails_leaves_no_environment_to_be_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setitem(setup.RECIPES, "vllm", lambda python, gpu: (False, [[["false"]]]))
-    monkeypatch.setattr(setup, "_link", lambda directory, front: directory.mkdir(parents=True))
+    monkeypatch.setattr(setup, "_link", lambda directory, front: None)
     monkeypatch.setattr(sys, "executable", "true")
-    refused(run_here("setup", setup.main, "vllm"), "setup: false failed")
+    for _ in range(2):  # nor a lock
+        refused(run_here("setup", setup.main, "vllm"), "setup: false failed")
     assert python_with("vllm", "vllm") == "true"
     refused(run_here("setup", setup.main, "triton"), "setup triton: none of vllm, sglang")
