@@ -313,7 +313,8 @@ class EvalConfig(Settings, frozen=True, kw_only=True):
     """Further evaluations by name."""
     best: Annotated[str, Meta(pattern=r"^(eval/.+)?$")] = ""
     """The metric that tells which version is best, such as eval/accuracy or eval/NAME/pass_at_8. A checkpoint
-    is written at each evaluation that has it, and the best one is kept. "": none."""
+    is written at each evaluation that has it, and the best one is kept. An evaluation that was answered by
+    weights more than learner.max_lag versions newer (1 at least) counts for none. "": none."""
     patience: WholeNumber = 0
     """After so many evaluations in a row that are no better than the best before, the run ends; 0: never."""
 

@@ -218,7 +218,7 @@ def evaluation_of(run: Run, buffers: Buffers, metrics: MetricsLog, tokenizer) ->
         AdmissionSettings.of(run), task, build_tokenizer(run.model, run.task), learner, 0, set(),
         own_sets=own,
     )  # fmt: skip
-    return HeldOutEvaluation(admission, learner, tokenizer, metrics, BestVersion(run.eval))
+    return HeldOutEvaluation(admission, learner, tokenizer, metrics, BestVersion(run.eval, 2))
 
 
 @pytest.fixture
@@ -321,7 +321,7 @@ def test_a_mixture_is_evaluated_by_its_tasks(make_run, make_group, buffers, metr
 )
 def test_the_best_version_is_the_first_with_the_largest_value(values, best, gives_up):
     cfg = EvalConfig(best="eval/accuracy", patience=2)
-    found = BestVersion(cfg)
+    found = BestVersion(cfg, 2)
     records = [
         {"kind": "eval", "step": 2 * i} | ({} if value is None else {"eval/accuracy": value})
         for i, value in enumerate(values)
@@ -332,15 +332,27 @@ def test_the_best_version_is_the_first_with_the_largest_value(values, best, give
         told.append(found.given_up)
 
     assert ((found.step, found.value), told) == (best, gives_up)
-    again = BestVersion(cfg, records)
+    again = BestVersion(cfg, 2, records)
     assert (again.step, again.value, again.since) == (found.step, found.value, found.since)
 
 
-def test_an_evaluation_as_late_as_the_next_is_not_the_best():
-    best = BestVersion(EvalConfig(every=5, best="eval/accuracy", patience=1))
-    for version, late, accuracy in ((0, 0.0, 0.2), (5, 6.0, 0.9), (10, 4.0, 0.3)):
-        best.add(version, {"eval/accuracy": accuracy, "eval/late_by": late})
-    assert (best.step, best.value, best.given_up) == (10, 0.3, False)
+@pytest.mark.parametrize(
+    ("every", "max_lag", "lates", "measured"),
+    [
+        (50, 2, (0.0, 2.0, 2.1, 49.0), (0, 50)),
+        (50, 0, (0.0, 1.0, 1.1, 51.0), (0, 50)),
+        (1, 4, (0.0, 0.9, 1.0, 3.0), (0, 1)),  # the next one measures that version
+    ],
+)
+def test_a_late_evaluation_is_neither_the_best_nor_no_better(every, max_lag, lates, measured):
+    cfg = EvalConfig(every=every, best="eval/accuracy", patience=1)
+    for rising in (True, False):
+        best = BestVersion(cfg, max_lag)
+        for number, late in enumerate(lates):
+            value = 0.1 * number if rising else 0.5 if number < len(measured) else -0.1 * number
+            best.add(every * number, {"eval/accuracy": value, "eval/late_by": late})
+        assert best.step == measured[-1 if rising else 0]
+        assert best.since == (0 if rising else len(measured) - 1)
 
 
 def test_checkpoints_that_may_be_the_best_are_spared(make_run, make_group, buffers, metrics, more):
