@@ -18,18 +18,22 @@ name = "foreign"
 steps = 3
 model = { type = "pretrained", path = "model" }
 task = { type = "arithmetic", digits = 1, heldout = 20 }
+reward = { path = "own.py" }
 warmstart = { steps = 30 }
 rollout = { sampling = { max_tokens = 4 } }
 learner = { groups = 8, group_size = 4, max_lag = 0, uaq = 1.0 }
 eval = { problems = 20, every = 10 }
 checkpoint = { every = 2 }
 """
+REWARD = "def reward(completion_ids):\n    return sum(completion_ids) % 2\n"
+"""Differs within a group, whatever so short a warm start has taught"""
 
 
 @pytest.mark.parametrize(("family", "format"), [("gpt_neox", "int8"), ("gemma2", "bf16")])
 def test_a_run_of_another_family_is_whole(family: str, format: str, tmp_path: Path) -> None:
     write_foreign(tmp_path / "model", family)
     (tmp_path / "run.toml").write_text(CONFIG)
+    (tmp_path / "own.py").write_text(REWARD)
     said = areal_q(tmp_path, "run", "run.toml", f"rollout.format={format}")
     assert f"{family} by transformers" in said
     directory = tmp_path / "runs" / "foreign"
@@ -38,8 +42,7 @@ def test_a_run_of_another_family_is_whole(family: str, format: str, tmp_path: Pa
     assert [r["step"] for r in steps] == [1, 2, 3]
     # Of rounding the weights alone; a wrong position, mask or temperature is off by tenths.
     assert all(r["mismatch/lag_0/kl_k3"] < 0.01 for r in steps)
-    # This gemma2 has no reward yet after so short a warm start.
-    assert family == "gemma2" or any(r["train/grad_norm"] > 0 for r in steps)
+    assert all(r["reward/std"] > 0 and r["train/grad_norm"] > 0 for r in steps)
     assert "bit for bit" in " ".join(areal_q(tmp_path, "replay", "runs/foreign").split())
     areal_q(tmp_path, "run", "runs/foreign", "--resume", "steps=4")
     newest = checkpoint.steps(directory / "checkpoints")[-1]
