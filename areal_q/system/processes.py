@@ -4,7 +4,8 @@ parent; how much memory a process may take, and what it keeps of what it frees.
     a parent ──SIGTERM──▶ supervisor ──SIGKILL──▶ the module's process, and all that this has started
 
 `python -m areal_q.system.processes MODULE …` is a supervisor: it forks, its child runs `MODULE.main(…)`, and
-when the child ends, the parent ends, or the parent sends SIGTERM, it kills every descendant and then ends.
+when the child ends, the parent ends, or the parent sends SIGTERM, it kills every descendant and then ends,
+with the child's exit code (128 + N for signal N, as a shell says it) if that has ended by itself.
 A process that detaches itself becomes the supervisor's own child, since this is their subreaper (prctl(2)).
 """
 
@@ -53,6 +54,19 @@ def supervised_command(module: str, *arguments: str) -> list[str]:
     """Returns the command of a supervisor that runs `main(*arguments)` of a module of this project. Its parent
     ends both with SIGTERM, in a session of their own, and waits for it: then no process of them is left."""
     return module_command("areal_q.system.processes", module, *arguments)
+
+
+def supervised_program(*command: str) -> list[str]:
+    """Returns the command of such a supervisor of another program: what it runs is `main` below."""
+    return supervised_command("areal_q.system.processes", *command)
+
+
+def main(*command: str) -> None:
+    """Becomes another program. Exits with one line where that cannot be run."""
+    try:
+        os.execv(command[0], command)
+    except OSError as error:
+        sys.exit(f"{command[0]}: cannot be run: {error.strerror}")
 
 
 def command_began() -> float:
@@ -116,23 +130,27 @@ def limit_memory(more: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (bound, most))
 
 
-def _supervise(module: str, *arguments: str) -> None:
-    """Forks. The child runs the module; the parent waits for the end of either, and leaves no descendant. It
-    imports nothing of the module, so that it stays as small as an interpreter."""
+def _supervise(module: str, *arguments: str) -> int:
+    """Forks. The child runs the module; the parent waits for the end of either, leaves no descendant, and
+    returns the child's exit code. It imports nothing of the module, so that it stays as small as an
+    interpreter."""
     if _libc is not None:
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # its parent may have ignored it
     awaited = {signal.SIGTERM, signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
     child = os.fork()
-    os.setpgid(child, child)  # each of the two does this for itself: nobody knows which comes first
+    # Each of the two does this for itself: nobody knows which comes first, or whether exec has come already.
+    with suppress(PermissionError):
+        os.setpgid(child, child)
     if child == 0:
         end_with_parent()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, awaited)
         importlib.import_module(module).main(*arguments)
-        return
-    while signal.sigwait(awaited) == signal.SIGCHLD and child not in _waited_for():
-        pass
+        return 0
+    code = None
+    while code is None and signal.sigwait(awaited) == signal.SIGCHLD:
+        code = _waited_for().get(child)
     deadline = time.monotonic() + _LEAVE_AFTER_S
     while (groups := _groups_of_children()) and time.monotonic() < deadline:
         for group in groups:
@@ -140,14 +158,16 @@ def _supervise(module: str, *arguments: str) -> None:
                 os.killpg(group, signal.SIGKILL)
         time.sleep(0.001)
         _waited_for()  # their own children are ours now
+    return code or 0
 
 
-def _waited_for() -> set[int]:
-    """Waits for the children that have ended, and returns their ids."""
-    ended = set()
+def _waited_for() -> dict[int, int]:
+    """Waits for the children that have ended, and returns their exit codes by their ids."""
+    ended = {}
     with suppress(ChildProcessError):  # there are no others
-        while pid := os.waitpid(-1, os.WNOHANG)[0]:
-            ended.add(pid)
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            code = os.waitstatus_to_exitcode(found[1])
+            ended[found[0]] = 128 - code if code < 0 else code
     return ended
 
 
@@ -164,4 +184,4 @@ def _groups_of_children() -> set[int]:
 
 
 if __name__ == "__main__":
-    _supervise(*sys.argv[1:])
+    sys.exit(_supervise(*sys.argv[1:]))

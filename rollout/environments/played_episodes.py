@@ -7,7 +7,6 @@ agent of the user's own does (external.py).
 import asyncio
 import logging
 import os
-import signal
 from contextlib import suppress
 from functools import partial
 
@@ -16,14 +15,12 @@ from areal_q.config import PretrainedModel, Run, VerifiersEnvironment, Verifiers
 from areal_q.messages import FailureCause, Ticket
 from areal_q.system.processes import die_with_parent
 from areal_q.tasks import unscored
-from areal_q.tasks.environments.verifiers_rows import command_of, told_of
+from areal_q.tasks.environments.verifiers_rows import command_of, python_of, told_of
 from rollout.environments.base import Response
 from rollout.environments.engine_client import EngineClient
 from rollout.environments.external import Episode, Episodes
 
 logger = logging.getLogger(__name__)
-_END_S = 5.0
-"""Seconds that the process has to end by itself"""
 _PAUSE_S = 1.0
 """Seconds from an end of the process to the next start; doubled each time, up to 32"""
 
@@ -36,7 +33,7 @@ class PlayedEpisodes(Episodes):
         self._run, self._player = run, cfg
         self._keeper: asyncio.Task[None] | None = None
         self.process: asyncio.subprocess.Process | None = None
-        """The one that plays"""
+        """The supervisor of the one that plays (areal_q/system/processes.py)"""
 
     async def __call__(self, ticket: Ticket, responses: list[Response]) -> None:
         await super().__call__(ticket, responses)
@@ -66,7 +63,7 @@ class PlayedEpisodes(Episodes):
             renderer=task.renderer,
             episodes=self._player.episodes,
         )
-        self._keeper = asyncio.create_task(self._keep(command_of(task), told))
+        self._keeper = asyncio.create_task(self._keep(command_of(python_of(task)), told))
 
     async def end_playing(self) -> None:
         """Ends the process, and those that it has started."""
@@ -81,7 +78,7 @@ class PlayedEpisodes(Episodes):
                 *command,
                 stdin=asyncio.subprocess.PIPE,
                 start_new_session=True,
-                preexec_fn=die_with_parent(signal.SIGKILL),
+                preexec_fn=die_with_parent(),
             )
             try:
                 assert self.process.stdin is not None
@@ -90,7 +87,9 @@ class PlayedEpisodes(Episodes):
                     await self.process.stdin.drain()
                 code = await self.process.wait()
             finally:
-                await self._swept(self.process)
+                with suppress(ProcessLookupError):
+                    self.process.terminate()
+                await self.process.wait()
             lost = await self._lost(f"the process ended ({code})")
             logger.warning(
                 "verifiers' process ended (%d); %d episodes begin again; it is started again in %.0f s",
@@ -100,16 +99,6 @@ class PlayedEpisodes(Episodes):
             )
             pause_s = min(2 * pause_s, 32.0) if not lost else _PAUSE_S
             await asyncio.sleep(pause_s)
-
-    async def _swept(self, process: asyncio.subprocess.Process) -> None:
-        if process.returncode is None and process.stdin is not None:
-            process.stdin.close()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_END_S):
-                    await process.wait()
-        with suppress(ProcessLookupError):  # what it has started is of its session
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
 
     async def _lost(self, why: str) -> int:
         """Begins the episodes of the process that ended again; those that have had their attempts fail. Returns

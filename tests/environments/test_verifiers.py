@@ -3,13 +3,15 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from helpers.openai_server.verifiers_place import PYTHON, TASKSET, Place, needs
+from helpers.openai_server.verifiers_place import PYTHON, TASKSET, Place, needs, stand_in
 
 from areal_q.config import Sampling, VerifiersTask, load
 from areal_q.errors import ConfigError, TaskError
@@ -133,6 +135,40 @@ async def test_a_killed_process_loses_the_episode_under_way(
         ends,
     ]
     assert turns == 6
+
+
+async def test_what_the_process_started_ends_with_it(
+    short_dir: Path, make_ticket: Callable[..., Ticket]
+) -> None:
+    """Although it has left the process's session."""
+    async with stand_in(short_dir) as heard:
+        place = Place(short_dir, make_ticket, [], python=f"{short_dir}/player")
+        async with place.played():
+            assert await heard.get()
+        assert await heard.get() == b""
+
+
+LATE = """
+import os
+from areal_q.system import processes
+
+fork, (read, write) = os.fork, os.pipe()  # exec closes the child's ends
+
+def late():
+    if child := fork():
+        os.close(write)
+        os.read(read, 1)
+    return child
+
+os.fork = late
+raise SystemExit(processes._supervise("areal_q.system.processes", "/bin/sh", "-c", "exit 3"))
+"""
+
+
+def test_a_supervisor_that_is_late_supervises_all_the_same() -> None:
+    """Its child is another program by then, whose group cannot be changed."""
+    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (3, "")
 
 
 @needs

@@ -1,7 +1,7 @@
 """Runs in the environment of verifiers, by its path: nothing of this project is imported here.
 
 The first line of its input says what to do. With `endpoint` it plays episodes there (docs/endpoint.md) until
-its input ends, that is until the worker ends; without, it prints the tasks of the taskset, as JSON.
+its supervisor ends it; without, it prints the tasks of the taskset, as JSON.
 """
 
 # pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -15,7 +15,6 @@ import math
 import os
 import re
 import sys
-import threading
 from typing import Any
 
 import httpx
@@ -173,11 +172,6 @@ class Players:
         return "reward" in ending
 
 
-def _end_with_input() -> None:
-    sys.stdin.buffer.read()
-    os._exit(0)
-
-
 def main() -> None:
     told, answers = json.loads(sys.stdin.buffer.readline()), os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a taskset prints is no answer
@@ -194,7 +188,6 @@ def main() -> None:
     if "endpoint" not in told:
         answers.write(json.dumps({"rows": [row_of(task) for task in tasks]}))
         return
-    threading.Thread(target=_end_with_input, daemon=True).start()
     asyncio.run(Players(env, tasks, told).run())
 
 

@@ -10,7 +10,7 @@ from msgspec import MsgspecError, Struct, json
 
 from areal_q.config.tasks import VerifiersTask
 from areal_q.errors import ConfigError, TaskError
-from areal_q.system.processes import READY, environment_at
+from areal_q.system.processes import READY, die_with_parent, environment_at, supervised_program
 from areal_q.tasks.base import Message, Problem
 from areal_q.tasks.datasets.jsonl_rows import split_heldout
 
@@ -46,9 +46,9 @@ class Taskset:
         self.heldout: Sequence[Problem] = tuple(heldout)
 
 
-def command_of(cfg: VerifiersTask) -> list[str]:
-    """Returns the command of verifiers_player.py. Raises as `python_of` does."""
-    return [python_of(cfg), "-P", str(PLAYER)]
+def command_of(python: str) -> list[str]:
+    """Returns the command of verifiers_player.py, below a supervisor (areal_q/system/processes.py)."""
+    return supervised_program(python, "-P", str(PLAYER))
 
 
 def told_of(cfg: VerifiersTask, **others: Any) -> bytes:
@@ -73,15 +73,24 @@ def python_of(cfg: VerifiersTask) -> str:
 
 @cache
 def _rows(python: str, told: bytes, where: str) -> list[_Row]:
-    command = [python, "-P", str(PLAYER)]
+    with subprocess.Popen(
+        command_of(python),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=die_with_parent(),
+    ) as process:
+        try:
+            found, told_of_errors = process.communicate(told, timeout=_START_S)
+        except subprocess.TimeoutExpired as error:
+            raise TaskError(f"{where}: its tasks were not there after {_START_S:.0f} s") from error
+        finally:
+            process.terminate()
     try:
-        done = subprocess.run(command, input=told, capture_output=True, timeout=_START_S)
-    except subprocess.TimeoutExpired as error:
-        raise TaskError(f"{where}: its tasks were not there after {_START_S:.0f} s") from error
-    try:
-        answer = json.decode(done.stdout, type=_Told)
+        answer = json.decode(found, type=_Told)
     except MsgspecError as error:
-        said = done.stderr.decode(errors="replace").strip().splitlines()
+        said = told_of_errors.decode(errors="replace").strip().splitlines()
         raise TaskError(f"{where}: {python}: {said[-1] if said else 'no answer'}") from error
     if answer.error:
         raise TaskError(f"{where}: {' '.join(answer.error.split())}")

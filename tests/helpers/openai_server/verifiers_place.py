@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -61,6 +62,38 @@ class Twice(vf.Env[TwiceConfig]):
             lines.write(json.dumps(told) + "\\n")
 """
 
+STAND_IN = """
+import json, os, signal, socket, subprocess, sys
+told = json.loads(sys.stdin.readline())
+if "endpoint" in told:
+    there = socket.socket(socket.AF_UNIX)
+    there.connect(told["path"] + "/there")
+    subprocess.Popen(["sleep", "600"], start_new_session=True, pass_fds=[there.fileno()])
+    there.sendall(json.dumps([told, dict(os.environ)]).encode() + b"\\n")
+    signal.pause()
+rows = [dict(key=str(n), name=str(n), messages=[], answer="") for n in range(4)]
+print(json.dumps({"rows": rows}))
+"""
+"""A player that plays nothing, and a program of its own beside it; the socket is open as long as one lives"""
+
+
+@asynccontextmanager
+async def stand_in(root: Path) -> AsyncIterator["asyncio.Queue[bytes]"]:
+    """Makes `root`/player, which stands in for the Python that has verifiers; yields what each of its processes
+    sends: a line of what it was told and its environment, then b"" when nothing of it is left."""
+    (root / "player").write_text(f"#!{sys.executable}\n{STAND_IN}")
+    (root / "player").chmod(0o755)
+    heard = asyncio.Queue[bytes]()
+
+    async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while line := await reader.readline():
+            heard.put_nowait(line)
+        heard.put_nowait(b"")
+        writer.close()
+
+    async with await asyncio.start_unix_server(hear, root / "there"):
+        yield heard
+
 
 class Place:
     """A worker's endpoint with an engine that draws what a test has written, and verifiers beside it."""
@@ -73,12 +106,13 @@ class Place:
         taskset: str = TASKSET,
         sampling: Sampling | None = None,
         env: dict[str, Any] | None = None,
+        python: str = PYTHON,
     ) -> None:
         (root / "two.py").write_text(taskset.replace("TRACES", str(root / "traces")))
         byte_tokenizer(template=TEMPLATE).save_pretrained(root / "model")
         self.root, tokenizer = root, load_tokenizer(root / "model", Chat())
         env = env or {"taskset": {"id": "two"}}
-        self.task = VerifiersTask(env=env, directory=str(root), python=PYTHON, heldout=0.5)
+        self.task = VerifiersTask(env=env, directory=str(root), python=python, heldout=0.5)
         cfg = VerifiersEnvironment(episodes=1, episode_attempts=2)
         run = Run(
             name="run",
