@@ -12,6 +12,7 @@ from functools import partial
 
 from areal_q.checks.hub import fetched
 from areal_q.config import PretrainedModel, Run, VerifiersEnvironment, VerifiersTask
+from areal_q.decode_errors import in_words
 from areal_q.messages import FailureCause, Ticket
 from areal_q.system.processes import die_with_parent
 from areal_q.tasks import unscored
@@ -74,31 +75,34 @@ class PlayedEpisodes(Episodes):
     async def _keep(self, command: list[str], told: bytes) -> None:
         pause_s = _PAUSE_S
         while True:
-            self.process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=asyncio.subprocess.PIPE,
-                start_new_session=True,
-                preexec_fn=die_with_parent(),
-            )
             try:
-                assert self.process.stdin is not None
-                with suppress(ConnectionError):
-                    self.process.stdin.write(told)
-                    await self.process.stdin.drain()
-                code = await self.process.wait()
-            finally:
-                with suppress(ProcessLookupError):
-                    self.process.terminate()
-                await self.process.wait()
-            lost = await self._lost(f"the process ended ({code})")
-            logger.warning(
-                "verifiers' process ended (%d); %d episodes begin again; it is started again in %.0f s",
-                code,
-                lost,
-                pause_s,
-            )
+                why = f"the process ended ({await self._code(command, told)})"
+            except OSError as error:  # no more processes, say
+                why = f"{command[0]}: cannot be run: {in_words(error)}"
+            lost = await self._lost(why)
+            said = "verifiers: %s; %d episodes begin again; it is started again in %.0f s"
+            logger.warning(said, why, lost, pause_s)
             pause_s = min(2 * pause_s, 32.0) if not lost else _PAUSE_S
             await asyncio.sleep(pause_s)
+
+    async def _code(self, command: list[str], told: bytes) -> int:
+        """Returns the exit code of a process, which has ended then even if this is cancelled."""
+        self.process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=die_with_parent(),
+        )
+        try:
+            assert self.process.stdin is not None
+            with suppress(ConnectionError):
+                self.process.stdin.write(told)
+                await self.process.stdin.drain()
+            return await self.process.wait()
+        finally:
+            with suppress(ProcessLookupError):
+                self.process.terminate()
+            await self.process.wait()
 
     async def _lost(self, why: str) -> int:
         """Begins the episodes of the process that ended again; those that have had their attempts fail. Returns

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from errno import EAGAIN
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,56 @@ def test_an_environment_that_is_not_made_is_told(
     monkeypatch.setenv("AREAL_Q_ENVIRONMENTS", str(tmp_path))
     with pytest.raises(ConfigError, match="areal-q setup verifiers"):
         build_task(VerifiersTask(env={"taskset": {"id": "two"}}))
+
+
+@pytest.mark.parametrize(
+    ("mode", "content", "error", "why"),
+    [
+        (None, "", ConfigError, "no such file"),
+        (0o644, "", ConfigError, "may not be run"),
+        (0o755, "no program", TaskError, "cannot be run: Exec format error"),
+        (0o755, "#!/nowhere/python", TaskError, "cannot be run: No such file or directory"),
+        (0o755, "#!/bin/sh\necho lost >&2", TaskError, "lost"),
+    ],
+)
+def test_a_python_that_cannot_be_run_is_named(
+    tmp_path: Path, mode: int | None, content: str, error: type[Exception], why: str
+) -> None:
+    python = tmp_path / "python"
+    if mode is not None:
+        python.write_text(content)
+        python.chmod(mode)
+    with pytest.raises(error, match=f"task.python: {python}: {why}$") as told:
+        build_task(VerifiersTask(env={"taskset": {"id": "two"}}, python=str(python)))
+    assert "\n" not in str(told.value)
+
+
+async def test_a_process_that_does_not_start_is_told(
+    short_dir: Path,
+    make_ticket: Callable[..., Ticket],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """And tried again: the machine may have had no process left."""
+    monkeypatch.setattr("rollout.environments.played_episodes._PAUSE_S", 0.0)
+    async with stand_in(short_dir) as heard:
+        place = Place(short_dir, make_ticket, [], python=f"{short_dir}/player")
+        begin, errors = (
+            asyncio.create_subprocess_exec,
+            [BlockingIOError(EAGAIN, os.strerror(EAGAIN))],
+        )
+
+        async def run(*command: str, **options: Any) -> Any:
+            for error in errors:
+                errors.remove(error)
+                raise error
+            return await begin(*command, **options)
+
+        monkeypatch.setattr("asyncio.create_subprocess_exec", run)
+        async with place.played():
+            assert await heard.get()
+    said = f"{sys.executable}: cannot be run: {os.strerror(EAGAIN)}"
+    assert place.episodes.failure == said and said in caplog.text
 
 
 def test_a_role_that_draws_otherwise_is_refused() -> None:

@@ -1,5 +1,6 @@
 """The tasks of a taskset of verifiers as problems, asked of a process in its own environment. Without torch."""
 
+import os
 import subprocess
 from collections.abc import Sequence
 from functools import cache
@@ -58,7 +59,7 @@ def told_of(cfg: VerifiersTask, **others: Any) -> bytes:
 
 
 def python_of(cfg: VerifiersTask) -> str:
-    """Returns the Python that has verifiers. Raises ConfigError without."""
+    """Returns the Python that has verifiers. Raises ConfigError without, or for one that may not be run."""
     there = environment_at("verifiers")
     if cfg.python is None and not (there / READY).exists():
         raise ConfigError(
@@ -66,8 +67,10 @@ def python_of(cfg: VerifiersTask) -> str:
             "task.python"
         )
     python = Path(cfg.python or there / "bin" / "python")
-    if not python.exists():
-        raise ConfigError(f"task.python: {python}: no such file")
+    if not os.access(python, os.X_OK) or python.is_dir():
+        why = "may not be run" if python.exists() else "no such file"
+        mend = "" if cfg.python else "; areal-q setup verifiers --anew makes it again"
+        raise ConfigError(f"task.python: {python}: {why}{mend}")
     return str(python.absolute())
 
 
@@ -91,7 +94,8 @@ def _rows(python: str, told: bytes, where: str) -> list[_Row]:
         answer = json.decode(found, type=_Told)
     except MsgspecError as error:
         said = told_of_errors.decode(errors="replace").strip().splitlines()
-        raise TaskError(f"{where}: {python}: {said[-1] if said else 'no answer'}") from error
+        why = said[-1].removeprefix(f"{python}: ") if said else "no answer"
+        raise TaskError(f"{where}: task.python: {python}: {why}") from error
     if answer.error:
         raise TaskError(f"{where}: {' '.join(answer.error.split())}")
     return answer.rows
