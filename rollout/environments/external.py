@@ -294,6 +294,13 @@ class Episodes:
         """Gives the episode back, so that it begins again with the next agent."""
         self._begin_again(episode, episode.attempt)
 
+    def _next_attempt(self, episode: Episode) -> bool:
+        """Begins the episode again; returns False if this was its last attempt."""
+        if episode.attempt >= self._cfg.episode_attempts:
+            return False
+        self._begin_again(episode, episode.attempt + 1)
+        return True
+
     def _begin_again(self, episode: Episode, attempt: int) -> None:
         self._played.pop(episode.id, None)
         self._offer([Episode(episode.ticket, episode.index, episode.done, attempt=attempt)])
@@ -301,9 +308,7 @@ class Episodes:
     def _take_back(self) -> None:
         limit = time.monotonic() - self._cfg.episode_timeout_s
         for episode in [e for e in self._played.values() if not e.busy and e.seen_s < limit]:
-            if episode.attempt < self._cfg.episode_attempts:
-                self._begin_again(episode, episode.attempt + 1)
-            else:
+            if not self._next_attempt(episode):
                 self.fail(episode, "timeout")
 
     def _offer(self, episodes: list[Episode]) -> None:

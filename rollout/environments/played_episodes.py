@@ -45,9 +45,7 @@ class PlayedEpisodes(Episodes):
 
     def _undrawn(self, episode: Episode, cause: FailureCause) -> None:
         """Begins it again, as often as the settings say: who plays it next is the same program."""
-        if episode.attempt < self._cfg.episode_attempts:
-            self._begin_again(episode, episode.attempt + 1)
-        else:
+        if not self._next_attempt(episode):
             self._settle(episode, self._failed(cause))
 
     def begin_playing(self, url: str, model: str, token: str) -> None:
@@ -115,8 +113,6 @@ class PlayedEpisodes(Episodes):
                 await episode.freed.wait()
             if not self.plays(episode.id):
                 continue  # lost meanwhile, with its ticket
-            if episode.attempt < self._cfg.episode_attempts:
-                self._begin_again(episode, episode.attempt + 1)
-            else:
+            if not self._next_attempt(episode):
                 self.fail(episode, "killed", why)
         return len(played)

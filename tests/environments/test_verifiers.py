@@ -53,8 +53,9 @@ async def test_verifiers_plays_two_turns_token_by_token(
 @pytest.mark.verifiers
 @pytest.mark.timeout(300)
 async def test_an_error_of_a_taskset_is_a_cause_and_no_reward(
-    tmp_path: Path, make_ticket: Callable[..., Ticket]
+    tmp_path: Path, make_ticket: Callable[..., Ticket], capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """Of what follows from an error, which verifiers records too, nothing is said."""
     place = Place(tmp_path, make_ticket, ["bad", "one", "two"])
     async with place.played() as playing:
         responses = await playing
@@ -62,6 +63,9 @@ async def test_an_error_of_a_taskset_is_a_cause_and_no_reward(
         (False, "environment"),
         (True, None),
     ]
+    said = [line for line in capfd.readouterr().err.splitlines() if line.endswith("is at fault")]
+    ours = [line for line in said if line.startswith("verifiers: ")]
+    assert ours == ["verifiers: ValueError: the taskset is at fault"]
 
 
 @needs

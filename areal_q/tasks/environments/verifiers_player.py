@@ -108,8 +108,6 @@ def ending_of(episode: Any) -> dict[str, Any]:
     errors = [*(error for trace in traces for error in trace.errors), *episode.errors]
     late = episode.is_timeout or any(trace.is_timeout for trace in traces)
     if late or errors or not traces:
-        for error in errors:
-            logger.warning("%s: %s", error.type, error.message)
         why = f"{errors[0].type}: {errors[0].message}" if errors else "no trace"
         cause = CAUSES.get(errors[0].type, "environment") if errors else "environment"
         return {"failed": "timeout" if late else cause, "why": why[:LONGEST_WHY]}
@@ -118,7 +116,6 @@ def ending_of(episode: Any) -> dict[str, Any]:
     parts |= {name: reward.value for name, reward in played[0].rewards.items() if reward}
     reward = sum(trace.reward for trace in played) / len(played)
     if not math.isfinite(reward):
-        logger.warning("the reward is %s", reward)
         return {"failed": "exception", "why": f"the reward is {reward}"}
     return {"reward": reward, "parts": _told(parts)}
 
@@ -168,6 +165,8 @@ class Players:
         ctx = vf.ModelContext(client=client, model=self._told["model"])
         slot = RunSlot(self._tasks[begun["columns"]["index"]])
         ending = ending_of(await self._env.run_slot(slot, ctx))
+        if "failed" in ending:
+            logger.warning("%s", ending["why"])
         (await self._http.post(f"{at}/reward", json=ending)).raise_for_status()
         return "reward" in ending
 
