@@ -97,6 +97,15 @@ def short_dir() -> Iterator[Path]:
 
 
 @pytest.fixture
+def dead_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy in the environment at which nobody listens, so that a request that goes through it fails."""
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
 def stack() -> Iterator[ExitStack]:
     """Closes what a test opens, newest first."""
     with ExitStack() as stack:

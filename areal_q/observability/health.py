@@ -8,7 +8,7 @@ MAX_AGE_S, or it has made no progress for longer than a limit that follows its u
 import re
 import sys
 import time
-from urllib.request import Request, urlopen
+from urllib.request import Request
 
 from areal_q.observability.prometheus_exporter import (
     HEALTH_AGENT,
@@ -16,6 +16,7 @@ from areal_q.observability.prometheus_exporter import (
     PROGRESS_AGE,
     PROGRESS_LIMIT,
 )
+from areal_q.system.local_requests import open_url
 
 MAX_AGE_S = 30.0
 """Age in seconds beyond which a worker's last heartbeat means that the worker is not healthy."""
@@ -25,7 +26,7 @@ def complaint(port: int, now_s: float) -> str | None:
     """Returns what is wrong with the service at `port`, or None. `now_s` is Unix time in seconds."""
     request = Request(f"http://127.0.0.1:{port}/metrics", headers={"User-Agent": HEALTH_AGENT})
     try:
-        with urlopen(request, timeout=5) as page:
+        with open_url(request, 5.0) as page:
             text = page.read().decode()
     except (OSError, TimeoutError) as error:
         return f"no metrics on port {port}: {error}"

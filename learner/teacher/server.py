@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.error import HTTPError
-from urllib.request import Request, urlopen
+from urllib.request import Request
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from areal_q.config import ServerTeacher
 from areal_q.errors import ConfigError, Stopped, TeacherUnavailable
 from areal_q.messages import Group, parts
 from areal_q.system.credentials import secret, shown
+from areal_q.system.local_requests import open_url
 from learner.teacher.scoring import with_logprobs
 
 PASSING = (408, 425, 429, 500, 502, 503, 504)
@@ -126,7 +127,7 @@ class Server:
             headers["Authorization"] = f"Bearer {self._key}"
         data = None if body is None else json.dumps(body).encode()
         request = Request(f"{self._cfg.url.rstrip('/')}/{what}", data, headers)
-        with urlopen(request, timeout=self._cfg.timeout_s) as reply:
+        with open_url(request, self._cfg.timeout_s) as reply:
             return json.loads(reply.read())
 
     def _where(self, what: str) -> str:

@@ -14,6 +14,7 @@ from areal_q.checks.hub import fetched
 from areal_q.config import PretrainedModel, Run, VerifiersEnvironment, VerifiersTask
 from areal_q.decode_errors import in_words
 from areal_q.messages import FailureCause, Ticket
+from areal_q.system.local_requests import environment_without_proxy
 from areal_q.system.processes import die_with_parent
 from areal_q.tasks import unscored
 from areal_q.tasks.environments.verifiers_rows import command_of, python_of, told_of
@@ -62,7 +63,10 @@ class PlayedEpisodes(Episodes):
             renderer=task.renderer,
             episodes=self._player.episodes,
         )
-        self._keeper = asyncio.create_task(self._keep(command_of(python_of(task)), told))
+        environment = environment_without_proxy(url)
+        self._keeper = asyncio.create_task(
+            self._keep(command_of(python_of(task)), told, environment)
+        )
 
     async def end_playing(self) -> None:
         """Ends the process, and those that it has started."""
@@ -70,11 +74,11 @@ class PlayedEpisodes(Episodes):
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
 
-    async def _keep(self, command: list[str], told: bytes) -> None:
+    async def _keep(self, command: list[str], told: bytes, environment: dict[str, str]) -> None:
         pause_s = _PAUSE_S
         while True:
             try:
-                why = f"the process ended ({await self._code(command, told)})"
+                why = f"the process ended ({await self._code(command, told, environment)})"
             except OSError as error:  # no more processes, say
                 why = f"{command[0]}: cannot be run: {in_words(error)}"
             lost = await self._lost(why)
@@ -83,13 +87,14 @@ class PlayedEpisodes(Episodes):
             pause_s = min(2 * pause_s, 32.0) if not lost else _PAUSE_S
             await asyncio.sleep(pause_s)
 
-    async def _code(self, command: list[str], told: bytes) -> int:
+    async def _code(self, command: list[str], told: bytes, environment: dict[str, str]) -> int:
         """Returns the exit code of a process, which has ended then even if this is cancelled."""
         self.process = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.PIPE,
             start_new_session=True,
             preexec_fn=die_with_parent(),
+            env=environment,
         )
         try:
             assert self.process.stdin is not None

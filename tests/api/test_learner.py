@@ -78,7 +78,9 @@ def test_what_cannot_be_learnt_is_refused_by_name():
     assert learner.version == 0
 
 
-async def test_an_endpoint_gives_what_its_engine_drew(tmp_path: Path, make_ticket: Any):
+async def test_an_endpoint_gives_what_its_engine_drew(
+    tmp_path: Path, make_ticket: Any, dead_proxy: None
+):
     here = World(tmp_path, make_ticket, ["so it is", "é"])
     async with here.served(), areal_q.Rollout(here.url) as rollout:
         talk = [{"role": "user", "content": "how?"}]

@@ -1,6 +1,7 @@
 """`type = "verifiers"`: verifiers, unmodified, in a process of its own, plays episodes of two turns."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -26,10 +27,11 @@ EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 @pytest.mark.verifiers
 @pytest.mark.timeout(300)
 async def test_verifiers_plays_two_turns_token_by_token(
-    tmp_path: Path, make_ticket: Callable[..., Ticket]
+    tmp_path: Path, make_ticket: Callable[..., Ticket], dead_proxy: None
 ) -> None:
     """Double entry: its traces and the worker's records agree on every id, mask and log-prob, and a shifted id
-    is found. All turns are drawn as the ticket says, whatever the settings say by now."""
+    is found. All turns are drawn as the ticket says, whatever the settings say by now. No request goes through
+    a proxy."""
     asked = Sampling(temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, stop=("end",), max_tokens=200)
     script = ["one", "two", "one", "three"]
     place = Place(tmp_path, make_ticket, script, sampling=asked)
@@ -143,13 +145,16 @@ async def test_a_killed_process_loses_the_episode_under_way(
 
 
 async def test_what_the_process_started_ends_with_it(
-    short_dir: Path, make_ticket: Callable[..., Ticket]
+    short_dir: Path, make_ticket: Callable[..., Ticket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Although it has left the process's session."""
+    """Although it has left the process's session. Its requests to the worker go through no proxy."""
+    monkeypatch.setenv("no_proxy", "example.org")
     async with stand_in(short_dir) as heard:
         place = Place(short_dir, make_ticket, [], python=f"{short_dir}/player")
         async with place.played():
-            assert await heard.get()
+            _, environment = json.loads(await heard.get())
+            direct = environment["no_proxy"].split(",")
+            assert {"example.org", "127.0.0.1", "localhost"} <= {*direct}
         assert await heard.get() == b""
 
 

@@ -71,7 +71,7 @@ def test_the_limit_follows_the_pace_of_the_work(monkeypatch: pytest.MonkeyPatch)
     assert progress.age_s == 0.0
 
 
-def test_health_finds_a_learner_that_hangs_while_metrics_answer(monkeypatch):
+def test_health_finds_a_learner_that_hangs_while_metrics_answer(monkeypatch, dead_proxy: None):
     exporter = Exporter(METRICS, {"run": "demo"})
     port = serve_metrics("0", exporter)
     exporter.progress = Progress(5.0, 5.0)

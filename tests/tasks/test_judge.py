@@ -77,7 +77,7 @@ def test_response_gets_a_verdict_or_is_left_out(name):
         assert isinstance(found, RewardUnavailable) and expected in str(found)
 
 
-def test_judge_is_asked_by_the_prompt_of_the_settings(tmp_path, monkeypatch):
+def test_judge_is_asked_by_the_prompt_of_the_settings(tmp_path, monkeypatch, dead_proxy):
     key = tmp_path / "key"
     key.write_text("sesame\n")
     monkeypatch.setenv("AREAL_Q_JUDGE_TOKEN_FILE", str(key))

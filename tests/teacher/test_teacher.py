@@ -228,7 +228,11 @@ class Unhurried(threading.Event):
 
 
 def test_a_server_says_what_the_model_itself_says(
-    make_run: MakeRun, served: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_run: MakeRun,
+    served: FakeServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    dead_proxy: None,
 ):
     key = tmp_path / "key"
     key.write_text("secret\n")
