@@ -204,10 +204,9 @@ $(VENV)-trackers/.installed: $(VENV)/.installed-dev
 	  $(VENV)-trackers/bin/pip install -q $$tracker || echo "The package index lacks $$tracker: its tests are skipped."; done
 	touch $@
 
-# By itself, with nothing of $(VENV): it is another process's.
-$(VENV)-verifiers/.installed: requirements/verifiers.txt $(VENV)/.installed-dev
-	$(PYTHON) -m venv $(VENV)-verifiers
-	$(VENV)-verifiers/bin/pip install -q -r $<
+# As a user makes it, by itself, with nothing of $(VENV): it is another process's.
+$(VENV)-verifiers/.installed: pyproject.toml $(VENV)/.installed-dev
+	$(BIN)/areal-q setup verifiers --anew --at $(VENV)-verifiers
 	touch $@
 
 # torchvision and the like are no use here, and an index may have only their CUDA builds, with which

@@ -123,9 +123,7 @@ def _megatron(python: Path, gpu: bool) -> tuple[bool, list[Step]]:
 
 
 def _verifiers(python: Path, gpu: bool) -> tuple[bool, list[Step]]:
-    return False, [
-        _pip(python, "verifiers[openenv]>=0.4,<0.5", *requirements("server", alone=True))
-    ]
+    return False, [_pip(python, *requirements("verifiers", "server", alone=True))]
 
 
 RECIPES: dict[str, Callable[[Path, bool], tuple[bool, list[Step]]]] = {

@@ -122,6 +122,13 @@ def test_an_environment_is_made_by_one_process_at_a_time(
     refused(run_here("setup", setup.main, "vllm", "--at", "file/below"), "Not a directory")
 
 
+def test_verifiers_version_is_that_of_its_extra(monkeypatch: pytest.MonkeyPatch):
+    told = ['verifiers[openenv]<8,>=7; extra == "verifiers"', "torch>=2.11"]
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: told)
+    shown = run_here("setup", setup.main, "verifiers", "--print").stdout
+    assert "install -q 'verifiers[openenv]<8,>=7'\n" in shown and "torch" not in shown
+
+
 @pytest.mark.slow
 def test_an_environment_in_front_sees_this_one_behind_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
