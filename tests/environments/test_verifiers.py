@@ -19,6 +19,7 @@ from areal_q.config import Sampling, VerifiersTask, load
 from areal_q.errors import ConfigError, TaskError
 from areal_q.messages import Ticket
 from areal_q.tasks import build_task
+from areal_q.tasks.environments.verifiers_rows import PLAYER
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 
@@ -179,6 +180,43 @@ def test_a_supervisor_that_is_late_supervises_all_the_same() -> None:
     """Its child is another program by then, whose group cannot be changed."""
     done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (3, "")
+
+
+ASKS = """
+import asyncio, sys, types
+sys.path.insert(0, sys.argv[1])
+import verifiers_player
+pauses, answers = [], [500, 503, 503, 500, 500, 503]
+
+class Over(Exception):
+    pass
+
+class Http:
+    async def post(self, url, json):
+        if not answers:
+            raise Over
+        return types.SimpleNamespace(status_code=answers.pop(0), is_success=False)
+
+async def sleep(seconds):
+    pauses.append(seconds)
+
+asyncio.sleep = sleep
+players = verifiers_player.Players(None, [], {"endpoint": "", "token": ""})
+players._http = Http()
+try:
+    asyncio.run(players._player())
+except Over:
+    print(pauses)
+"""
+
+
+@needs
+@pytest.mark.verifiers
+@pytest.mark.timeout(300)
+def test_no_ticket_is_no_failure() -> None:
+    """An endpoint answers 503 once it has waited for a ticket in vain: it is asked again at once."""
+    command = [PYTHON, "-P", "-c", ASKS, str(PLAYER.parent)]
+    assert subprocess.run(command, capture_output=True, text=True).stdout == "[1.0, 1.0, 2.0]\n"
 
 
 @needs

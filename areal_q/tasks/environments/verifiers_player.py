@@ -145,7 +145,8 @@ class Players:
         while True:
             try:
                 reply = await self._http.post(f"{self._url}/episodes", json={"timeout_s": 60})
-                if reply.is_success and await self._played(reply.json()):
+                none_came = reply.status_code == 503  # it has waited for one
+                if none_came or (reply.is_success and await self._played(reply.json())):
                     pause_s = 1.0
                     continue
             except httpx.HTTPError as error:
