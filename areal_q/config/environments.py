@@ -41,8 +41,10 @@ class External(TaggedSettings, frozen=True, kw_only=True, tag="external"):
     episode_timeout_s: Seconds = 600.0
     """An episode whose agent was silent for so long begins again, with another one."""
     episode_attempts: Annotated[int, Meta(ge=1, le=1000)] = 3
-    """Agents that may fall silent over an episode. With the last of them it has failed, and is no reward of 0:
-    see `reward.on_error`. One of which nothing was drawn yet begins again all the same."""
+    """Attempts at an episode, each of which begins it anew. An attempt is over when its agent has been silent
+    for `episode_timeout_s`; that of verifiers also when its process ends, or by an error before the first
+    token. After the last one the episode has failed, and is no reward of 0: see `reward.on_error`. One that
+    an agent of the user's own has drawn nothing of is offered again all the same."""
 
     @property
     def longest_silence_s(self) -> float:
