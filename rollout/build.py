@@ -18,7 +18,6 @@ from rollout.engines.base import Engine
 from rollout.environments.base import Environment
 from rollout.environments.engine_client import EngineClient
 from rollout.environments.external import Episodes
-from rollout.environments.played_episodes import PlayedEpisodes
 from rollout.environments.registry import build_environment
 from rollout.openai_server.app import Endpoint
 from rollout.worker import Worker, WorkerCapacity, first_error
@@ -53,28 +52,29 @@ def build_parts(run: Run, run_name: str, address: EndpointAddress) -> WorkerPart
         raise ConfigError(f"engine {engine.name}: {problem}")
     client = EngineClient(engine, tokenizer, run.rollout.request_timeout_s)
     environment = build_environment(run, client)
-    if isinstance(environment, PlayedEpisodes):
-        address = address._replace(at=address.at or "0")
-    if isinstance(environment, Episodes) and not address.at:
+    endpoint = build_endpoint(run, run_name, client, environment, address)
+    if environment.at_endpoint and not endpoint:
         raise ConfigError(
             "rollout.environment.type = 'external' needs rollout.serve, or --serve [HOST:]PORT"
         )
-    endpoint = build_endpoint(run, run_name, client, environment, address) if address.at else None
     return WorkerParts(engine, tokenizer, environment, endpoint)
 
 
 def build_endpoint(
     run: Run, name: str, client: EngineClient, environment: Environment, address: EndpointAddress
-) -> Endpoint:
-    """Returns an endpoint, not started yet, whose model is called `name`. Raises ConfigError for an address
-    that cannot be used."""
+) -> Endpoint | None:
+    """Returns an endpoint, not started yet, whose model is called `name`; None without an address, unless the
+    environment itself plays there. Raises ConfigError for an address that cannot be used."""
+    at = address.at or ("0" if environment.plays_itself else "")
+    if not at:
+        return None
     return Endpoint(
         engine=client.engine,
         tokenizer=client.tokenizer,
         model=name,
         episodes=environment if isinstance(environment, Episodes) else None,
         sampling=run.rollout.sampling,
-        address=address.at,
+        address=at,
         token_file=address.token_file,
         reply_format=chat.reply_format if (chat := chat_of(run.task)) else "auto",
     )

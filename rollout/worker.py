@@ -49,8 +49,6 @@ from buffer.weight_sync import WeightSource, WeightSubscriber
 from rollout.engines.base import Engine
 from rollout.environments.base import Environment, Response, scored, with_shared_prompt
 from rollout.environments.engine_client import EngineClient
-from rollout.environments.external import Episodes
-from rollout.environments.own_environment import OwnTurns
 from rollout.environments.single_turn import SingleTurn
 from rollout.loop_lag import LoopLag
 
@@ -133,8 +131,6 @@ class Worker:
         """Function that is called with the worker's status at every heartbeat"""
         self._source = source or WeightSource()
         self._environment = environment or SingleTurn(EngineClient(engine, tokenizer))
-        self._episodes = environment if isinstance(environment, Episodes) else None
-        self._own = environment if isinstance(environment, OwnTurns) else None
         self._routes = routes
         """True if the learner needs the experts that tokens were sent to"""
         self._capacity = capacity
@@ -162,8 +158,7 @@ class Worker:
         """Works until cancelled. `begin` is awaited as soon as the engine takes requests. Any error of a loop
         is raised, in an ExceptionGroup, since a worker that cannot work must not look alive."""
         await self._reward.start()
-        if self._own:
-            await self._own.start()
+        await self._environment.start()
         await self._engine.start()
         try:
             if begin:
@@ -176,8 +171,7 @@ class Worker:
         finally:
             await self._engine.close()
             await self._reward.close()
-            if self._own:
-                await self._own.close()
+            await self._environment.close()
             works = self._in_flight.values()
             await self._buffer.leave([replace(w.claim, partial=w.partial()) for w in works])
 
@@ -313,9 +307,10 @@ class Worker:
         ahead = [step for step in steps if step > self._engine.version]
         if ahead:
             return f"version {min(ahead)}, with version {self._engine.version}"
-        if self._episodes is None:
+        played = self._environment
+        if not played.at_endpoint:
             return ""
-        return f"agents, with {self._episodes.open} of {self._episodes.unfinished} episodes open"
+        return f"agents, with {played.open} of {played.unfinished} episodes open"
 
     def _abandon(self, lost: list[Claim]) -> None:
         """Stops generating for tickets that another worker has taken over."""
@@ -348,7 +343,6 @@ class Worker:
         """Returns what a heartbeat says, with rates between two times: each (seconds of the monotonic clock,
         tokens drawn, seconds busy)."""
         (then_s, tokens_then, busy_then_s), (now_s, tokens, busy_s) = then, now
-        plays = self._own or self._episodes
         span_s = now_s - then_s
         return WorkerStatus(
             worker=self.name,
@@ -375,9 +369,9 @@ class Worker:
             resumed=self._resumed,
             run_id=self._run_id,
             waits_for=self._waits_for(now_s),
-            failure=(self._reward.failure or (plays.failure if plays else ""))[: 2 * LONGEST_NAME],
-            episodes=self._episodes.unfinished if self._episodes else 0,
-            open_episodes=self._episodes.open if self._episodes else 0,
+            failure=(self._reward.failure or self._environment.failure)[: 2 * LONGEST_NAME],
+            episodes=self._environment.unfinished,
+            open_episodes=self._environment.open,
         )
 
 

@@ -108,7 +108,8 @@ EDITS: dict[str, Edits] = {
         "rollout/environments/mine.py": [
             (
                 "",
-                "class Mine:\n    async def __call__(self, ticket, responses):\n        pass\n",
+                "from rollout.environments.base import Environment\n\n\nclass Mine(Environment):\n"
+                "    async def __call__(self, ticket, responses):\n        pass\n",
             )
         ],
         "rollout/environments/registry.py": registered(

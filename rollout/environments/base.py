@@ -205,7 +205,30 @@ def _after(ids: list[int], response: Response) -> Response:
 
 class Environment(Protocol):
     """Turns a ticket into responses. To add one: a Struct in areal_q/config/environments.py, a class in this
-    folder, and a line in registry.py."""
+    folder that inherits from this one, and a line in registry.py."""
+
+    failure: str = ""
+    """How the newest episode failed; "" while none did"""
+    at_endpoint: bool = False
+    """True if turns are requested at the worker's endpoint"""
+    plays_itself: bool = False
+    """True if it starts by itself who requests them"""
+
+    @property
+    def open(self) -> int:
+        """Number of episodes that an agent plays now."""
+        return 0
+
+    @property
+    def unfinished(self) -> int:
+        """Number of episodes that have not ended, whether or not an agent plays them."""
+        return 0
+
+    async def start(self) -> None:
+        """Starts what it needs before the first ticket. Raises TaskError for code that cannot be used."""
+
+    async def close(self) -> None:
+        """Ends what `start` has started."""
 
     async def __call__(self, ticket: Ticket, responses: list[Response]) -> None:
         """Completes each of the ticket's `group_size` responses in place; some may have been begun by another

@@ -9,11 +9,11 @@ from areal_q.errors import ConfigError
 from areal_q.messages import Ticket
 from areal_q.tasks.datasets.countdown import evaluate
 from rollout.engines.base import Completion
-from rollout.environments.base import Response
+from rollout.environments.base import Environment, Response
 from rollout.environments.engine_client import EngineClient
 
 
-class Calculator:
+class Calculator(Environment):
     """Gives the model turns until it ends its answer, its token budget is spent, or it has made `max_calls`
     calls.
 

@@ -27,7 +27,7 @@ from areal_q.system.command import escaped
 from areal_q.tasks import Score
 from areal_q.tasks.base import Message, Tool
 from rollout.engines.base import Completion, TokenCallback
-from rollout.environments.base import Response
+from rollout.environments.base import Environment, Response
 from rollout.environments.engine_client import EngineClient
 from rollout.environments.episode_tree import State, path_of, record
 
@@ -94,9 +94,10 @@ class Episode:
         return self.ticket.sampling.max_tokens - drawn
 
 
-class Episodes:
-    """An Environment (rollout/environments/base.py) whose turns are requested by agents outside this
-    process."""
+class Episodes(Environment):
+    """An environment whose turns are requested by agents outside this process."""
+
+    at_endpoint = True
 
     def __init__(
         self,
@@ -112,17 +113,20 @@ class Episodes:
         self._free: list[Episode] = []
         self._played: dict[str, Episode] = {}
         self._changed = asyncio.Event()
-        self.failure = ""
-        """How the newest episode failed; "" while none did"""
+
+    def begin_playing(self, url: str, model: str, token: str) -> None:
+        """Starts who plays at this endpoint, if that is for this process to do. Raises ConfigError if it
+        cannot."""
+
+    async def end_playing(self) -> None:
+        """Ends who plays, and what that has started."""
 
     @property
     def open(self) -> int:
-        """Number of episodes that an agent plays now."""
         return len(self._played)
 
     @property
     def unfinished(self) -> int:
-        """Number of episodes that have not ended, whether or not an agent plays them."""
         return len(self._free) + len(self._played)
 
     async def __call__(self, ticket: Ticket, responses: list[Response]) -> None:

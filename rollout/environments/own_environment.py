@@ -20,7 +20,7 @@ from areal_q.tasks import Problem, Score, unscored
 from areal_q.tasks.base import Message
 from areal_q.tasks.environments.tools import check_tools
 from rollout.engines.base import Completion
-from rollout.environments.base import Response
+from rollout.environments.base import Environment, Response
 from rollout.environments.engine_client import EngineClient
 from rollout.environments.own_child import Begin, Call, Judge, Ready, Step
 from rollout.environments.own_process import EpisodeFailed, OwnProcess, OwnProcesses
@@ -29,7 +29,7 @@ from rollout.reply_formats.reader import ReplyReader
 logger = logging.getLogger(__name__)
 
 
-class OwnTurns:
+class OwnTurns(Environment):
     """An Environment (rollout/environments/base.py), between `start` and `close`."""
 
     def __init__(self, run: Run, client: EngineClient, cfg: PythonEnvironment) -> None:
@@ -39,8 +39,6 @@ class OwnTurns:
         self._reward = run.reward
         self._own, self._processes = Ready(), OwnProcesses(cfg)
         self._failures = 0
-        self.failure = ""
-        """How the newest episode failed; "" while none did"""
 
     async def start(self) -> None:
         """Raises TaskError for a class that cannot be used, or whose tools the model's chat template leaves

@@ -28,7 +28,9 @@ _PAUSE_S = 1.0
 
 
 class PlayedEpisodes(Episodes):
-    """An Environment (rollout/environments/base.py), between `begin_playing` and `end_playing`."""
+    """An environment between `begin_playing` and `end_playing`."""
+
+    plays_itself = True
 
     def __init__(self, run: Run, client: EngineClient, cfg: VerifiersEnvironment) -> None:
         super().__init__(client, cfg, run.learner.pass_tokens, partial(unscored, cfg=run.reward))
@@ -50,8 +52,6 @@ class PlayedEpisodes(Episodes):
             self._settle(episode, self._failed(cause))
 
     def begin_playing(self, url: str, model: str, token: str) -> None:
-        """Starts the process, which plays at this endpoint. Raises ConfigError without an environment that has
-        verifiers."""
         task, run = self._run.task, fetched(self._run)
         assert isinstance(task, VerifiersTask) and isinstance(run.model, PretrainedModel)
         told = told_of(
@@ -69,7 +69,6 @@ class PlayedEpisodes(Episodes):
         )
 
     async def end_playing(self) -> None:
-        """Ends the process, and those that it has started."""
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)

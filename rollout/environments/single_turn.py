@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 from areal_q.messages import Ticket
 from rollout.engines.base import Completion
-from rollout.environments.base import Response
+from rollout.environments.base import Environment, Response
 from rollout.environments.engine_client import EngineClient
 
 
 @dataclass(frozen=True)
-class SingleTurn:
+class SingleTurn(Environment):
     """An Environment of one turn, which draws the whole group together."""
 
     client: EngineClient

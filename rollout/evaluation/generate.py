@@ -25,9 +25,6 @@ from rollout.build import EndpointAddress, build_endpoint
 from rollout.engines.base import Engine
 from rollout.environments.base import Environment, Response, scored
 from rollout.environments.engine_client import EngineClient
-from rollout.environments.external import Episodes
-from rollout.environments.own_environment import OwnTurns
-from rollout.environments.played_episodes import PlayedEpisodes
 from rollout.environments.registry import build_environment
 
 TELL_EVERY_S = 10.0
@@ -74,25 +71,20 @@ async def answered(
     engine = engines.build_engine(config if isinstance(config, TorchEngine) else TorchEngine())
     client = EngineClient(engine, tokenizer)
     environment = build_environment(run, client)
-    own = environment if isinstance(environment, OwnTurns) else None
-    address = EndpointAddress(*serve)
-    if isinstance(environment, PlayedEpisodes):
-        address = address._replace(at=address.at or "0")
-    endpoint = build_endpoint(run, run.name, client, environment, address) if address.at else None
+    endpoint = build_endpoint(run, run.name, client, environment, EndpointAddress(*serve))
     answering = _Answering(run, environment, tokenizer, reward)
     tasks: list[asyncio.Task[Answered]] = []
     told: list[asyncio.Task[None]] = []
     try:
         await reward.start()
-        if own:
-            await own.start()
+        await environment.start()
         await engine.start()
         prompts = (tokenizer.encode_prompt(problem.asked) for problem in problems)
         await _load(engine, run, model, prompts)
         for index, problem in enumerate(problems):
             work = answering.one(index, problem, greedy, samples, sampling)
             tasks.append(asyncio.create_task(work))
-        if endpoint and isinstance(environment, Episodes):
+        if endpoint:
             url = endpoint.url(await endpoint.start())
             told.append(asyncio.create_task(_tell_of_agents(environment, url, tell)))
         for done in asyncio.as_completed(tasks):
@@ -105,16 +97,15 @@ async def answered(
             await endpoint.close()
         await engine.close()
         await reward.close()
-        if own:
-            await own.close()
+        await environment.close()
 
 
-async def _tell_of_agents(episodes: Episodes, url: str, tell: Callable[[str], object]) -> None:
+async def _tell_of_agents(plays: Environment, url: str, tell: Callable[[str], object]) -> None:
     tell(f"agents may play at {url}")
     while True:
         await asyncio.sleep(TELL_EVERY_S)
-        if not episodes.open:
-            tell(f"waiting for agents at {url}, 0 of {episodes.unfinished} episodes open")
+        if not plays.open:
+            tell(f"waiting for agents at {url}, 0 of {plays.unfinished} episodes open")
 
 
 class _Answering:

@@ -22,7 +22,6 @@ from areal_q.tasks import Tokenizer
 from rollout.engines.base import Completion, Engine, Request, TokenCallback
 from rollout.engines.stop_conditions import stop_strings
 from rollout.environments.external import Episode, Episodes, Said, Talk
-from rollout.environments.played_episodes import PlayedEpisodes
 from rollout.openai_server.access import bound_to, denied, episode_key
 from rollout.openai_server.connections import Connections
 from rollout.openai_server.dialects import messages, responses
@@ -120,7 +119,7 @@ class Endpoint:
             raise ConfigError(f"rollout.serve (--serve): {where}: {error.strerror}") from error
         port = self._listener.sockets[0].getsockname()[1]
         logger.info("OpenAI-compatible endpoint on %s", self.url(port))
-        if isinstance(self._episodes, PlayedEpisodes):
+        if self._episodes:
             token = self._token.decode() if self._token else ""
             self._episodes.begin_playing(self.url(port), self._model, token)
         return port
@@ -131,7 +130,7 @@ class Endpoint:
         return f"http://{host}:{port}/v1"
 
     async def close(self) -> None:
-        if isinstance(self._episodes, PlayedEpisodes):
+        if self._episodes:
             await self._episodes.end_playing()
         if self._listener is not None:
             self._listener.close()

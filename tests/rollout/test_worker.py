@@ -241,15 +241,16 @@ async def test_an_evaluation_that_is_late_goes_first(
     side = learner(make_run("learner.group_size=3", "learner.max_lag=2"))
     begun: list[str] = []
 
-    async def held(ticket: Ticket, responses: list[Response]) -> None:
-        begun.append(ticket.purpose)
-        await asyncio.Event().wait()
+    class Held(Environment):
+        async def __call__(self, ticket: Ticket, responses: list[Response]) -> None:
+            begun.append(ticket.purpose)
+            await asyncio.Event().wait()
 
     side.admission.evaluate(0)
     side.admission.admit(0)
     side.publish(newest)
     limit = WorkerCapacity(responses=12, slots=12, group_size=3)
-    async with working(side, environment=held, limit=limit):
+    async with working(side, environment=Held(), limit=limit):
         await until(lambda: len(begun) >= 3)
         assert begun[:3] == ["eval", then, then]
 
@@ -618,18 +619,19 @@ async def test_a_groups_last_straggler_leaves_room_for_new_groups(
     begun: list[int] = []
     tail, last = asyncio.Event(), asyncio.Event()
 
-    async def straggling(ticket: Ticket, responses: list[Response]) -> None:
-        begun.append(ticket.number)
-        want = await uninterrupted(side, ticket, build_engine(ScriptedEngine()))
-        for response, completion in zip(responses, want, strict=True):
-            response.add_drawn(completion)
-        await tail.wait()
-        for response in responses[:3]:
-            response.ended = True
-        await last.wait()
-        responses[3].ended = True
+    class Straggling(Environment):
+        async def __call__(self, ticket: Ticket, responses: list[Response]) -> None:
+            begun.append(ticket.number)
+            want = await uninterrupted(side, ticket, build_engine(ScriptedEngine()))
+            for response, completion in zip(responses, want, strict=True):
+                response.add_drawn(completion)
+            await tail.wait()
+            for response in responses[:3]:
+                response.ended = True
+            await last.wait()
+            responses[3].ended = True
 
-    async with working(side, environment=straggling, limit=WorkerCapacity(8, 8, 4)):
+    async with working(side, environment=Straggling(), limit=WorkerCapacity(8, 8, 4)):
         side.publish(0)
         side.admission.admit(0)
         await until(lambda: len(begun) == 2)
@@ -811,7 +813,7 @@ async def test_a_group_refused_at_its_commit_costs_itself_alone(
 ):
     side = learner(make_run(SCRIPTED, *ONE))
 
-    class Rewarded:
+    class Rewarded(Environment):
         """Ends every response with a reward, that of ticket 0 too large."""
 
         async def __call__(self, ticket: Ticket, responses: list[Response]) -> None:
