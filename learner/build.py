@@ -257,7 +257,7 @@ def _build(
     best = BestVersion(run.eval, run.learner.max_lag, records)
     _note_beginning(run, directory, start, tokenizer, metrics)
     admission = build_admission(run, task, tokenizer, buffer, state, own_sets)
-    buffer.checks = [admission.check, fits(policy.model.config, run.learner.pass_tokens)]
+    buffer.checks = [admission.check, fits(policy.model.config, run.learner)]
     logged = iter_steps(directory / "steps", start) if state else ()
     recorded = {record.step + 1: record.digest for record in logged}
     if state:

@@ -54,7 +54,7 @@ class Steps:
         self._history = VersionHistory(run.learner.versions_kept, {**(digests or {})})
         self._recorded = recorded or {}
         self._updater = SingleProcessUpdater(policy)
-        self._check = fits(policy.model.config, run.learner.pass_tokens)
+        self._check = fits(policy.model.config, run.learner)
 
     @classmethod
     def begun(cls, run: Run) -> "Steps":

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from areal_q.config import Mix, Python, Sft, TaskConfig
+from areal_q.config import LearnerConfig, Mix, Python, Sft, TaskConfig
 from areal_q.errors import RecordError, TaskError
 from areal_q.messages import Array, Group, Trajectory
 from areal_q.models import DecoderConfig
@@ -19,11 +19,10 @@ DATA_DIGEST = "problems-digest"
 """Name of the file in a run's directory with the digest of the problems that the run began with."""
 
 
-def fits(config: DecoderConfig, longest: int) -> Callable[[Group], None]:
-    """Returns a check that raises RecordError for a group that does not fit a model of this `config`: a token
-    or route is out of range, or a prompt and its response have more than `longest` tokens
-    (learner.microbatch_tokens)."""
-    most = min(longest, config.max_positions)
+def fits(config: DecoderConfig, learner: LearnerConfig) -> Callable[[Group], None]:
+    """Returns a check that raises RecordError for a group that does not fit a model of this `config`, or this
+    learner: a token or route is out of range, or a prompt and its response have too many tokens."""
+    most = min(learner.pass_tokens, config.max_positions)
 
     def check(group: Group) -> None:
         where = f"group of ticket {group.ticket.number}"
@@ -36,7 +35,7 @@ def fits(config: DecoderConfig, longest: int) -> Callable[[Group], None]:
             if (tokens := max(prompt + t.num_tokens, *branches, 0)) > most:
                 raise RecordError(
                     f"{where}, trajectory {t.index}: {tokens} tokens with the prompt, more than "
-                    f"the {most} that learner.microbatch_tokens and the model's positions leave"
+                    f"the {most} that {learner.pass_limit} and the model's positions leave"
                 )
             _check_routes(t, config, f"{where}, trajectory {t.index}")
         drawn = [

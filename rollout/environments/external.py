@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from areal_q.config import External
+from areal_q.config import External, LearnerConfig
 from areal_q.errors import RecordError
 from areal_q.messages import MOST_BRANCHES, FailureCause, Ticket
 from areal_q.system.command import escaped
@@ -103,12 +103,12 @@ class Episodes(Environment):
         self,
         client: EngineClient,
         cfg: External,
-        longest: int,
+        learner: LearnerConfig,
         failed: Callable[[FailureCause], Score] = Score.failed,
     ) -> None:
-        """Begins without episodes. `longest` is the most tokens, prompt included, of an episode that the
-        learner can train on. `failed` returns the score of an episode that failed for a given cause."""
-        self._client, self._cfg, self._longest = client, cfg, longest
+        """Begins without episodes. The settings of the learner say how many tokens, prompt included, an episode
+        may have. `failed` returns the score of an episode that failed for a given cause."""
+        self._client, self._cfg, self._learner = client, cfg, learner
         self._failed = failed
         self._free: list[Episode] = []
         self._played: dict[str, Episode] = {}
@@ -205,11 +205,9 @@ class Episodes(Environment):
             raise RecordError(
                 "the prompt does not begin with the first token of the ticket's prompt"
             )
-        room = self._longest - len(context)
+        room = self._learner.pass_tokens - len(context)
         if room <= 0:
-            raise RecordError(
-                f"the episode would have more than learner.microbatch_tokens = {self._longest} tokens"
-            )
+            raise RecordError(f"the episode would have more tokens than {self._learner.pass_limit}")
         number = await self._reserved(episode, min(max_tokens or room, room))
         try:
             # Looked at only now, as the turn may have waited for others.

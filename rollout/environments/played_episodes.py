@@ -33,7 +33,7 @@ class PlayedEpisodes(Episodes):
     plays_itself = True
 
     def __init__(self, run: Run, client: EngineClient, cfg: VerifiersEnvironment) -> None:
-        super().__init__(client, cfg, run.learner.pass_tokens, partial(unscored, cfg=run.reward))
+        super().__init__(client, cfg, run.learner, partial(unscored, cfg=run.reward))
         self._run, self._player = run, cfg
         self._keeper: asyncio.Task[None] | None = None
         self.process: asyncio.subprocess.Process | None = None

@@ -19,7 +19,7 @@ ENVIRONMENTS: dict[type, Callable[[Run, EngineClient, Any], Environment]] = {
     SingleTurnConfig: lambda run, client, config: SingleTurn(client),
     CalculatorTool: lambda run, client, config: Calculator(client, config),
     External: lambda run, client, config: Episodes(
-        client, config, run.learner.pass_tokens, partial(unscored, cfg=run.reward)
+        client, config, run.learner, partial(unscored, cfg=run.reward)
     ),
     VerifiersEnvironment: PlayedEpisodes,
     PythonEnvironment: OwnTurns,

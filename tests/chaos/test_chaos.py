@@ -7,6 +7,7 @@ import pytest
 import redis
 from helpers.weight_sync import publish
 
+from areal_q.config import LearnerConfig
 from areal_q.messages import VersionSpan, encode
 from areal_q.models import DecoderConfig
 from bench.chaos import faults
@@ -261,7 +262,7 @@ def test_what_the_foreign_hand_commits_cannot_be_learnt_from(
     """Each kind goes to the quarantine of a learner of such a model, and a sound group does not."""
     learner = LearnerBuffer(redis_url, RUN)
     learner.run_id = "a"
-    learner.checks = [fits(MODEL, longest=16384)]
+    learner.checks = [fits(MODEL, LearnerConfig())]
     sound = make_group(make_ticket(1, run_id="a"), worker=FOREIGN)
     with redis.Redis.from_url(redis_url) as client:
         for group in (sound, faults.SPOILT[kind](sound)):

@@ -14,7 +14,7 @@ from helpers.policies import pack_state, save_at
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from areal_q.checks.model import check_experts
-from areal_q.config import TorchEngine, load
+from areal_q.config import LearnerConfig, TorchBackend, TorchEngine, load
 from areal_q.errors import ConfigError, RecordError
 from areal_q.messages import Array, Dtype, Group, decode_group, encode
 from areal_q.models import Decoder, DecoderConfig, Experts, init_weights
@@ -36,6 +36,7 @@ from learner.policy_update import update_policy
 from rollout.engines import ENGINES, build_engine
 from rollout.engines.base import Completion
 
+ROOM = LearnerConfig()
 EXPERTS = Experts(count=8, per_token=2, mlp=32, dense_layers=(1,))
 CONFIG = DecoderConfig(
     family="qwen3_moe",
@@ -200,21 +201,21 @@ def test_routes_of_the_wrong_kind_or_length_are_refused(dtype, tokens, make_grou
 
 
 def test_a_group_that_does_not_fit_the_model_is_refused(make_group) -> None:
-    check = fits(msgspec.structs.replace(CONFIG, vocab_size=100), 1000)
+    check = fits(msgspec.structs.replace(CONFIG, vocab_size=100), ROOM)
     check(with_routes(make_group()))
     check(make_group())
     with pytest.raises(RecordError, match="another model"):
         check(with_routes(make_group(), layers=3))
     with pytest.raises(RecordError, match="token outside"):
-        fits(CONFIG, 1000)(make_group())
+        fits(CONFIG, ROOM)(make_group())
     few = msgspec.structs.replace(EXPERTS, count=3)
     with pytest.raises(RecordError, match="more than 3 experts"):
-        fits(msgspec.structs.replace(CONFIG, vocab_size=100, experts=few), 1000)(
+        fits(msgspec.structs.replace(CONFIG, vocab_size=100, experts=few), ROOM)(
             with_routes(make_group())
         )
     dense = msgspec.structs.replace(CONFIG, family="qwen3", vocab_size=100, experts=None)
     with pytest.raises(RecordError, match="another model"):
-        fits(dense, 1000)(with_routes(make_group()))
+        fits(dense, ROOM)(with_routes(make_group()))
 
 
 def test_a_group_longer_than_a_micro_batch_is_refused(make_group) -> None:
@@ -222,11 +223,14 @@ def test_a_group_longer_than_a_micro_batch_is_refused(make_group) -> None:
     config, group = msgspec.structs.replace(CONFIG, vocab_size=100), make_group()
     prompt = group.ticket.prompt_ids.shape[0]
     longest = prompt + max(t.num_tokens for t in group.trajectories)
-    fits(config, longest)(group)
+    fits(config, LearnerConfig(microbatch_tokens=longest))(group)
     with pytest.raises(RecordError, match=f"{longest} tokens with the prompt"):
-        fits(config, longest - 1)(group)
+        fits(config, LearnerConfig(microbatch_tokens=longest - 1))(group)
+    shared = LearnerConfig(microbatch_tokens=1, backend=TorchBackend(context=2))
+    with pytest.raises(RecordError, match=r"learner.microbatch_tokens = 1 · .*context = 2"):
+        fits(config, shared)(group)
     with pytest.raises(RecordError, match=f"{longest} tokens with the prompt"):
-        fits(msgspec.structs.replace(config, max_positions=longest - 1), 1000)(group)
+        fits(msgspec.structs.replace(config, max_positions=longest - 1), ROOM)(group)
 
 
 @pytest.mark.parametrize("asked", ["routing_replay=true", "router_aux_coef=0.1"])
