@@ -43,6 +43,7 @@ from areal_q.messages import (
     Trajectory,
     WorkerStatus,
 )
+from areal_q.system.command import escaped
 from areal_q.tasks import Reward, Tokenizer
 from buffer.redis_store import Claim, WorkerBuffer
 from buffer.weight_sync import WeightSource, WeightSubscriber
@@ -344,6 +345,8 @@ class Worker:
         tokens drawn, seconds busy)."""
         (then_s, tokens_then, busy_then_s), (now_s, tokens, busy_s) = then, now
         span_s = now_s - then_s
+        # Of a user's code, or of whoever plays: it may be any text.
+        failure = " ".join((self._reward.failure or self._environment.failure).split())
         return WorkerStatus(
             worker=self.name,
             pid=os.getpid(),
@@ -369,7 +372,7 @@ class Worker:
             resumed=self._resumed,
             run_id=self._run_id,
             waits_for=self._waits_for(now_s),
-            failure=(self._reward.failure or self._environment.failure)[: 2 * LONGEST_NAME],
+            failure=escaped(failure)[: 2 * LONGEST_NAME],
             episodes=self._environment.unfinished,
             open_episodes=self._environment.open,
         )

@@ -23,7 +23,6 @@ from typing import NamedTuple
 from areal_q.config import External, LearnerConfig
 from areal_q.errors import RecordError
 from areal_q.messages import MOST_BRANCHES, FailureCause, Ticket
-from areal_q.system.command import escaped
 from areal_q.tasks import Score
 from areal_q.tasks.base import Message, Tool
 from rollout.engines.base import Completion, TokenCallback
@@ -277,7 +276,7 @@ class Episodes(Environment):
         Raises RecordError while a turn is under way."""
         if episode.busy:
             raise RecordError("a turn of this episode is under way")
-        self.failure = f"{cause}: {escaped(' '.join(why.split()))}" if why else cause
+        self.failure = f"{cause}: {why}" if why else cause
         if episode.response.drawn:
             self._settle(episode, self._failed(cause))
         else:

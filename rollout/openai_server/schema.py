@@ -10,7 +10,7 @@ from areal_q.config.run import LARGEST_TEMPERATURE, LONGEST_STOP, MOST_STOPS
 from areal_q.config.struct_types import TokenId
 from areal_q.decode_errors import in_words, untyped
 from areal_q.errors import RecordError
-from areal_q.messages.trajectories import LARGEST_REWARD, FailureCause
+from areal_q.messages.trajectories import LARGEST_REWARD, FailureCause, Sentence
 from areal_q.tasks.base import Message as PlainMessage
 from areal_q.tasks.base import Tool
 from rollout.reply_formats.base import Part
@@ -173,7 +173,7 @@ class RewardBody(Struct):
     reward: _Number | None = None
     failed: FailureCause | None = None
     """Why the episode failed through no fault of the model; given instead of a reward"""
-    why: str = ""
+    why: Sentence = ""
     """The same in words, for the run's screen"""
     parts: Annotated[dict[_PartName, _Number], Meta(max_length=_MAX_PARTS)] = {}
     """Parts of the reward, whose means are metrics; `correct` counts as the accuracy"""

@@ -687,7 +687,7 @@ async def test_an_episode_given_up_begins_again_with_whoever_asks_next(
 async def test_a_failed_episode_is_committed_without_a_reward(
     make_run: MakeRun, redis_url: str, short_dir: Path
 ):
-    """The first episode ends as failed, the others have a reward; neither and both are refused. Why it
+    """The first episode ends as failed, the others have a reward; neither, both and a story are refused. Why it
     failed is in the worker's heartbeat, as one line."""
     run = make_run(EXTERNAL, "rollout.sampling.max_tokens=9")
     async with playing(run, redis_url, short_dir) as (url, buffer, _):
@@ -696,7 +696,9 @@ async def test_a_failed_episode_is_committed_without_a_reward(
         async with openai.AsyncOpenAI(base_url=url, api_key="-", max_retries=0) as client:
             await client.completions.create(model="run", prompt=prompt, extra_headers=heads)
         end = f"/episodes/{episode['id']}/reward"
-        for body in ({}, {"reward": 0.0, "failed": "environment"}, {"failed": "bad luck"}):
+        long = {"failed": "environment", "why": "x" * 513}
+        both = {"reward": 0.0, "failed": "environment"}
+        for body in ({}, both, {"failed": "bad luck"}, long):
             with pytest.raises(AssertionError, match="invalid_request_error"):
                 await post(url, end, body)
         await post(url, end, {"failed": "environment", "why": "no\n  gam\x1be"})

@@ -233,6 +233,23 @@ async def test_an_evaluation_leaves_room_for_training(
         assert len(await side.take(12)) == 12
 
 
+async def test_a_heartbeat_tells_of_a_failure_in_one_harmless_line(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide]
+):
+    """Whatever text an environment of the user's own raised."""
+    side = learner(make_run())
+
+    class Failed(Environment):
+        failure = "ValueError:\n  \x1b[2J" + "x" * 600
+
+        async def __call__(self, ticket: Ticket, responses: list[Response]) -> None: ...
+
+    async with working(side, environment=Failed()):
+        await until(lambda: any(worker.failure for worker in side.buffer.workers()))
+    (worker,) = side.buffer.workers()
+    assert worker.failure == ("ValueError: \\x1b[2J" + "x" * 600)[:512]
+
+
 @pytest.mark.parametrize(("newest", "then"), [(1, "train"), (9, "eval")])
 async def test_an_evaluation_that_is_late_goes_first(
     make_run: MakeRun, learner: Callable[[Run], LearnerSide], newest: int, then: str
