@@ -13,6 +13,7 @@ import psutil
 import pytest
 from helpers.chain_models import byte_tokenizer
 from helpers.commands import is_alive, stretched
+from helpers.engines import responses
 from helpers.openai_server.scripted import TEMPLATE
 from helpers.paths import ROOT
 
@@ -140,10 +141,9 @@ class World:
             return await self.played(environment)
 
     async def played(self, environment: OwnTurns) -> list[Response]:
-        responses = [Response() for _ in range(self.ticket.group_size)]
-        await environment(self.ticket, responses)
-        assert all(r.ended and len(r.ids) == len(r.mask) == len(r.logprobs) for r in responses)
-        return responses
+        found = await responses(environment, self.ticket)
+        assert all(r.ended and len(r.ids) == len(r.mask) == len(r.logprobs) for r in found)
+        return found
 
 
 def by_turn(*turns: str) -> Callable[[str], str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from helpers.openai_server.verifiers_place import PYTHON, TASKSET, Place, needs, stand_in
+from helpers.openai_server.verifiers_place import PYTHON, TASKSET, Place, stand_in, with_verifiers
 
 from areal_q.config import Sampling, VerifiersTask, load
 from areal_q.errors import ConfigError, TaskError
@@ -24,9 +24,8 @@ from areal_q.tasks.environments.verifiers_rows import PLAYER
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 
 
-@needs
-@pytest.mark.verifiers
-@pytest.mark.timeout(300)
+@with_verifiers
+@pytest.mark.slow
 async def test_verifiers_plays_two_turns_token_by_token(
     tmp_path: Path, make_ticket: Callable[..., Ticket], dead_proxy: None
 ) -> None:
@@ -52,9 +51,8 @@ async def test_verifiers_plays_two_turns_token_by_token(
     assert place.episodes.process is not None and place.episodes.process.returncode is not None
 
 
-@needs
-@pytest.mark.verifiers
-@pytest.mark.timeout(300)
+@with_verifiers
+@pytest.mark.slow
 async def test_an_error_of_a_taskset_is_a_cause_and_no_reward(
     tmp_path: Path, make_ticket: Callable[..., Ticket], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -71,9 +69,8 @@ async def test_an_error_of_a_taskset_is_a_cause_and_no_reward(
     assert ours == ["verifiers: ValueError: the taskset is at fault"]
 
 
-@needs
-@pytest.mark.verifiers
-@pytest.mark.timeout(300)
+@with_verifiers
+@pytest.mark.slow
 async def test_errors_before_any_token_end_after_their_attempts(
     tmp_path: Path, make_ticket: Callable[..., Ticket]
 ) -> None:
@@ -87,9 +84,8 @@ async def test_errors_before_any_token_end_after_their_attempts(
     assert place.engine.script == [] and "the game is down" in place.episodes.failure
 
 
-@needs
-@pytest.mark.verifiers
-@pytest.mark.timeout(300)
+@with_verifiers
+@pytest.mark.slow
 async def test_the_taskset_of_the_page_is_played(
     tmp_path: Path, make_ticket: Callable[..., Ticket]
 ) -> None:
@@ -105,9 +101,8 @@ async def test_the_taskset_of_the_page_is_played(
     ]
 
 
-@needs
-@pytest.mark.verifiers
-@pytest.mark.timeout(300)
+@with_verifiers
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("killed", "script", "ends"),
     [
@@ -210,18 +205,14 @@ except Over:
 """
 
 
-@needs
-@pytest.mark.verifiers
-@pytest.mark.timeout(300)
+@with_verifiers
 def test_no_ticket_is_no_failure() -> None:
     """An endpoint answers 503 once it has waited for a ticket in vain: it is asked again at once."""
     command = [PYTHON, "-P", "-c", ASKS, str(PLAYER.parent)]
     assert subprocess.run(command, capture_output=True, text=True).stdout == "[1.0, 1.0, 2.0]\n"
 
 
-@needs
-@pytest.mark.verifiers
-@pytest.mark.timeout(300)
+@with_verifiers
 def test_a_missing_taskset_is_told_in_one_line(tmp_path: Path) -> None:
     task = VerifiersTask(env={"taskset": {"id": "absent"}}, directory=str(tmp_path), python=PYTHON)
     with pytest.raises(TaskError, match=r"task.env.taskset.id = 'absent': .*not found") as told:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from helpers.commands import wait_until
-from helpers.openai_server.verifiers_place import PYTHON, Place, needs
+from helpers.openai_server.verifiers_place import PYTHON, Place, with_verifiers
 
 from areal_q.messages import Ticket
 from areal_q.system.ports import free_ports
@@ -43,9 +43,8 @@ uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")
 """
 
 
-@needs
-@pytest.mark.verifiers
-@pytest.mark.timeout(300)
+@with_verifiers
+@pytest.mark.slow
 async def test_an_environment_of_openenv_is_played(
     tmp_path: Path, make_ticket: Callable[..., Ticket]
 ) -> None:

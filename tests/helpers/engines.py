@@ -22,6 +22,14 @@ from rollout.build import EndpointAddress, serve
 from rollout.engines import build_engine
 from rollout.engines.base import Completion, Engine, Request
 from rollout.engines.scripted import Answer, ScriptedStepper, reverse
+from rollout.environments.base import Environment, Response
+
+
+async def responses(environment: Environment, ticket: Ticket) -> list[Response]:
+    """Returns the responses to a ticket, which the environment has completed."""
+    found = [Response() for _ in range(ticket.group_size)]
+    await environment(ticket, found)
+    return found
 
 
 def ask(

@@ -16,7 +16,7 @@ import openai
 import pytest
 from helpers import engines
 from helpers.chain_models import byte_tokenizer
-from helpers.engines import initial_version
+from helpers.engines import initial_version, responses
 from helpers.fixture_types import MakeRun
 from helpers.paths import ROOT
 
@@ -39,7 +39,6 @@ from learner.measure.fidelity import FidelityMeter
 from rollout.build import worker_capacity
 from rollout.engines import build_engine
 from rollout.engines.base import Completion, Engine, Request
-from rollout.environments.base import Response
 from rollout.environments.engine_client import EngineClient
 from rollout.environments.external import Episodes
 from rollout.environments.registry import build_environment
@@ -667,8 +666,7 @@ async def test_an_episode_given_up_begins_again_with_whoever_asks_next(
     client = EngineClient(engine, build_tokenizer(run.model, run.task))
     episodes = Episodes(client, External(episode_timeout_s=600), run.learner)
     ticket = make_ticket(group_size=1, sampling=run.rollout.sampling)
-    responses = [Response()]
-    task = asyncio.create_task(episodes(ticket, responses))
+    task = asyncio.create_task(responses(episodes, ticket))
     first = await episodes.begin(5.0)
     assert first is not None
     await episodes.turn(first, None, first.prompt, frozenset(), 2)
@@ -679,8 +677,8 @@ async def test_an_episode_given_up_begins_again_with_whoever_asks_next(
     await episodes.turn(second, None, [*second.prompt, 5], frozenset(), 2)
     assert [second.response.mask, second.response.spans[0].tokens] == [[0, 1, 1], 3]
     episodes.end(second, 1.0, {})
-    await task
-    assert responses[0].ids == second.response.ids and responses[0].ended
+    (response,) = await task
+    assert response.ids == second.response.ids and response.ended
     await engine.close()
 
 
@@ -727,15 +725,14 @@ async def test_an_episode_left_too_often_has_no_reward(
     client = EngineClient(engine, build_tokenizer(run.model, run.task))
     episodes = build_environment(run, client)
     assert isinstance(episodes, Episodes)
-    responses = [Response()]
     ticket = make_ticket(group_size=1, sampling=run.rollout.sampling)
-    task = asyncio.create_task(episodes(ticket, responses))
+    task = asyncio.create_task(responses(episodes, ticket))
     for _ in range(2):
         episode = await episodes.begin(30.0)
         assert episode is not None
         await episodes.turn(episode, None, episode.prompt, frozenset(), 2)
-    await task
-    score = responses[0].score
+    (response,) = await task
+    score = response.score
     assert score is not None and (score.valid, score.failure) == (valid, "timeout")
     await engine.close()
 

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from helpers.engines import initial_version, serving
+from helpers.engines import initial_version, responses, serving
 from helpers.fixture_types import MakeRun
 from helpers.policies import initial_model
 
@@ -34,10 +34,8 @@ CHARS = CharTokenizer()
 
 def played(engine: Engine, run: Run, ticket: Ticket, tool: CalculatorTool = TOOL) -> list[Response]:
     async def work() -> list[Response]:
-        responses = [Response() for _ in range(ticket.group_size)]
         async with serving(engine, initial_version(run)):
-            await Calculator(EngineClient(engine, CHARS), tool)(ticket, responses)
-        return responses
+            return await responses(Calculator(EngineClient(engine, CHARS), tool), ticket)
 
     return asyncio.run(work())
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from helpers.chain_models import byte_tokenizer
+from helpers.engines import responses
 from helpers.openai_server.scripted import TEMPLATE, Scripted
 
 from areal_q.config import (
@@ -30,7 +31,7 @@ from rollout.environments.played_episodes import PlayedEpisodes
 from rollout.openai_server.app import Endpoint
 
 PYTHON = os.environ.get("VERIFIERS_PYTHON", "")
-needs = pytest.mark.skipif(not PYTHON, reason="needs verifiers: make test-verifiers")
+_skips = pytest.mark.skipif(not PYTHON, reason="needs verifiers: make test-verifiers")
 TASKSET = """
 import json
 from pathlib import Path
@@ -95,6 +96,11 @@ async def stand_in(root: Path) -> AsyncIterator["asyncio.Queue[bytes]"]:
         yield heard
 
 
+def with_verifiers(test: Callable[..., object]) -> Callable[..., object]:
+    """Marks a test that needs verifiers."""
+    return pytest.mark.verifiers(pytest.mark.timeout(300)(_skips(test)))
+
+
 class Place:
     """A worker's endpoint with an engine that draws what a test has written, and verifiers beside it."""
 
@@ -139,13 +145,7 @@ class Place:
     @asynccontextmanager
     async def played(self) -> AsyncIterator["asyncio.Task[list[Response]]"]:
         """Yields what becomes the responses to the ticket."""
-        responses = [Response(), Response()]
-
-        async def play() -> list[Response]:
-            await self.episodes(self.ticket, responses)
-            return responses
-
-        playing = asyncio.create_task(play())
+        playing = asyncio.create_task(responses(self.episodes, self.ticket))
         await self.endpoint.start()
         try:
             yield playing
