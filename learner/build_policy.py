@@ -10,6 +10,7 @@ from areal_q.checks.machine import check_device
 from areal_q.checks.model import check_reference
 from areal_q.config import ModelConfig, Run, SmallModel
 from areal_q.models import Decoder, init_weights, load_config, load_decoder, load_model
+from areal_q.models.low_bit.bf16_rounding import dither
 from areal_q.models.shape import shape_of
 from areal_q.models.smoothed_state import packed
 from areal_q.observability.metrics_log import MetricsLog
@@ -63,8 +64,7 @@ def build_policy(
         check_reference(load_config(kl.path), model.config, kl.path)
     if not resume:
         _warm_start(model, run, task, tokenizer, metrics, stop)
-        if run.learner.uaq > 1:
-            apply_uaq(model, run.learner.uaq)
+        prepare_for_rounding(model, run)
     set_precision(model, precision)
     policy = TorchPolicy(model, run.learner, run.rollout.sampling.temperature)
     policy.calibrate = run.rollout.kv_scales
@@ -89,6 +89,16 @@ def build_policy(
         set_precision(policy.reference, precision)
         policy.fold()
     return policy, None
+
+
+def prepare_for_rounding(model: Decoder, run: Run) -> None:
+    """Applies UAQ to the weights before the first step, and dithers those of a pretrained model that the
+    learner or the rollouts round to bfloat16."""
+    if run.learner.uaq > 1:
+        apply_uaq(model, run.learner.uaq)
+    rounded = run.learner.products == "bfloat16" or run.rollout.format == "bf16"
+    if rounded and not isinstance(run.model, SmallModel) and not run.learner.lora:
+        dither(model, run.seed)
 
 
 def begin_smoothing(

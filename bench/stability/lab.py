@@ -26,7 +26,6 @@ from areal_q.config import Run, Sampling, TorchEngine
 from areal_q.messages import Group, Ticket, Trajectory
 from areal_q.models import Decoder
 from areal_q.quant.awq import scales_for
-from areal_q.quant.rescaling import apply_uaq
 from areal_q.tasks import (
     Completed,
     Problem,
@@ -43,7 +42,7 @@ from buffer.redis_store import LearnerBuffer
 from buffer.sampling.replay_pool import SampledGroups
 from learner.backends.precision import PrecisionSettings, set_precision
 from learner.backends.single_device import TorchPolicy
-from learner.build_policy import begin_smoothing, build_model
+from learner.build_policy import begin_smoothing, build_model, prepare_for_rounding
 from learner.data.admission import Admission, AdmissionSettings
 from learner.data.staleness import VersionHistory
 from learner.measure.reward_check import RewardCheck
@@ -59,11 +58,10 @@ NEVER = threading.Event()
 
 
 def warm_model(run: Run, task: Task, tokenizer: Tokenizer) -> Decoder:
-    """The model at the start of RL, UAQ's scaling applied: the same for every arm of a seed (cached)."""
+    """The model at the start of RL, prepared for rounding: the same for every arm of a seed (cached)."""
     model = build_model(run.model, tokenizer, run.seed).to(run.learner.device)
     warm_start(model, run, task, tokenizer, lambda step, loss: None, NEVER)
-    if run.learner.uaq > 1:
-        apply_uaq(model, run.learner.uaq)
+    prepare_for_rounding(model, run)
     return model
 
 

@@ -30,7 +30,7 @@ def reward(prompt, response, answer):
 SETTINGS = [
     *("name=real", "checkpoint.every=2", "eval.problems=8", "eval.every=100"),
     *("learner.group_size=4", "learner.optimizer.lr=3e-5", "learner.optimizer.warmup_steps=0"),
-    "rollout.sampling.max_tokens=6",
+    *("rollout.sampling.max_tokens=6", "rollout.format=bf16"),  # transformers has no other
 ]
 FIRST, STEPS = 4, 7
 

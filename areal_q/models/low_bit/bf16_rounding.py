@@ -1,8 +1,15 @@
-"""Rounds the tensors that no format quantizes to bfloat16: embedding, norms, biases, head.
+"""Rounding to bfloat16: of the tensors that no format quantizes, and of weights that were stored in it.
 
-With `rollout.unquantized = "bf16"` they are published in bfloat16. A learner that computes with the rollouts'
-numbers then rounds them in its forward pass too. The gradient goes straight through to the float32 master
-weights.
+With `rollout.unquantized = "bf16"` embedding, norms, biases and head are published in bfloat16. A learner that
+computes with the rollouts' numbers then rounds them in its forward pass too. The gradient goes straight through
+to the float32 master weights.
+
+A checkpoint in bfloat16 leaves every master weight on a number that bfloat16 holds. Adam moves it by lr, which
+is a hundredth of the distance to the next one, so that all that is rounded to bfloat16 stays where it is until
+some twenty steps have added up, while what is quantized otherwise follows at once: behind rollouts in INT8, a
+learner in bfloat16 falls back by all that it has learnt. `dither` ends this. A weight that may lie anywhere
+between two borders crosses one with a probability that is its step's share of the distance: in the mean over
+weights, rounding hides nothing.
 """
 
 import torch
@@ -58,6 +65,23 @@ def round_rest(model: nn.Module, on: bool = True) -> None:
             module.__class__ = kinds[type(module)]  # changes the forward pass and keeps the state
         elif isinstance(module, Linear):
             module.rounds_rest = on
+
+
+@torch.no_grad()
+def dither(model: nn.Module, seed: int) -> None:
+    """Gives each number of the trained float32 parameters that bfloat16 holds the digits that rounding to it
+    takes: it becomes one of those that round to it, drawn at random. Zeros stay, and so do parameters that are
+    no bfloat16 numbers, which lie anywhere already. Rounded, the model is bit for bit what it was."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if not parameter.requires_grad or parameter.dtype != torch.float32:
+            continue
+        bits = parameter.detach().cpu().contiguous().view(torch.int32)  # sign, then magnitude
+        if not (bits & 0xFFFF).any():
+            digits = torch.empty_like(bits, dtype=torch.int16)
+            digits.random_(-0x7FFF, 0x8000, generator=generator)
+            bits = torch.where(bits & 0x7FFFFFFF == 0, bits, bits + digits)
+            parameter.copy_(bits.view(torch.float32))
 
 
 @torch.no_grad()
