@@ -92,13 +92,15 @@ def build_policy(
 
 
 def prepare_for_rounding(model: Decoder, run: Run) -> None:
-    """Applies UAQ to the weights before the first step, and dithers those of a pretrained model that the
-    learner or the rollouts round to bfloat16."""
-    if run.learner.uaq > 1:
-        apply_uaq(model, run.learner.uaq)
+    """Dithers the weights of a pretrained model that the learner or the rollouts round to bfloat16, and applies
+    UAQ, both before the first step."""
     rounded = run.learner.products == "bfloat16" or run.rollout.format == "bf16"
     if rounded and not isinstance(run.model, SmallModel) and not run.learner.lora:
         dither(model, run.seed)
+    if (
+        run.learner.uaq > 1
+    ):  # later, since a bfloat16 number over 1.5 is none, but lies at thirds between two
+        apply_uaq(model, run.learner.uaq)
 
 
 def begin_smoothing(
