@@ -47,7 +47,7 @@ test-sglang: $(VENV)-sglang/.installed
 
 # The objectives beside verl's, areal's and trl's: docs/agreement.md.
 test-peers: $(VENV)-peers/.installed
-	$(VENV)-peers/bin/python -m pytest -m peers tests/peers tests/models/test_lora.py
+	$(VENV)-peers/bin/python -m pytest -m peers tests/peers tests/low_bit/test_lora.py
 
 # The Python API in the kernel of a notebook: docs/api.md.
 test-notebook: $(VENV)-notebook/.installed

@@ -97,9 +97,9 @@ def prepare_for_rounding(model: Decoder, run: Run) -> None:
     rounded = run.learner.products == "bfloat16" or run.rollout.format == "bf16"
     if rounded and not isinstance(run.model, SmallModel) and not run.learner.lora:
         dither(model, run.seed)
-    if (
-        run.learner.uaq > 1
-    ):  # later, since a bfloat16 number over 1.5 is none, but lies at thirds between two
+        logger.info("what was stored in bfloat16 is dithered: docs/aligned.md")
+    # Later, since a bfloat16 number over 1.5 is none, but lies at thirds between two.
+    if run.learner.uaq > 1:
         apply_uaq(model, run.learner.uaq)
 
 

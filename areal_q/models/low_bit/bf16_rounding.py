@@ -4,12 +4,12 @@ With `rollout.unquantized = "bf16"` embedding, norms, biases and head are publis
 computes with the rollouts' numbers then rounds them in its forward pass too. The gradient goes straight through
 to the float32 master weights.
 
-A checkpoint in bfloat16 leaves every master weight on a number that bfloat16 holds. Adam moves it by lr, which
-is a hundredth of the distance to the next one, so that all that is rounded to bfloat16 stays where it is until
-some twenty steps have added up, while what is quantized otherwise follows at once: behind rollouts in INT8, a
-learner in bfloat16 falls back by all that it has learnt. `dither` ends this. A weight that may lie anywhere
-between two borders crosses one with a probability that is its step's share of the distance: in the mean over
-weights, rounding hides nothing.
+A checkpoint in bfloat16 leaves every master weight on a number that bfloat16 holds. Adam moves it by lr, and
+5e-6 is a fiftieth of the distance to the next one at a weight of 0.05. So all that is rounded to bfloat16 stays
+where it is until some twenty steps have added up, while what is quantized otherwise follows at once: behind
+rollouts in INT8, a learner in bfloat16 falls back by all that it has learnt. `dither` ends this. A weight that
+may lie anywhere between two borders crosses one with a probability that is its step's share of the distance: in
+the mean over weights, rounding hides nothing (docs/aligned.md, with measurements).
 """
 
 import torch
