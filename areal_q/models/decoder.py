@@ -82,7 +82,7 @@ class Decoder(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns the logits [..., V] of hidden states [..., D]. They take much memory, so pass only the
         positions that are needed."""
-        return F.linear(hidden, self.head)
+        return F.linear(hidden.to(self.head.dtype), self.head)
 
 
 class Trunk(nn.Module):

@@ -38,9 +38,11 @@ def drawn(ids: list[int], version: int = 0) -> areal_q.Completion:
     return areal_q.Completion([4, 5], ids, [-3.1] * len(ids), [version] * len(ids), "", "stop")
 
 
-def test_what_is_rewarded_becomes_more_probable(tmp_path: Path):
+@pytest.mark.parametrize(("dtype", "rounding"), [("float32", 1e-4), ("bfloat16", 0.1)])
+def test_what_is_rewarded_becomes_more_probable(tmp_path: Path, dtype: str, rounding: float):
     """The one response that is rewarded, beside three others to the same prompt."""
-    learner = areal_q.Learner(settings=TINY | {"warmstart.steps": 0, "learner.minibatches": 1})
+    own = {"warmstart.steps": 0, "learner.minibatches": 1, "learner.dtype": dtype}
+    learner = areal_q.Learner(settings=TINY | own)
     group = areal_q.group([drawn([6, 7]), drawn([8, 9]), drawn([10, 11]), drawn([3])], [1, 0, 0, 0])
 
     @torch.no_grad()
@@ -60,7 +62,7 @@ def test_what_is_rewarded_becomes_more_probable(tmp_path: Path):
     before = logprobs([6, 7]), logprobs([8, 9])
     saved = load_decoder(learner.save(tmp_path / "hf"))
     learner.model.load_state_dict(saved.state_dict())
-    assert (logprobs([6, 7]), logprobs([8, 9])) == pytest.approx(before, abs=1e-4)
+    assert (logprobs([6, 7]), logprobs([8, 9])) == pytest.approx(before, abs=rounding)
     assert learner.step([group])["lag/max"] == 1
 
 

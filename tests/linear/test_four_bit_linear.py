@@ -78,8 +78,8 @@ def test_the_largest_codes_add_up(name):
     x[1] = -127.0
     layer = four_bit_linear(format, parts)
     assert layer is not None
-    # Without the kernel 8,192 products are added up in float32.
-    sums = 1e-6 if cpu_four_bits.has_four_bits() else 1e-4
+    # The kernel adds up to 256 groups' sums in float32, and without it 8,192 products are added up so.
+    sums = 1e-5 if cpu_four_bits.has_four_bits() else 1e-4
     torch.testing.assert_close(layer(x).double(), exact(format, parts, x), rtol=sums, atol=0)
 
 
