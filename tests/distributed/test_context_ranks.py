@@ -95,8 +95,10 @@ def assert_same(found: list[dict[str, float]], expected, path: Path, policy, at:
     tensors = checkpoint.read_tensors(path, checkpoint.read_state(path))
     for name, value in checkpoint.tensors_of(policy).items():
         if name != "rng":
+            # A moment in eight bits may lie at the edge of two codes.
+            most = at if value.is_floating_point() else 1
             torch.testing.assert_close(
-                tensors[name], value, rtol=at, atol=at, msg=lambda m, n=name: f"{n}: {m}"
+                tensors[name], value, rtol=at, atol=most, msg=lambda m, n=name: f"{n}: {m}"
             )
 
 

@@ -54,6 +54,7 @@ SETTINGS = [
     "task.digits=1",
     "task.heldout=20",
     "warmstart.steps=60",
+    "learner.dtype=float32",  # the bounds below are of its rounding
     "learner.groups=16",
     "learner.group_size=8",
     "rollout.sticky_scales=0.02",
