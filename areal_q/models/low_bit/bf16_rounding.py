@@ -76,12 +76,13 @@ def dither(model: nn.Module, seed: int) -> None:
     for parameter in model.parameters():
         if not parameter.requires_grad or parameter.dtype != torch.float32:
             continue
-        bits = parameter.detach().cpu().contiguous().view(torch.int32)  # sign, then magnitude
+        numbers = parameter.detach().cpu().contiguous()
+        bits = numbers.view(torch.int32)  # sign, then magnitude
         if not (bits & 0xFFFF).any():
             digits = torch.empty_like(bits, dtype=torch.int16)
-            digits.random_(-0x7FFF, 0x8000, generator=generator)
-            bits = torch.where(bits & 0x7FFFFFFF == 0, bits, bits + digits)
-            parameter.copy_(bits.view(torch.float32))
+            digits.random_(-0x7FFF, 0x8000, generator=generator).mul_(numbers != 0)
+            bits.add_(digits)
+            parameter.copy_(numbers)
 
 
 @torch.no_grad()
