@@ -123,10 +123,10 @@ def _refused(run: Run, size: int) -> dict[str, bool]:
         "learner.groups / learner.minibatches": too_few,
         # A quantized forward computes in the numbers of the format.
         "learner.dtype": cfg.products == "bfloat16"
-        and (cfg.forward != "full" or cfg.lora is not None),
+        and (cfg.precision != "full" or cfg.lora is not None),
         # Rank 0 alone has the scales by channel, which every rank's forward pass would need.
         "rollout.smoothing with learner.precision": run.rollout.smooths is not None
-        and cfg.forward != "full"
+        and cfg.precision != "full"
         and size > 1,
     }
     if isinstance(backend, TorchBackend):

@@ -4,8 +4,6 @@
 |---|---|---|
 | learner.dtype | bfloat16 | on a GPU, or a processor that multiplies bfloat16 numbers, for a dense model |
 | | float32 | elsewhere; and with the rollouts' numbers (`precision`, `lora`), of whose format products are |
-| learner.precision | qarl | rollouts in bf16, and a float32 learner of our decoder, pretrained, on torch |
-| | full | elsewhere |
 | rollout.unquantized | bf16 | the model's own config.json names bfloat16 |
 | | fp32 | elsewhere |
 | model.type | hf | our decoder does not have the family of a pretrained model, or that variant of it |
@@ -38,7 +36,6 @@ from areal_q.config import (
     Run,
     SmallModel,
     Smoothing,
-    TorchBackend,
     TorchEngine,
 )
 from areal_q.config.run import ROUNDS_ACTIVATIONS, WORTH_SMOOTHING
@@ -59,9 +56,6 @@ def settled(run: Run) -> Run:
     learner, rollout = run.learner, run.rollout
     if learner.dtype == "auto":
         learner = msgspec.structs.replace(learner, dtype=_dtype(run)[0])
-    if learner.precision == "auto":
-        precision = "qarl" if hides_updates(run) else "full"
-        learner = msgspec.structs.replace(learner, precision=precision)
     if rollout.unquantized == "auto":
         model = _config_of(run)
         own = model.get("dtype") or model.get("torch_dtype")
@@ -81,21 +75,6 @@ def _computable(run: Run) -> Run:
     engine = HfEngine(**msgspec.structs.asdict(run.rollout.engine))
     rollout = msgspec.structs.replace(run.rollout, engine=engine)
     return msgspec.structs.replace(run, rollout=rollout)
-
-
-def hides_updates(run: Run) -> bool:
-    """Returns True if rollouts in bf16 round away steps that the learner of a pretrained model sees, since it
-    computes in float32, and not with the rollouts' numbers as it could."""
-    learner = run.learner
-    dtype = _dtype(run)[0] if learner.dtype == "auto" else learner.dtype
-    return (
-        run.rollout.format == "bf16"
-        and dtype == "float32"
-        and learner.forward == "full"
-        and not learner.lora
-        and type(run.model) is PretrainedModel
-        and isinstance(learner.backend, TorchBackend)
-    )
 
 
 def _is_foreign(run: Run) -> bool:
@@ -145,7 +124,7 @@ def _unsmoothed(run: Run) -> str:
         return "its scales do not fit norms that multiply by 1 + w"
     if run.rollout.format not in WORTH_SMOOTHING:
         return f"{run.rollout.format} is no nearer to a pretrained model with it"
-    if run.learner.forward != "full" or run.learner.lora:
+    if run.learner.precision != "full" or run.learner.lora:
         return "the learner computes with the published weights"
     return ""
 
@@ -153,7 +132,7 @@ def _unsmoothed(run: Run) -> str:
 def _dtype(run: Run) -> tuple[Dtype, str]:
     """Returns what `learner.dtype` becomes if it is `auto`, and why."""
     learner = run.learner
-    if learner.forward != "full" or learner.lora:
+    if learner.precision != "full" or learner.lora:
         return "float32", "it computes with the rollouts' numbers"
     if _has_experts(run):
         return "float32", "a mixture of experts has no kernels in bfloat16"

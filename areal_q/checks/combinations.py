@@ -59,7 +59,7 @@ def _refused(run: Run) -> Iterator[tuple[str, str]]:
             not isinstance(learner.backend, TorchBackend),
             "it is one of our decoder's",
         ),
-        f"learner.precision = {learner.forward!r}": (learner.forward != "full", ours),
+        f"learner.precision = {learner.precision!r}": (learner.precision != "full", ours),
         "learner.lora": (learner.lora is not None, ours),
         "learner.critic": (learner.critic is not None, "its trunk is one of our decoder's"),
         "learner.reference_kl.path": (

@@ -99,7 +99,7 @@ def _models(run: Run, shape: DecoderConfig, ranks: int) -> Iterator[Part]:
         yield Part("weights", 4 * shape.weights / ranks, f"4 · W{shared}", gpu)
     yield Part("gradients", 4 * trained / ranks, f"4 · trained weights{shared}", gpu)
     yield Part("moments", moments * trained / ranks, f"{moments} · trained weights{shared}", gpu)
-    if cfg.forward != "full" and not cfg.lora:
+    if cfg.precision != "full" and not cfg.lora:
         each = format_bytes(format) + (2 if gpu else laid_out_bytes(format))
         nbytes = each * linear_weights(shape)
         yield Part("rollouts' numbers", nbytes, f"{each:g} · L, as published and laid out", gpu)

@@ -4,13 +4,12 @@ The learner calls `check_fit` as it starts; `areal-q check` and the launcher cal
 with what the learner does before that.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 
 import msgspec
 from msgspec import Struct
 
-from areal_q.checks.automatic import hides_updates, settled
+from areal_q.checks.automatic import settled
 from areal_q.checks.combinations import check_context, check_foreign, check_norms
 from areal_q.checks.machine import CheckResult
 from areal_q.checks.memory import cached_pages, memory_of, position_bytes
@@ -132,32 +131,15 @@ def findings(run: Run, found: FoundModel) -> Iterator[CheckResult]:
         yield CheckResult("prompts", "warning", says, "a smaller rollout.sampling.max_tokens")
     else:
         yield CheckResult("prompts", "ok", room)
-    yield from _hidden_updates(run, shape)
     yield from _noisy_activations(run)
     yield from memory_of(run, shape, len(found.prompt))
-
-
-def _hidden_updates(run: Run, shape: DecoderConfig) -> Iterator[CheckResult]:
-    """Yields a warning if the rollouts' rounding to bfloat16 hides a step that a float32 learner sees: Adam
-    moves a weight by about lr, and what is below half a spacing is rounded away. A weight w is taken to be as
-    large as at its initialization, 1 / √width; bfloat16's spacing there is 2^(⌊log2 w⌋ - 7)."""
-    lr = run.learner.optimizer.lr
-    half = 2.0 ** (math.floor(math.log2(shape.width**-0.5)) - 8)
-    if hides_updates(settled(run)) and lr < half:
-        yield CheckResult(
-            "updates",
-            "warning",
-            f"a step of {lr:.0e} is lost in the rollouts' bfloat16, whose rounding is {half:.0e} at a typical "
-            "weight, but not in the float32 learner, so the two drift apart",
-            "learner.precision=qarl, which computes with the rollouts' weights",
-        )
 
 
 def _noisy_activations(run: Run) -> Iterator[CheckResult]:
     """Yields a warning if a pretrained model's activations are to be rounded as they come."""
     rollout = settled(run).rollout
     exposed = rollout.format in ROUNDS_ACTIVATIONS and rollout.smooths is None
-    aligned = run.learner.forward != "full" or run.learner.lora
+    aligned = run.learner.precision != "full" or run.learner.lora
     if isinstance(run.model, PretrainedModel) and exposed and not aligned:
         yield CheckResult(
             "activations",

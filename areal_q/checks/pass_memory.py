@@ -91,7 +91,7 @@ def _layer_bytes(run: Run, shape: DecoderConfig, tokens: float, padded: float) -
     heads = shape.heads * shape.head_dim
     experts = shape.experts
     mlp = experts.mlp * experts.per_token if experts else shape.mlp
-    fused = run.learner.products == "bfloat16" and run.learner.forward == "full"
+    fused = run.learner.products == "bfloat16" and run.learner.precision == "full"
     if fused and not isinstance(run.model, HfModel):
         return tokens * (4 * mlp + 16 * shape.width + 4 * heads), "N · (4 · mlp + 16 · D + 4 · q)"
     attention = padded * 2 * (heads + shape.kv_heads * shape.head_dim)

@@ -253,10 +253,8 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
     """Optimizer steps skipped in a row, for gradients that are not finite, before the learner gives up."""
     uaq: Annotated[float, Meta(ge=1, le=1000)] = 1.5
     """UAQ's scale s (QuRL §4.3); 1 turns it off."""
-    precision: Precision | Literal["auto"] = "auto"
-    """`full`; `qarl`: forward on the rollouts' own numbers, backward in full precision; `jet`: both in FP8.
-    auto: qarl where a float32 learner of a pretrained model would see steps that rollouts in bf16 round away,
-    else full."""
+    precision: Precision = "full"
+    """`full`; `qarl`: forward on the rollouts' own numbers, backward in full precision; `jet`: both in FP8."""
     lora: Lora | None = None
     """Train adapters alone; none trains all weights."""
     microbatch_tokens: Count = 16384
@@ -288,11 +286,6 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
         """True if the objective, an advantage or the order is a function of the user's own."""
         own = (self.objective, self.order, *parts_of(self.advantage).values())
         return any(isinstance(it, PythonCode) for it in own)
-
-    @property
-    def forward(self) -> Precision:
-        """What the forward pass computes on: `precision`, and full where nobody has settled what `auto` is."""
-        return "full" if self.precision == "auto" else self.precision
 
     @property
     def products(self) -> Literal["float32", "bfloat16"]:

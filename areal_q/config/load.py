@@ -66,8 +66,6 @@ def as_before(run: Run, before: Run) -> Run:
         if getattr(own, "digest", None) == "" and getattr(known, "digest", ""):
             own = msgspec.structs.replace(own, digest=known.digest)
             learner = msgspec.structs.replace(learner, **{name: own})
-    if learner.precision == "auto":
-        learner = msgspec.structs.replace(learner, precision=before.learner.precision)
     if learner.dtype == "auto":
         learner = msgspec.structs.replace(learner, dtype=before.learner.dtype)
     if rollout.unquantized == "auto":

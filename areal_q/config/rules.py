@@ -255,7 +255,7 @@ def _kv_scales_have_an_fp8_cache(run: Run) -> str | None:
 
 
 def _lora_trains_in_full_precision(run: Run) -> str | None:
-    if run.learner.lora and run.learner.forward != "full":
+    if run.learner.lora and run.learner.precision != "full":
         return (
             "learner.lora runs on the rollouts' numbers already: learner.precision must be 'full'"
         )
@@ -300,7 +300,7 @@ def _sticky_scales_are_used(run: Run) -> str | None:
     rollout, learner = run.rollout, run.learner
     if not rollout.sticky_scales:
         return None
-    if learner.forward != "full":  # the learner's own forward measures ranges anew
+    if learner.precision != "full":  # the learner's own forward measures ranges anew
         return "rollout.sticky_scales must be 0 where learner.precision is not 'full'"
     if learner.lora or rollout.format == "bf16":
         why = "learner.lora's base does not change" if learner.lora else "bf16 has no scales"
@@ -317,8 +317,8 @@ def _smoothing_has_activations_to_smooth(run: Run) -> str | None:
         return f"rollout.smoothing: not with {rollout.format}, only with {', '.join(formats)}"
     unaware = {
         "learner.lora": cfg.lora is not None,
-        "learner.precision = 'jet'": cfg.forward == "jet",
-        "learner.precision = 'qarl' of the Megatron backend": cfg.forward == "qarl"
+        "learner.precision = 'jet'": cfg.precision == "jet",
+        "learner.precision = 'qarl' of the Megatron backend": cfg.precision == "qarl"
         and isinstance(cfg.backend, MegatronBackend),
     }
     for name in (name for name, on in unaware.items() if on):
@@ -327,7 +327,7 @@ def _smoothing_has_activations_to_smooth(run: Run) -> str | None:
 
 
 def _precision_goes_with_format(run: Run) -> str | None:
-    precision, format = run.learner.forward, run.rollout.format
+    precision, format = run.learner.precision, run.rollout.format
     if precision == "jet" and format != "fp8":
         return f"learner.precision = 'jet' needs rollout.format = 'fp8', not {format!r}"
     return None

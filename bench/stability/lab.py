@@ -168,7 +168,7 @@ async def train(run: Run, flaky: Reward | None = None) -> AsyncIterator[Values]:
     admission = Admission(AdmissionSettings.of(run), task, tokenizer, buffer, 0, set())
     history, check = VersionHistory(run.learner.versions_kept), RewardCheck(run, tokenizer)
     # The numbers with which the policy itself computes
-    own = "bf16" if run.learner.forward == "full" else run.rollout.format
+    own = "bf16" if run.learner.precision == "full" else run.rollout.format
     builders = (
         VersionBuilder(VersionSettings.of(run), smoothing=policy.smoothing),
         VersionBuilder(replace(VersionSettings.of(run), format=own), smoothing=policy.smoothing),

@@ -39,7 +39,7 @@ class PrecisionSettings(NamedTuple):
         """Returns these settings of `run`."""
         cfg, rollout = run.learner, run.rollout
         rounds_rest = rollout.unquantized == "bf16"
-        return cls(cfg.forward, cfg.lora, rollout.format, rounds_rest, run.seed)
+        return cls(cfg.precision, cfg.lora, rollout.format, rounds_rest, run.seed)
 
 
 def set_precision(model: Decoder, settings: PrecisionSettings) -> None:

@@ -117,7 +117,7 @@ class TorchPolicy:
 
     def fold(self) -> None:
         """Makes a forward pass on published numbers that of the scales by channel in use."""
-        if self.smoothing and self.cfg.forward != "full":
+        if self.smoothing and self.cfg.precision != "full":
             for model in filter(None, (self.model, self.reference)):
                 fold(model, self.smoothing.folds(model.state_dict()))
 
@@ -240,7 +240,7 @@ class TorchPolicy:
             norm, critic_stepped = optimizer_step(self.critic, self.critic.optimizer, lr, bound)
             metrics["value/grad_norm"] = Mean(norm, 1)
             stepped = stepped and critic_stepped
-        if self.cfg.forward != "full":
+        if self.cfg.precision != "full":
             materialise(self.model)
         return metrics, stepped
 

@@ -188,7 +188,7 @@ class Replay:
         if self.publishes:
             self.policy.calibrate, self.policy.kv_scales = old.calibrate, old.kv_scales
             self.policy.sticky = old.sticky
-        if self.publishes or run.learner.forward != "full":
+        if self.publishes or run.learner.precision != "full":
             self.policy.smoothing = old.smoothing
             self.policy.fold()
 

@@ -107,7 +107,7 @@ def _data(
         check_tensors(run.model.path, shape)
     check_context(run, shape, ranks.size)
     check_experts(shape, run.learner)
-    if run.learner.lora or run.learner.forward != "full":
+    if run.learner.lora or run.learner.precision != "full":
         check_format(shape, run.rollout.format)
     check_vocabulary(shape, tokenizer, encoded(rows.train[0], tokenizer)[0])
     check_data(directory, run.task if cfg.path is None else cfg, rows)

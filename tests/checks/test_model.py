@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from helpers.openai_server.scripted import TEMPLATE
 from helpers.paths import ROOT
 from safetensors.torch import load_file, save_file
@@ -187,29 +186,6 @@ def test_a_machine_with_too_little_memory_is_a_warning(
     run = run_of(model)
     (found,) = (one for one in model_of(run) if one.name == "memory")
     assert found.level == level and "available" in found.says
-
-
-@pytest.mark.parametrize(
-    ("settings", "warned"),
-    [
-        (["learner.precision=full"], True),
-        ([], False),
-        (["learner.precision=full", "learner.optimizer.lr=1e-2"], False),
-        (["learner.precision=qarl"], False),
-        (["learner.precision=full", "learner.dtype=bfloat16"], False),
-        (["learner.precision=full", "rollout.format=int8"], False),
-    ],
-)
-def test_steps_that_bfloat16_rounds_away_are_a_warning(
-    model: Path, settings: list[str], warned: bool
-):
-    base = ["rollout.format=bf16", "learner.dtype=float32", "learner.optimizer.lr=5e-6"]
-    run = run_of(model, *base, *settings)
-    found = [one for one in model_of(run) if one.name == "updates"]
-    assert [one.level for one in found] == ["warning"] * warned
-    typical = torch.tensor(SHAPE["width"] ** -0.5).bfloat16()
-    half = (torch.nextafter(typical, torch.tensor(1.0).bfloat16()) - typical).item() / 2
-    assert all(f"{half:.0e}" in one.says for one in found)
 
 
 @pytest.mark.parametrize(

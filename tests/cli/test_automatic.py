@@ -58,8 +58,7 @@ def test_torch_told_to_be_older_makes_auto_float32(processor, monkeypatch):
 
 def test_what_is_asked_for_stays(processor):
     processor(ZEN5)
-    asked = ["learner.dtype=float32", "learner.precision=full", "rollout.unquantized=bf16"]
-    asked.append("rollout.smoothing=off")
+    asked = ["learner.dtype=float32", "rollout.unquantized=bf16", "rollout.smoothing=off"]
     run = load(None, asked)
     assert settled(run) == run
     assert "as the settings say; auto were bfloat16" in why_dtype(run)
@@ -80,32 +79,6 @@ def test_the_rest_is_published_in_the_dtype_of_the_model(tmp_path, config, rest)
     run = load(None, ["model.type=pretrained", f"model.path={tmp_path}"])
     assert settled(run).rollout.unquantized == rest
     assert settled(load(None)).rollout.unquantized == "fp32"
-
-
-@pytest.mark.parametrize(
-    ("line", "settings", "precision"),
-    [
-        (HASWELL, [], "qarl"),
-        (HASWELL, ["learner.dtype=bfloat16"], "full"),
-        (HASWELL, ["learner.lora={}"], "full"),
-        (HASWELL, ["learner.backend.type=megatron"], "full"),
-        (HASWELL, ["rollout.format=int8"], "full"),
-        (HASWELL, ["model.type=hf"], "full"),
-        (HASWELL, ["learner.precision=full"], "full"),
-        (ZEN5, [], "full"),
-        (ZEN5, ["learner.dtype=float32"], "qarl"),
-    ],
-)
-def test_a_learner_sees_no_steps_that_bf16_rounds_away(
-    processor, tmp_path, line, settings, precision
-):
-    processor(line)
-    pretrained = ["model.type=pretrained", *settings, f"model.path={tmp_path}"]
-    became = settled(load(None, ["rollout.format=bf16", *pretrained]))
-    assert became.learner.precision == precision
-    assert settled(load(None, ["rollout.format=bf16"])).learner.precision == "full"
-    processor(INTEL)
-    assert settled(became) == became
 
 
 @pytest.mark.parametrize("text", [None, "{", "[]"])
@@ -155,7 +128,7 @@ def test_a_run_goes_on_in_its_dtype_on_another_processor(processor, tmp_path):
     processor(HASWELL)
     again = run_dir.resumes(load(None, place))  # a service, from the same CONFIG
     assert again and again.learner.dtype == "bfloat16"
-    assert again.rollout.unquantized == "fp32" and again.learner.precision == "full"
+    assert again.rollout.unquantized == "fp32"
     assert run_dir.resumed(tmp_path / "moved", []).learner.dtype == "bfloat16"
     assert run_dir.resumed(tmp_path / "moved", ["learner.dtype=auto"]).learner.dtype == "bfloat16"
     with pytest.raises(ConfigError, match=r"learner\.dtype: cannot change"):

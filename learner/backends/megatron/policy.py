@@ -114,7 +114,7 @@ class MegatronShard:
         """True if a gradient was accumulated since the last step."""
 
     def _stage(self, shape: DecoderConfig, config: Any) -> MegatronModel:
-        precision = self.cfg.forward
+        precision = self.cfg.precision
         rounds = self._rounds and precision != "full"
         return self._placed(
             MegatronModel(shape, config, self._stages.rank, precision, rounds, self._lora)
@@ -142,7 +142,7 @@ class MegatronShard:
             ddp_module.sum_gradients()
 
     def _materialise(self, model: MegatronModel | None, places: ShardLayout | None) -> None:
-        if self.cfg.forward != "full" and model is not None and places:
+        if self.cfg.precision != "full" and model is not None and places:
             materialise(model, places, self._format)
 
     # The backend's methods
@@ -269,7 +269,7 @@ class MegatronShard:
     @torch.no_grad()
     def gather_weights(self, whole: TorchPolicy | None) -> None:
         self._own.gather(whole.model if whole else None)
-        if self.cfg.forward != "full":
+        if self.cfg.precision != "full":
             gather_parts(self.policy, self._own.places, whole.model if whole else None)
 
     @torch.no_grad()

@@ -31,7 +31,7 @@ def transformer_config(
     }.items():
         if asked:
             raise ConfigError(f"learner.backend.type = megatron: not with {name}; torch has them")
-    quantized = cfg.forward != "full" or cfg.lora
+    quantized = cfg.precision != "full" or cfg.lora
     for name, ranks, what, count in (
         ("tensor", backend.tensor, "key and value heads", shape.kv_heads),
         ("tensor", backend.tensor, "channels in the MLP", shape.mlp),
@@ -94,7 +94,7 @@ def _sparse(shape: DecoderConfig, cfg: LearnerConfig, backend: MegatronBackend) 
     assert experts
     for name, refused in {
         "learner.backend.tensor with learner.precision": backend.tensor > 1
-        and cfg.forward != "full",
+        and cfg.precision != "full",
         "learner.dtype": cfg.products == "bfloat16",
         "learner.recompute with learner.router_aux_coef": cfg.recompute and cfg.router_aux_coef > 0,
     }.items():
