@@ -56,15 +56,13 @@ def figures(directory: Path) -> dict[str, float]:
     records = [json.loads(x) for x in (directory / "metrics.jsonl").read_text().splitlines()]
     steps = [r for r in records if r["kind"] == "step"]
     evals = [r for r in records if r["kind"] == "eval"]
-    swaps = [w["swap_s"] for r in records for w in r.get("workers", ())]
     between = sorted(b["elapsed_s"] - a["elapsed_s"] for a, b in pairwise(steps))
+    # A short run may end before a heartbeat tells of a swap.
+    swaps = [w["swap_s"] for r in records for w in r.get("workers", ())]
     return {
         "step 0, s": evals[0]["elapsed_s"],
         "step, s": between[len(between) // 2],
         "before": evals[0]["eval/accuracy"],
         "after": evals[-1]["eval/accuracy"],
         "version, ms": 1e3 * steps[-1]["weights/make_s"],
-        **(
-            {"swap, ms": 1e3 * max(swaps)} if swaps else {}
-        ),  # a short run may end before a heartbeat
-    }
+    } | ({"swap, ms": 1e3 * max(swaps)} if swaps else {})
