@@ -37,28 +37,27 @@ def test_dithered_weights_round_to_what_they_were():
 
 
 def test_the_digits_are_spread_evenly_and_known_by_the_seed():
-    one, other = stored(*[0.7] * 50_000), stored(*[0.7] * 50_000)
+    one, other = stored(*[0.7, -0.7] * 25_000), stored(*[0.7, -0.7] * 25_000)
     spacing = 2.0**-8  # bfloat16 has seven digits behind the first
-    dither(one, 1)
-    dither(other, 1)
+    assert dither(one, 1) and dither(other, 1)
     assert torch.equal(one.weight, other.weight)
-    places = (one.weight - torch.tensor(0.7).bfloat16().float()) / spacing
+    places = (one.weight.abs() - torch.tensor(0.7).bfloat16().float()) / spacing
     assert places.abs().max() < 0.5
     share, _ = torch.histogram(places, bins=10, range=(-0.5, 0.5))
     # A tenth each, within five standard deviations
     assert (share / 50_000 - 0.1).abs().max() < 5 * (0.09 / 50_000) ** 0.5
-    dither(other, 2)
+    assert not dither(other, 2)
     assert torch.equal(one.weight, other.weight), "numbers that bfloat16 does not hold stay"
 
 
 def test_what_is_not_trained_or_no_bfloat16_number_stays():
-    frozen, finer = stored(0.5, 0.25), stored(0.5, 0.25)
+    frozen, finer, fresh = stored(0.5, 0.25), stored(0.5, 0.25), stored(1.0, 1.0, 1.0)
     frozen.requires_grad_(False)
     with torch.no_grad():
         finer.weight[0, 0] = 0.1
-    for layer in (frozen, finer):
+    for layer in (frozen, finer, fresh):
         before = layer.weight.detach().clone()
-        dither(layer, 0)
+        assert not dither(layer, 0)
         assert torch.equal(layer.weight, before)
 
 
@@ -67,14 +66,14 @@ def test_rounded_weights_follow_steps_far_below_their_spacing(steps: int):
     """Steps of a fiftieth of bfloat16's spacing, as Adam's are: without dither none is seen, with it the mean
     over the weights moves by all of them."""
     step = 2.0**-8 / 50
-    plain, dithered = stored(*[0.7] * 50_000), stored(*[0.7] * 50_000)
+    plain, dithered = stored(*[0.7, -0.7] * 25_000), stored(*[0.7, -0.7] * 25_000)
     dither(dithered, 0)
     moved = []
     with torch.no_grad():
         for weight in (plain.weight, dithered.weight):
             for _ in range(steps):
-                weight.add_(step)
-            moved.append((weight.bfloat16().double().mean() - 0.69921875).item())
+                weight.add_(step * weight.sign())
+            moved.append((weight.bfloat16().double().abs().mean() - 0.69921875).item())
     assert moved[0] == 0
     assert moved[1] / (steps * step) == pytest.approx(1, abs=5 * (50 / steps / 50_000) ** 0.5)
 

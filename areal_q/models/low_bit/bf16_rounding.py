@@ -68,21 +68,25 @@ def round_rest(model: nn.Module, on: bool = True) -> None:
 
 
 @torch.no_grad()
-def dither(model: nn.Module, seed: int) -> None:
+def dither(model: nn.Module, seed: int) -> bool:
     """Gives each number of the trained float32 parameters that bfloat16 holds the digits that rounding to it
     takes: it becomes one of those that round to it, drawn at random. Zeros stay, and so do parameters that are
-    no bfloat16 numbers, which lie anywhere already. Rounded, the model is bit for bit what it was."""
-    generator = torch.Generator().manual_seed(seed)
+    no bfloat16 numbers, which lie anywhere already, or one number throughout, which are as they were
+    initialized and not as they were rounded. Returns True if there was any to dither. Rounded, the model is bit
+    for bit what it was."""
+    generator, found = torch.Generator().manual_seed(seed), False
     for parameter in model.parameters():
         if not parameter.requires_grad or parameter.dtype != torch.float32:
             continue
         numbers = parameter.detach().cpu().contiguous()
         bits = numbers.view(torch.int32)  # sign, then magnitude
-        if not (bits & 0xFFFF).any():
+        if not (bits & 0xFFFF).any() and (bits != bits.flatten()[:1]).any():
+            found = True
             digits = torch.empty_like(bits, dtype=torch.int16)
             digits.random_(-0x7FFF, 0x8000, generator=generator).mul_(numbers != 0)
             bits.add_(digits)
             parameter.copy_(numbers)
+    return found
 
 
 @torch.no_grad()
