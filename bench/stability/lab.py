@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
+from msgspec import structs
 
 from areal_q.config import Run, Sampling, TorchEngine
 from areal_q.messages import Group, Ticket, Trajectory
@@ -141,10 +142,10 @@ class Drawer:
 
 
 def build_engines(run: Run) -> tuple[Engine, Engine]:
-    """One that draws, with room for a whole step, and one that is examined."""
-    drawn = run.learner.groups * run.learner.group_size
-    here = run.learner.device
-    first, second = (torch_engine(TorchEngine(slots=n, device=here)) for n in (drawn, 512))
+    """The run's own engine twice: one that draws, with room for a whole step, and one that is examined."""
+    drawn, here = run.learner.groups * run.learner.group_size, run.learner.device
+    own = cast(TorchEngine, run.rollout.engine)
+    first, second = (torch_engine(structs.replace(own, slots=n, device=here)) for n in (drawn, 512))
     return first, second
 
 

@@ -36,6 +36,12 @@ COLORS = {
     "fp8-channel": "#3a9a5b",
     "int4": "#d9822b",
     "int3": "#b8433f",
+    "int8 smoothed": "#3a9a5b",
+    "int8-weight": "#6fb1d6",
+    "int4 awq": "#d9822b",
+    "nvfp4": "#8a63b0",
+    "fp8-channel smoothed": "#8c7a5a",
+    "icepop": "#6fb1d6",
     "naive": "#b8433f",
     "ppo": "#d9822b",
     "tis": "#2f6fb2",
@@ -44,6 +50,16 @@ COLORS = {
     "gspo": "#8c7a5a",
     "tbpo": "#d06aa8",
 }
+MODEL_FORMATS = (
+    "int8",
+    "int8 smoothed",
+    "int8-weight",
+    "fp8-channel smoothed",
+    "nvfp4",
+    "int4",
+    "int4 awq",
+)
+"""Of the pretrained model, as the figure shows them"""
 REFERENCE = "bf16 tis"
 Band = tuple[list[float], list[float], list[float], list[float]]
 """Steps, and mean, least and largest over the seeds at each"""
@@ -122,6 +138,7 @@ def summary(rows: Sequence[Row]) -> str:
                 spread(shares) if shares else "–",
                 spread([*results.final(arm, "accuracy").values()]),
                 mean("kl", ".3f"),
+                mean("k3", ".4f") if any("k3" in r for rs in runs.values() for r in rs) else "–",
                 f"{results.largest(arm, 'weight_max'):.3g}",
                 mean("ess", ".2f"),
                 "/".join(mean(c, ".1f", 100) for c in ("up", "down", "dual")),
@@ -139,6 +156,7 @@ HEADER = (
     "share of reference",
     "held-out accuracy",
     "mismatch KL",
+    "k3",
     "largest w",
     "ESS",
     "clipped up/down/dual, %",
@@ -156,13 +174,23 @@ PANELS: dict[str, tuple[str, str]] = {
     "reward": ("reward of the rollouts", "linear"),
     "accuracy": ("held-out accuracy in bf16", "linear"),
     "kl": ("mismatch KL, nats per token", "linear"),
+    "k3": ("mismatch k3, nats per token", "log"),
     "weight_max": ("largest w in 10 steps", "log"),
 }
+"""Rows of the figure; one that no arm has a value for is left out."""
 VIEWS: dict[str, Callable[[list[str]], str | None]] = {
     "int3, no UAQ": lambda arm: arm[1] if arm[0] == "int3" and len(arm) == 2 else None,
     "int3, UAQ 1.5": lambda arm: arm[1] if arm[0] == "int3" and arm[2:] == ["uaq1.5"] else None,
     "naive in other formats": lambda arm: (
         arm[0] if arm[1:] == ["naive"] and arm[0] != "int3" else None
+    ),
+    "ACR, by format": lambda arm: (
+        name
+        if arm[1] == "acr" and (name := " ".join([arm[0], *arm[2:]])) in MODEL_FORMATS
+        else None
+    ),
+    "int4 with AWQ's scales": lambda arm: (
+        arm[1] if arm[0] == "int4" and arm[2:] == ["awq"] else None
     ),
 }
 """Columns of the figure: what an arm, by the words of its name, is called there; None: it is not shown.
@@ -174,15 +202,17 @@ def figure(rows: Sequence[Row], path: Path = FIGURE) -> None:
     from PIL import Image
 
     results = Results(rows)
+    panels = {column: row for column, row in PANELS.items() if any(column in r for r in rows)}
     views = {
         title: called
         for title, called in VIEWS.items()
         if any(called(arm.split()) for arm in results.runs)
     }
-    drawing = Figure(figsize=(5 * max(2, len(views)), 10), layout="constrained")
-    shape = len(PANELS), len(views)
+    size = 5 * max(2, len(views)), 2.5 * len(panels)
+    drawing = Figure(figsize=size, layout="constrained")
+    shape = len(panels), len(views)
     axes = drawing.subplots(*shape, sharex=True, sharey="row", squeeze=False)
-    for line, (column, (label, scale)) in zip(axes, PANELS.items(), strict=True):
+    for line, (column, (label, scale)) in zip(axes, panels.items(), strict=True):
         line[0].set_ylabel(label, fontsize=9)
         for axis, (title, called) in zip(line, views.items(), strict=True):
             for arm in results.runs:

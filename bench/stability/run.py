@@ -16,7 +16,7 @@ import fcntl
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -46,7 +46,7 @@ class Study:
     """Of the longest response"""
     seeds: tuple[int, ...]
     csv: Path
-    figure: Path | None = None
+    figure: Path
     uaq: float = 1.0
     """The scale that an arm has unless its name says otherwise"""
 
@@ -95,17 +95,28 @@ STUDIES = {
         tokens=24,
         seeds=(1, 2, 3),
         csv=CSV.with_name("stability-sums.csv"),
+        figure=FIGURE.with_name("stability-sums.png"),
         uaq=1.5,
     ),
 }
+STUDIES["screen"] = replace(
+    STUDIES["sums"],
+    shared=(*STUDIES["sums"].shared, "steps=50", "eval.every=10"),
+    seeds=(1,),
+    csv=CSV.with_name("stability-screen.csv"),
+    figure=FIGURE.with_name("stability-screen.png"),
+)
 """The settings of `toy` were chosen on seeds from 100 on, then fixed, and its seeds not looked at before: see
-docs/stability.md."""
+docs/stability.md. `screen` tries many arms for half as long on one seed."""
 VARIANTS = {
     "smoothed": ["rollout.smoothing.alpha=0.5"],
-    "qarl": ["learner.precision=qarl"],
-    "lag0": ["learner.max_lag=0"],
-    "lag4": ["learner.max_lag=4"],
+    "awq": ["rollout.smoothing={}"],
+    "qarl": ["rollout.smoothing.alpha=0.5", "learner.precision=qarl"],
+    "aqn": ["rollout.aqn={}"],
+    "lag0": ["rollout.smoothing.alpha=0.5", "learner.max_lag=0"],
+    "lag4": ["rollout.smoothing.alpha=0.5", "learner.max_lag=4"],
 }
+"""What an arm's name may end in. AWQ's scales are those of formats whose activations are not rounded."""
 
 
 @dataclass(frozen=True)
@@ -140,16 +151,25 @@ def sums(objective: str, format: str, variant: str = "") -> Arm:
     return Arm(objective, format, 1.5, "sums", variant)
 
 
+def screen(objective: str, format: str, variant: str = "", uaq: float = 1.5) -> Arm:
+    return Arm(objective, format, uaq, "screen", variant)
+
+
 PARTS = [
     [Arm("tis", "bf16"), *(Arm(x) for x in ("naive", "tis", "acr", "ppo", "tbpo"))],
     [Arm("mis"), Arm("gspo"), Arm("acr", uaq=1.5), Arm("naive", uaq=1.5)],
     [Arm("acr", uaq=2.0), *(Arm(x, uaq=1.5) for x in ("tis", "ppo", "tbpo"))],
     [Arm("tis", "bf16", 1.5), *(Arm("naive", x) for x in ("int4", "int8", "fp8-channel", "bf16"))],
     [Arm("mis", uaq=1.5), Arm("gspo", uaq=1.5)],
-    [sums("tis", "bf16"), sums("acr", "int8"), sums("acr", "int8", "smoothed")],
-    [sums("acr", "int8-weight"), sums("naive", "int8"), sums("acr", "int8", "qarl")],
-    [sums("naive", "int8", "smoothed"), sums("tbpo", "int8"), sums("mis", "int8")],
-    [sums("acr", "fp8-channel"), sums("acr", "fp8-channel", "smoothed"), sums("acr", "int4")],
+    [sums("tis", "bf16"), sums("acr", "int8", "smoothed"), sums("acr", "int8-weight")],
+    [screen("tis", "bf16"), screen("acr", "int8"), screen("acr", "int8", "smoothed")],
+    [screen("acr", "int4", "awq"), screen("acr", "int4"), screen("naive", "int4", "awq")],
+    [screen("tbpo", "int4", "awq"), screen("ppo", "int4", "awq"), screen("tis", "int4", "awq")],
+    [screen("naive", "int8", "smoothed"), screen("acr", "fp8-channel", "smoothed")],
+    [screen("acr", "nvfp4"), screen("mis", "int4", "awq"), screen("icepop", "int4", "awq")],
+    [screen("acr", "int8", "qarl"), screen("acr", "int4", "awq", uaq=1.0)],
+    [screen("acr", "int8", "lag0"), screen("acr", "int8", "lag4"), screen("acr", "int4", "aqn")],
+    [screen("acr", "int8-weight"), screen("acr", "fp8-channel"), screen("acr", "fp8-weight")],
 ]
 """In the order of their run: all seeds of a part before the next part"""
 ARMS = [arm for part in PARTS for arm in part]
@@ -254,5 +274,4 @@ def main() -> None:
     if not args.plot:
         write(finished([(a, s) for a in arms for s in study.seeds]), study.csv)
     print(summary(read(study.csv)))
-    if study.figure:
-        figure(read(study.csv), study.figure)
+    figure(read(study.csv), study.figure)
