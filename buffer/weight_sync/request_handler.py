@@ -1,6 +1,7 @@
 """Answers what workers ask the weight server: the newest manifest, deltas to it, chunks, and what is held."""
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -10,6 +11,7 @@ import xxhash
 import zmq
 
 from areal_q import messages
+from areal_q.config import BroadcastConfig
 from areal_q.errors import RecordError
 from areal_q.messages import (
     ChunkReply,
@@ -31,7 +33,6 @@ from buffer.weight_sync.version_store import (
     CatchUp,
     DeltaChain,
     DeltaLink,
-    StoredVersion,
     VersionStore,
     build_catch_up,
 )
@@ -47,6 +48,8 @@ REQUESTS_PER_TURN = 256
 """Most requests answered before the heartbeat gets its turn again."""
 KEPT_CATCH_UPS = 4
 """Number of catch-ups that stay fetchable, newest use last."""
+LEASE_S = 2.0
+"""Seconds after its last request for which a version counts as being fetched."""
 WAITING_WORKERS = 1024
 """Most workers that wait for deltas to be put together; further ones are told to fetch a snapshot."""
 
@@ -63,15 +66,13 @@ class RequestHandler:
         self,
         router: zmq.Socket,
         stats: ServerStats,
-        versions: VersionStore,
-        deltas: DeltaChain,
-        history: int,
+        config: BroadcastConfig,
         wake: Callable[[], None],
     ) -> None:
         self._router, self._stats, self._wake = router, stats, wake
-        self._versions, self._deltas = versions, deltas
-        self._history: list[Manifest] = []
-        self._history_length = history
+        self._versions = VersionStore(config.hold, LEASE_S)
+        self._deltas = DeltaChain(config.hold_deltas, config.max_delta_bytes)
+        self._history: deque[Manifest] = deque(maxlen=max(config.hold, config.hold_deltas))
         self._composer = ThreadPoolExecutor(1, "composer")
         self._catch_ups: dict[tuple[str, int, int], Future[CatchUp]] = {}
         """The last KEPT_CATCH_UPS catch-ups, by epoch and the versions that they lead from and to."""
@@ -89,7 +90,7 @@ class RequestHandler:
             plain = self._composer.submit(delta.plain_delta, base, body)
             link = DeltaLink(base.manifest, version.manifest, len(body), plain)
         self._deltas.add(link)
-        self._history = [*self._history, version.manifest][-self._history_length :]
+        self._history.append(version.manifest)
 
     def answer_requests(self) -> None:
         """Reads the requests that have arrived and answers those that can be answered at once."""
@@ -119,9 +120,13 @@ class RequestHandler:
     def _reply(self, peer: bytes, request: messages.FetchRequest) -> None:
         match request:
             case FetchManifest():
-                newest = self._versions.use_newest()
-                self._stats.fetches += newest is not None
-                self._send(peer, messages.encode(self._manifest_reply(newest)))
+                reply = ManifestReply(manifest=None)
+                if (newest := self._versions.use_newest()) is not None:
+                    self._stats.fetches += 1
+                    encoded = messages.encode(newest.manifest)
+                    checksum = xxhash.xxh3_128_hexdigest(encoded)
+                    reply = ManifestReply(manifest=encoded, checksum=checksum, shared=newest.file)
+                self._send(peer, messages.encode(reply))
             case FetchDeltas():
                 self._catch_up(peer, request)
             case FetchChunk():
@@ -197,13 +202,6 @@ class RequestHandler:
             base_digest=link.base.digest if link else None,
             published_s=manifest.published_s,
         )
-
-    def _manifest_reply(self, held: StoredVersion | None) -> ManifestReply:
-        if held is None:
-            return ManifestReply(manifest=None)
-        encoded = messages.encode(held.manifest)
-        checksum = xxhash.xxh3_128_hexdigest(encoded)
-        return ManifestReply(manifest=encoded, checksum=checksum, shared=held.file)
 
     def _send(self, peer: bytes, *frames: bytes | memoryview) -> None:
         # A ROUTER drops what it cannot deliver (peer gone or too far behind): this never blocks.

@@ -24,17 +24,14 @@ import zmq
 
 from areal_q import messages
 from areal_q.config import BroadcastConfig
-from areal_q.errors import ConfigError, WeightVersionError
+from areal_q.errors import WeightVersionError
 from areal_q.messages import Announce
-from areal_q.system.ports import most_connections
 from areal_q.weights import delta
 from areal_q.weights.version import WeightVersion
-from buffer.weight_sync.connections import ConnectionBound
-from buffer.weight_sync.curve import server_keys
 from buffer.weight_sync.request_handler import QUEUED_REPLIES, RequestHandler
-from buffer.weight_sync.sockets import Endpoints, IpcFiles, bind, bound_to
+from buffer.weight_sync.sockets import Endpoints, ServerSockets
 from buffer.weight_sync.stats import ServerStats
-from buffer.weight_sync.version_store import DeltaChain, VersionStore, delta_header
+from buffer.weight_sync.version_store import delta_header
 
 logger = logging.getLogger(__name__)
 
@@ -69,18 +66,21 @@ class WeightServer:
         fetch: str,
         config: BroadcastConfig | None = None,
         *,
-        lease_s: float = 2.0,
         peer_timeout_s: float = 10.0,
     ) -> None:
         """Binds both endpoints and starts the thread.
 
-        `endpoints` has the ports that the system chose where an endpoint ends in `:0` or `:*`. `lease_s` is how
-        long a version counts as being fetched after its last request; a worker that answers no ZeroMQ heartbeat
-        for `peer_timeout_s` is dropped with its queue. Raises ConfigError when an endpoint cannot be bound or a
-        key cannot be used.
+        `endpoints` has the ports that the system chose where an endpoint ends in `:0` or `:*`. A worker
+        that answers no ZeroMQ heartbeat for `peer_timeout_s` is dropped with its queue. Raises ConfigError when
+        an endpoint cannot be bound or a key cannot be used.
         """
         self._config = config = config or BroadcastConfig()
         self.stats = ServerStats()
+        queued = QUEUED_BROADCASTS, QUEUED_REPLIES
+        self._sockets = ServerSockets(
+            Endpoints(announce, fetch), config.keys, self.stats, queued, peer_timeout_s
+        )
+        self.endpoints = self._sockets.endpoints
         self._announcement = b""
         self._next_heartbeat_s = 0.0
         self._lock = threading.Lock()
@@ -91,37 +91,10 @@ class WeightServer:
         ready."""
         self._closing = False
         self._newest: WeightVersion | None = None
-        keys = server_keys(config.keys) if config.keys else None
-        self._context = zmq.Context()
-        self._guard = keys.guard(self._context, self.stats) if keys else None
-        self._files = IpcFiles()
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
-        options = {"peer_timeout_s": peer_timeout_s, "keys": keys}
-        versions = VersionStore(config.hold, lease_s)
-        deltas = DeltaChain(config.hold_deltas, config.max_delta_bytes)
-        self._handler: RequestHandler | None = None
-        try:
-            self._xpub = bind(
-                self._context, zmq.XPUB, announce, queued=QUEUED_BROADCASTS, **options
-            )
-            self._router = bind(self._context, zmq.ROUTER, fetch, queued=QUEUED_REPLIES, **options)
-        except ConfigError:
-            self._release()
-            raise
-        self._xpub.setsockopt(zmq.XPUB_VERBOSER, 1)
-        self.endpoints = Endpoints(bound_to(self._xpub), bound_to(self._router))
-        self._bounds = [
-            ConnectionBound(sock, endpoint, most_connections())
-            for sock, endpoint in zip((self._xpub, self._router), self.endpoints, strict=True)
-            if endpoint.startswith("tcp://")
-        ]
-        self._files = IpcFiles(*self.endpoints)
-        history = max(config.hold, config.hold_deltas)
-        self._handler = RequestHandler(
-            self._router, self.stats, versions, deltas, history, self._wake
-        )
+        self._handler = RequestHandler(self._sockets.router, self.stats, config, self._wake)
         self._thread = threading.Thread(target=self._run, name="server", daemon=True)
         self._thread.start()
 
@@ -153,11 +126,9 @@ class WeightServer:
             self._wake_in.send(b"\0")
 
     def _run(self) -> None:
-        handler = self._handler
-        assert handler is not None
+        xpub, router, bounds = self._sockets.xpub, self._sockets.router, self._sockets.bounds
         poller = zmq.Poller()
-        events_of = [bound.events for bound in self._bounds]
-        for source in (self._xpub, self._router, self._wake_out, *events_of):
+        for source in (xpub, router, self._wake_out, *(bound.events for bound in bounds)):
             poller.register(source, zmq.POLLIN)
         try:
             while not self._closing:
@@ -166,32 +137,25 @@ class WeightServer:
                 events = dict(poller.poll(math.ceil(wait_s * 1000)))
                 if self._wake_out.fileno() in events:
                     self._wake_out.recv(4096)
-                    handler.send_ready_catch_ups()
-                for bound in self._bounds:
+                    self._handler.send_ready_catch_ups()
+                for bound in bounds:
                     bound.look()
-                self._check_delta(handler)
-                self._take_pending(handler)
-                if self._router in events:
-                    handler.answer_requests()
-                if self._xpub in events:
+                self._check_delta()
+                self._take_pending()
+                if router in events:
+                    self._handler.answer_requests()
+                if xpub in events:
                     self._read_subscriptions()
                 self._announce_if_due()
         finally:
-            self._release()
-
-    def _release(self) -> None:
-        self._differ.shutdown(cancel_futures=True)
-        if self._handler is not None:
+            self._differ.shutdown(cancel_futures=True)
             self._handler.close()
-        if self._guard is not None:
-            self._guard.stop()
-        self._context.destroy(linger=0)
-        self._wake_in.close()
-        self._wake_out.close()
-        self._newest = None
-        self._files.remove()
+            self._sockets.close()
+            self._wake_in.close()
+            self._wake_out.close()
+            self._newest = None
 
-    def _take_pending(self, handler: RequestHandler) -> None:
+    def _take_pending(self) -> None:
         """Takes the version published last and makes it visible, at once or as soon as its delta is ready."""
         if self._next is not None:
             return
@@ -202,22 +166,22 @@ class WeightServer:
         version, base = handed.version, self._newest
         deltas = self._config.max_delta_bytes > 0
         if base is None or base.manifest.epoch != version.manifest.epoch or not deltas:
-            self._make_visible(handler, version, None)
+            self._make_visible(version, None)
         elif handed.body is not None and handed.base_digest == base.manifest.digest:
-            self._make_visible(handler, version, handed.body)
+            self._make_visible(version, handed.body)
         else:
             future = self._differ.submit(delta.diff, base, version)
             self._next = version, future, time.monotonic() + self._config.stall_s
             future.add_done_callback(lambda _: self._wake())
 
-    def _check_delta(self, handler: RequestHandler) -> None:
+    def _check_delta(self) -> None:
         """Makes the next version visible if its delta is ready, or without one if it takes too long."""
         if self._next is None:
             return
         version, future, due_s = self._next
         if future.done():
             self._next = None
-            self._make_visible(handler, version, future.result())
+            self._make_visible(version, future.result())
         elif time.monotonic() >= due_s:
             self._next = None
             self.stats.stalls += 1
@@ -229,11 +193,9 @@ class WeightServer:
             # The late delta may take for ever, so its thread is abandoned, and the next delta gets a new one.
             self._differ.shutdown(wait=False, cancel_futures=True)
             self._differ = ThreadPoolExecutor(1, "differ")
-            self._make_visible(handler, version, None)
+            self._make_visible(version, None)
 
-    def _make_visible(
-        self, handler: RequestHandler, version: WeightVersion, body: bytes | None
-    ) -> None:
+    def _make_visible(self, version: WeightVersion, body: bytes | None) -> None:
         """Sends the delta `body`, if there is one that is not too large, and announces `version` from now
         on."""
         new = version.manifest
@@ -246,10 +208,10 @@ class WeightServer:
         self.stats.last_version_bytes = new.nbytes if body is None else len(body)
         if base is not None and body is not None:
             header = messages.encode(delta_header(base.manifest, new))
-            self._xpub.send_multipart([header, body], copy=False)
+            self._sockets.xpub.send_multipart([header, body], copy=False)
             self.stats.deltas += 1
             self.stats.delta_bytes += len(body)
-        handler.add_version(version, base, body)
+        self._handler.add_version(version, base, body)
         self._newest = version
         self._announcement = messages.encode(
             Announce(
@@ -266,7 +228,7 @@ class WeightServer:
         """Reads subscriptions. A new subscriber gets an announcement at once; other messages are refused."""
         with suppress(zmq.Again):
             while True:
-                frames = self._xpub.recv_multipart(zmq.NOBLOCK)
+                frames = self._sockets.xpub.recv_multipart(zmq.NOBLOCK)
                 if len(frames) == 1 and frames[0][:1] == b"\1":
                     self._next_heartbeat_s = 0.0
                     self.stats.subscribers += 1
@@ -281,4 +243,4 @@ class WeightServer:
             return
         self._next_heartbeat_s = now + self._config.heartbeat_s
         if self._announcement:
-            self._xpub.send(self._announcement)
+            self._sockets.xpub.send(self._announcement)
