@@ -42,16 +42,10 @@ Fetched = WeightVersion | list[tuple[Delta, bytes]]
 """A verified version, or (header, bytes) of each delta that leads to one."""
 MAX_MANIFEST_BYTES = 64 << 20
 """Largest answer that is accepted, unless chunks are larger."""
+MAX_PAYLOAD_BYTES = 64 << 30
+"""Largest version that is fetched."""
 FIRST_REST_S = 0.1
 """Seconds of the first pause after fetched bytes were refused, and of each after they had gone"""
-
-
-def _manifest_of(reply: ManifestReply) -> Manifest | None:
-    if reply.manifest is None:
-        return None
-    if xxhash.xxh3_128_hexdigest(reply.manifest) != reply.checksum:
-        raise WeightVersionError("a manifest does not hash to its checksum")
-    return messages.decode_manifest(reply.manifest)
 
 
 class Fetcher:
@@ -74,7 +68,6 @@ class Fetcher:
         wanted: Callable[[Manifest], bool],
         config: BroadcastConfig,
         keys: ClientKeys | None,
-        max_payload_bytes: int,
     ) -> None:
         self.stats = FetchStats()
         self.pool = PayloadPool()
@@ -84,7 +77,6 @@ class Fetcher:
         self._credit = min(config.credit, messages.MAX_CREDIT)
         self._timeout_s = config.timeout_s
         self._max_delta_bytes = config.max_delta_bytes
-        self._max_payload_bytes = max_payload_bytes
         self._work: ChunkedSnapshot | ChunkedDeltas | None = None
         self._question: FetchManifest | FetchDeltas = FetchManifest()
         self._resting = False
@@ -158,7 +150,7 @@ class Fetcher:
         asked = self._question if work is None and not self.idle and not self._resting else None
         match reply:
             case ManifestReply() if isinstance(asked, FetchManifest):
-                return self._begin(_manifest_of(reply), reply.shared)
+                return self._begin(reply)
             case DeltasReply() if isinstance(asked, FetchDeltas):
                 return self._catch_up(reply)
             case Gone() if work is not None and reply.digest == work.chunks.digest:
@@ -173,18 +165,23 @@ class Fetcher:
                 raise RecordError(f"{type(reply).__name__} was not asked for")
         return None
 
-    def _begin(self, manifest: Manifest | None, file: SharedFile | None) -> Fetched | None:
-        if manifest is not None:
-            check_version(manifest)
-        if manifest is None or not self._wanted(manifest):
+    def _begin(self, reply: ManifestReply) -> Fetched | None:
+        if reply.manifest is None:
             self._idle()
             return None
-        if manifest.nbytes > self._max_payload_bytes:
+        if xxhash.xxh3_128_hexdigest(reply.manifest) != reply.checksum:
+            raise WeightVersionError("a manifest does not hash to its checksum")
+        manifest = messages.decode_manifest(reply.manifest)
+        check_version(manifest)
+        if not self._wanted(manifest):
+            self._idle()
+            return None
+        if manifest.nbytes > MAX_PAYLOAD_BYTES:
             raise WeightVersionError(
                 f"version {manifest.version}: {manifest.nbytes} bytes are over the limit"
             )
         payload = self.pool.lend(manifest.nbytes)
-        reader = self._reader_of(file)
+        reader = self._reader_of(reply.shared)
         work = self._work = ChunkedSnapshot(manifest, payload, self._chunk_bytes, reader)
         return self._advance(work)
 

@@ -50,6 +50,18 @@ class WeightSubscriber:
     docs/weights.md has the full list, with the test that shows each.
     """
 
+    silent = False
+    """True while the server has announced nothing for `silence_s`."""
+    _held: WeightVersion | None = None
+    _behind: Announce | Delta | None = None
+    """The newest announcement, while it is of something newer than `_held`."""
+    _newest: Announce | Delta | None = None
+    """The newest announcement of all."""
+    _behind_since_s = math.inf
+    _distrusted = ""
+    """Digest of a held version whose deltas gave other bytes, so that it is replaced in full."""
+    _stalled = _said_foreign = _closing = False
+
     def __init__(
         self,
         announce: str,
@@ -60,46 +72,30 @@ class WeightSubscriber:
         config: BroadcastConfig | None = None,
         keys: ClientKeys | None = None,
         silence_s: float = 10.0,
-        max_payload_bytes: int = 64 << 30,
         on_version: OnVersion | None = None,
     ) -> None:
         """Connects to a weight server and starts the thread; nothing need be there yet.
 
         `run` is the name of the run to follow, None any; `run_id` its id, "" any. `on_version`, if given, gets
         every version on the subscriber's thread, and `latest` and `wait` get none: a relay passes them on.
-        Larger payloads than `max_payload_bytes` are refused. After `silence_s` without an announcement the
-        connection is renewed.
+        After `silence_s` without an announcement the connection is renewed.
         """
         config = config or BroadcastConfig()
         self._expected_run, self._expected_id = run, run_id
-        self._said_foreign = False
         self._silence_s, self._stall_s = silence_s, config.stall_s
         self._announce_endpoint, self._keys = announce, keys
         self._max_delta_bytes = config.max_delta_bytes
         self._slot: LatestValue[WeightVersion] = LatestValue()
         self._on_version = on_version or (lambda version, _: self._slot.put(version))
-        self._held: WeightVersion | None = None
-        self._behind: Announce | Delta | None = None
-        """The newest announcement, while it is of something newer than `_held`."""
-        self._newest: Announce | Delta | None = None
-        """The newest announcement of all."""
-        self._behind_since_s = math.inf
-        self._stalled = False
-        self._distrusted = ""
-        """Digest of a held version whose deltas gave other bytes, so that it is replaced in full."""
         self._deltas: dict[tuple[str, int], tuple[Delta, bytes]] = {}
         """Announced deltas by epoch and number of their base."""
         self._heard_s = time.monotonic()
-        self._silent = False
-        self._closing = False
         self._context = zmq.Context()
         self._poller = zmq.Poller()
         self._wake_in, self._wake_out = socket.socketpair()
         self._poller.register(self._wake_out, zmq.POLLIN)
         self._sub = self._subscribe()
-        self._fetcher = Fetcher(
-            self._context, self._poller, fetch, self._wants, config, keys, max_payload_bytes
-        )
+        self._fetcher = Fetcher(self._context, self._poller, fetch, self._wants, config, keys)
         self.stats = SubscriberStats(self._fetcher.stats)
         self._thread = threading.Thread(target=self._run, name="subscriber", daemon=True)
         self._thread.start()
@@ -119,11 +115,6 @@ class WeightSubscriber:
         Raises WeightVersionError when the subscriber stops.
         """
         return await self._slot.wait()
-
-    @property
-    def silent(self) -> bool:
-        """True while the server has announced nothing for `silence_s`."""
-        return self._silent
 
     def follow(self, announce: str, fetch: str) -> None:
         """Uses these endpoints from the next reconnection on, which silence brings: the learner may have
@@ -157,8 +148,10 @@ class WeightSubscriber:
                 if now >= self._stall_due_s:
                     self._on_stall()
                 self._apply_deltas()
-                if self._behind is not None:
-                    self._fetcher.start(self._base_for(self._behind))
+                if (told := self._behind) is not None:
+                    held = self._held and self._held.manifest
+                    base = held and held.epoch == told.epoch and held.digest != self._distrusted
+                    self._fetcher.start(held if base else None)
         finally:
             self._context.destroy(linger=0)
             self._wake_in.close()
@@ -181,8 +174,8 @@ class WeightSubscriber:
         if len(frames) != isinstance(told, Delta):
             raise RecordError(f"{type(told).__name__} with {len(frames)} further frames")
         self._heard_s = time.monotonic()
-        if self._silent:
-            self._silent = False
+        if self.silent:
+            self.silent = False
             logger.info("the learner announces again: version %d", told.version)
         if not self._is_news(told):
             return
@@ -196,12 +189,6 @@ class WeightSubscriber:
         self._deltas[told.epoch, told.base] = told, body
         while len(self._deltas) > KEPT_DELTAS:
             self._deltas.pop(next(iter(self._deltas)))
-
-    def _base_for(self, told: Announce | Delta) -> Manifest | None:
-        """Returns the manifest of the version held, if deltas may lead from it to what was announced."""
-        held = self._held.manifest if self._held else None
-        usable = held and held.epoch == told.epoch and held.digest != self._distrusted
-        return held if usable else None
 
     def _take_fetched(self) -> None:
         fetched = self._fetcher.read()
@@ -316,8 +303,8 @@ class WeightSubscriber:
 
     def _on_silence(self) -> None:
         self._heard_s = time.monotonic()
-        if not self._silent:
-            self._silent = True
+        if not self.silent:
+            self.silent = True
             self.stats.silences += 1
             logger.warning("no announcement of weights for %.1f s; reconnecting", self._silence_s)
         self._poller.unregister(self._sub)
