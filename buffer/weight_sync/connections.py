@@ -5,9 +5,7 @@ the learner needs some itself: for each version, for each part of its logs, for 
 """
 
 import logging
-from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -36,7 +34,14 @@ class ConnectionBound:
         """Counts the connections, and does what is to be done about them. Returns at once."""
         with suppress(zmq.Again):
             while True:
-                self._note(parse_monitor_message(self.events.recv_multipart(zmq.NOBLOCK)))
+                event = parse_monitor_message(self.events.recv_multipart(zmq.NOBLOCK))
+                if event["event"] == zmq.EVENT_ACCEPTED:
+                    self._peers.add(event["value"])
+                elif event["event"] == zmq.EVENT_DISCONNECTED:
+                    self._peers.discard(event["value"])
+                elif not self._listening:  # the listener is closed, and with it all connections
+                    self._peers.clear()
+                    self._closed = True
         if self._listening and len(self._peers) >= self._most:
             logger.warning(
                 "%s: %d connections, as many as this process's limit of open files allows: hanging up on all "
@@ -47,17 +52,7 @@ class ConnectionBound:
             self._sock.unbind(self._endpoint)
             self._listening = False
         if self._closed:
-            with suppress(
-                zmq.ZMQError
-            ):  # another process was faster; it is tried again at the next look
+            # Where another process was faster, it is tried again at the next look.
+            with suppress(zmq.ZMQError):
                 self._sock.bind(self._endpoint)
                 self._listening, self._closed = True, False
-
-    def _note(self, event: Mapping[str, Any]) -> None:
-        if event["event"] == zmq.EVENT_ACCEPTED:
-            self._peers.add(event["value"])
-        elif event["event"] == zmq.EVENT_DISCONNECTED:
-            self._peers.discard(event["value"])
-        elif not self._listening:  # the listener is closed by now, and with it went all connections
-            self._peers.clear()
-            self._closed = True

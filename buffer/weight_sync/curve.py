@@ -132,7 +132,11 @@ def client_keys(directory: str | Path, name: str = CLIENT) -> ClientKeys:
 
 def _pair(path: Path) -> tuple[bytes, bytes]:
     try:
-        if _exposed(path.stat()):
+        found = path.stat()
+        # Kubernetes mounts a secret as root's, readable by our group; root itself has no reason to
+        # share its own.
+        mine = 0o740 if found.st_uid == 0 and os.geteuid() != 0 else 0o700
+        if found.st_mode & 0o777 & ~mine:
             raise ConfigError(f"keys: {path} can be read by others; chmod 600 it")
         public, secret = load_certificate(path)
     except OSError as error:
@@ -142,13 +146,6 @@ def _pair(path: Path) -> tuple[bytes, bytes]:
     if secret is None:
         raise ConfigError(f"keys: {path} holds no secret key")
     return public, secret
-
-
-def _exposed(found: os.stat_result) -> bool:
-    """Returns whether others may read or write the file."""
-    # Kubernetes mounts a secret as root's, readable by our group; root itself has no reason to share its own.
-    mine = 0o740 if found.st_uid == 0 and os.geteuid() != 0 else 0o700
-    return bool(found.st_mode & 0o777 & ~mine)
 
 
 def _public(path: Path) -> bytes | None:

@@ -8,15 +8,15 @@ Exit codes: 0; 1 where --verify finds a worker that runs other bytes than were p
 """
 
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-import typer
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
+from typer import Argument, Exit, Option, echo
 
 from areal_q.config import load
 from areal_q.errors import ConfigError
@@ -104,14 +104,23 @@ def _listed(v: HeldVersion) -> dict[str, Any]:
     }
 
 
-def _shares(changes: dict[str, tuple[int, int]]) -> list[dict[str, Any]]:
+def _changed(client: WeightClient, held: list[HeldVersion]) -> list[dict[str, Any]]:
+    """Returns a row for each tensor that the newest version changed; none without a held delta."""
+    changes = client.changes(held[-2]) if len(held) > 1 else None
     return [
         {"tensor": name, "changed": n, "of": of, "share": f"{n / max(1, of):.4%}"}
-        for name, (n, of) in changes.items()
+        for name, (n, of) in (changes or {}).items()
     ]
 
 
-def _follow(client: WeightClient, show: Any) -> None:
+def _show(rows: list[dict[str, Any]], as_json: bool) -> None:
+    if as_json:
+        echo(msgspec.json.encode(rows))
+    else:
+        command.console().print(table(rows))
+
+
+def _follow(client: WeightClient, as_json: bool) -> None:
     """Shows a line for each new version, until Ctrl-C."""
     from areal_q.weights import delta  # needs torch, which listing the versions does not
 
@@ -129,7 +138,7 @@ def _follow(client: WeightClient, show: Any) -> None:
             counts = delta.changed(manifest, body).values()
             share = sum(n for n, _ in counts) / max(1, sum(of for _, of in counts))
             line |= {"base": told.base, "delta_bytes": len(body), "share": f"{share:.4%}"}
-        show([line])
+        _show([line], as_json)
 
 
 def _client(run: Path | None, source: WeightSource, verify: bool) -> WeightClient:
@@ -168,48 +177,35 @@ EXITS = (
 
 def main(
     run: Annotated[
-        Path | None, typer.Argument(metavar="RUN", help="a run's directory, such as runs/demo")
+        Path | None, Argument(metavar="RUN", help="a run's directory, such as runs/demo")
     ] = None,
-    fetch: Annotated[str | None, typer.Option(help="a learner's or relay's endpoint")] = None,
-    announce: Annotated[str | None, typer.Option(help="likewise, for --follow")] = None,
+    fetch: Annotated[str | None, Option(help="a learner's or relay's endpoint")] = None,
+    announce: Annotated[str | None, Option(help="likewise, for --follow")] = None,
     keys: Annotated[
-        str | None, typer.Option(help="directory of CURVE keys", envvar="AREAL_Q_KEYS")
+        str | None, Option(help="directory of CURVE keys", envvar="AREAL_Q_KEYS")
     ] = None,
-    client: Annotated[str, typer.Option(help="whose key in it")] = "worker",
+    client: Annotated[str, Option(help="whose key in it")] = "worker",
     tensors: Annotated[
-        bool, typer.Option("--tensors", help="what the newest version changed, by tensor")
+        bool, Option("--tensors", help="what the newest version changed, by tensor")
     ] = False,
     verify: Annotated[
-        bool, typer.Option("--verify", help="compare what RUN's workers say they run")
+        bool, Option("--verify", help="compare what RUN's workers say they run")
     ] = False,
-    follow: Annotated[bool, typer.Option("--follow", help="a line for each new version")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of tables")] = False,
+    follow: Annotated[bool, Option("--follow", help="a line for each new version")] = False,
+    as_json: Annotated[bool, Option("--json", help="JSON instead of tables")] = False,
 ) -> None:
     """Lists the versions that can be fetched; more with the options."""
-
-    def show(rows: list[dict[str, Any]]) -> None:
-        if as_json:
-            typer.echo(msgspec.json.encode(rows))
-        else:
-            command.console().print(table(rows))
-
-    asked = _client(run, WeightSource(announce, fetch, keys, client), verify)
-    try:
+    with closing(_client(run, WeightSource(announce, fetch, keys, client), verify)) as asked:
         if run is not None:
             _check_run(run, asked.manifest())
         held = asked.held().versions
         if verify and run is not None:
             rows = verdicts(workers_of(run), held)
-            show(rows)
-            raise typer.Exit(int(any(row["verdict"] == "OTHER" for row in rows)))
-        if tensors:
-            before = next((v for v in reversed(held[:-1])), None)
-            changes = asked.changes(before) if before else None
-            show(_shares(changes or {}))
-        elif follow:
+            _show(rows, as_json)
+            raise Exit(int(any(row["verdict"] == "OTHER" for row in rows)))
+        if follow and not tensors:
             with suppress(KeyboardInterrupt):
-                _follow(asked, show)
+                _follow(asked, as_json)
         else:
-            show([_listed(v) for v in held])
-    finally:
-        asked.close()
+            rows = _changed(asked, held) if tensors else [_listed(v) for v in held]
+            _show(rows, as_json)

@@ -6,10 +6,11 @@ One relay to a host or rack: the learner sends each version once to it, however 
 """
 
 import logging
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Exit, Option
 
 from areal_q.config import BroadcastConfig, load
 from areal_q.observability import service_log
@@ -73,29 +74,27 @@ class Relay:
         self._server.close()
 
 
+UPSTREAM = "the learner's, or an upper relay's"
+
+
 def main(
-    from_announce: Annotated[
-        str, typer.Option(help="the learner's, or an upper relay's", envvar="AREAL_Q_ANNOUNCE")
-    ],
-    from_fetch: Annotated[
-        str, typer.Option(help="the learner's, or an upper relay's", envvar="AREAL_Q_FETCH")
-    ],
+    from_announce: Annotated[str, Option(help=UPSTREAM, envvar="AREAL_Q_ANNOUNCE")],
+    from_fetch: Annotated[str, Option(help=UPSTREAM, envvar="AREAL_Q_FETCH")],
     overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="a.b=c", help="settings, such as broadcast.hold=2"),
+        list[str] | None, Argument(metavar="a.b=c", help="settings, such as broadcast.hold=2")
     ] = None,
-    announce: Annotated[str, typer.Option(help="for the workers")] = "tcp://127.0.0.1:5561",
-    fetch: Annotated[str, typer.Option(help="for the workers")] = "tcp://127.0.0.1:5562",
-    config: Annotated[Path | None, typer.Option(help="a TOML file; [broadcast] counts")] = None,
+    announce: Annotated[str, Option(help="for the workers")] = "tcp://127.0.0.1:5561",
+    fetch: Annotated[str, Option(help="for the workers")] = "tcp://127.0.0.1:5562",
+    config: Annotated[Path | None, Option(help="a TOML file; [broadcast] counts")] = None,
     keys: Annotated[
         str | None,
-        typer.Option(help="directory of CURVE keys, before the settings'", envvar="AREAL_Q_KEYS"),
+        Option(help="directory of CURVE keys, before the settings'", envvar="AREAL_Q_KEYS"),
     ] = None,
-    client: Annotated[str, typer.Option(help="whose key in it, towards the learner")] = "worker",
+    client: Annotated[str, Option(help="whose key in it, towards the learner")] = "worker",
     metrics: Annotated[
-        str, typer.Option(metavar="[HOST:]PORT", help="serve Prometheus metrics; on loopback")
+        str, Option(metavar="[HOST:]PORT", help="serve Prometheus metrics; on loopback")
     ] = "",
-    every_s: Annotated[float, typer.Option(help="seconds between two lines of health")] = 10.0,
+    every_s: Annotated[float, Option(help="seconds between two lines of health")] = 10.0,
 ) -> None:
     """Relays weights until it is told to stop (SIGTERM: exit code 143, SIGINT: 130)."""
     service_log.set_up("relay")
@@ -108,16 +107,13 @@ def main(
     if metrics:
         logger.info("metrics on port %d", serve_metrics(metrics, exporter))
     upstream = WeightSource(from_announce, from_fetch, keys, client)
-    relay = Relay(upstream, Endpoints(announce, fetch), settings)
-    logger.info("relaying %s and %s at %s and %s", from_announce, from_fetch, *relay.endpoints)
-    try:
+    with closing(Relay(upstream, Endpoints(announce, fetch), settings)) as relay:
+        logger.info("relaying %s and %s at %s and %s", from_announce, from_fetch, *relay.endpoints)
         while not stop.wait(every_s):
             status = relay.status()
             exporter.update(status)
             logger.info(" ".join(f"{key}={value:g}" for key, value in status.items()))
-    finally:
-        relay.close()
-    raise typer.Exit(stop.exit_code)
+    raise Exit(stop.exit_code)
 
 
 if __name__ == "__main__":
