@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import redis
-from redis.commands.core import AsyncScript
 from redis.exceptions import NoScriptError
 
 from buffer.redis_store import lua_scripts
@@ -64,17 +63,18 @@ class TicketConsumer:
         is the last."""
         script = self._scripts[name]
         everything = ["EVALSHA", script.sha, len(keys), *keys, WORKERS_GROUP, self.name, *args]
-        return await self._on_group(functools.partial(self._run, script, everything, record))
 
-    async def _run(self, script: AsyncScript, args: list[Any], record: Callable[[], Parts]) -> Any:
-        """Sends a script and returns its answer, without redis-py's layers in between, which take as long."""
-        try:
-            return await self._exchange(args, record)
-        except NoScriptError:
-            await self.redis.script_load(script.script)
-            return await self._exchange(args, record)
+        async def run() -> Any:
+            try:
+                return await self._exchange(everything, record)
+            except NoScriptError:
+                await self.redis.script_load(script.script)
+                return await self._exchange(everything, record)
+
+        return await self._on_group(run)
 
     async def _exchange(self, args: list[Any], record: Callable[[], Parts]) -> Any:
+        """Sends a command and returns its answer, without redis-py's layers in between, which take as long."""
         pool = self.redis.connection_pool
         connection = await pool.get_connection()
         try:

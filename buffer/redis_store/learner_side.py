@@ -5,7 +5,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -82,11 +82,6 @@ class LearnerBuffer:
     def position(self, position: str) -> None:
         self._groups.position = position
 
-    @property
-    def quarantined(self) -> int:
-        """Number of records that this learner moved to the quarantine"""
-        return self._groups.quarantined + self._eval_groups.quarantined
-
     def acquire(self, owner: Owner, stop: threading.Event | None = None) -> None:
         """Makes this process the learner of the run until `close`, also of a run that was finished. Waits for
         the end of the lease of a learner that is gone. Raises ConfigError if Redis may delete what the run
@@ -125,18 +120,15 @@ class LearnerBuffer:
     def admit(self, tickets: list[Ticket], cursor: int) -> None:
         """Adds tickets and sets the cursor, the number of the next ticket, both or neither. Raises BufferFull
         if there is no room for them."""
-        self._admit_to(
-            [self.keys.tickets, self.keys.partials, self.keys.admission, self.keys.cursor],
-            tickets,
-            cursor,
-        )
+        self._admit_to(self.keys.tickets, tickets, [self.keys.cursor], cursor)
 
     def admit_eval(self, tickets: list[Ticket]) -> None:
-        self._admit_to(
-            [self.keys.eval_tickets, self.keys.partials, self.keys.admission], tickets, 0
-        )
+        self._admit_to(self.keys.eval_tickets, tickets)
 
-    def _admit_to(self, keys: list[str], tickets: list[Ticket], cursor: int) -> None:
+    def _admit_to(
+        self, stream: str, tickets: list[Ticket], cursor_key: Sequence[str] = (), cursor: int = 0
+    ) -> None:
+        keys = [stream, self.keys.partials, self.keys.admission, *cursor_key]
         args = [uuid.uuid4().hex, cursor, *map(encode, tickets)]
         try:
             self._change("ADMIT", keys, args, disk=False)

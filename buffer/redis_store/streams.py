@@ -92,7 +92,6 @@ class GroupStream:
         self, connection: LeasedConnection, stream: str, check: Callable[[Group], None]
     ) -> None:
         self.position = START
-        self.quarantined = 0
         self._connection, self._stream, self._check = connection, stream, check
         self._page = 1
         """Groups that one read asks for, by the size of those that the last one brought"""
@@ -199,7 +198,6 @@ class GroupStream:
             all = self._connection.keys
             keys = [self._stream, all.quarantine, all.set_aside]
             self._connection.change("QUARANTINE", keys, [entry, reason, ""])
-            self.quarantined += 1
             return None
 
 

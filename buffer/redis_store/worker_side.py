@@ -58,8 +58,6 @@ class WorkerBuffer:
         self.max_deliveries = 5
         """Most deliveries of a ticket. It and the claim timeout may be changed when `run_info` has returned the
         settings."""
-        self.quarantined = 0
-        """Number of tickets that this worker moved to the quarantine because they could not be decoded"""
         self.waiting = 0
         """Number of commits that wait for room in Redis"""
         self.full_s = 0.0
@@ -80,8 +78,13 @@ class WorkerBuffer:
         before new ones. Waits up to `block_s` seconds for the first."""
         await self._consumer.sweep(self.claim_timeout_s)
         deadline = time.monotonic() + block_s
+        idle_ms = round(self.claim_timeout_s * 1000)
+        streams = self._consumer.streams[:: -1 if training_first else 1]
+        keys = [*streams, self.keys.partials, self.keys.quarantine, self.keys.set_aside]
         while True:
-            claims = await self._claim_now(count, training_first)
+            found = await self._consumer.script("CLAIM", keys, count, idle_ms, self.max_deliveries)
+            entries = [(streams[i - 1], entry.decode(), *records) for i, entry, *records in found]
+            claims = await self._claims(entries)
             left_s = deadline - time.monotonic()
             if claims or left_s <= 0:
                 return claims
@@ -99,25 +102,21 @@ class WorkerBuffer:
         evaluation = claim.stream == self.keys.eval_tickets
         target = self.keys.eval_groups if evaluation else self.keys.groups
         try:
-            return await self._commit(claim, target, group)
+            if (committed := await self._try_commit(claim, target, group)) is not None:
+                return committed
+            self.waiting += 1
+            try:
+                while committed is None:
+                    began = time.monotonic()
+                    await self.renew([claim])
+                    await asyncio.sleep(min(1.0, self.claim_timeout_s / 4))
+                    self.full_s += time.monotonic() - began
+                    committed = await self._try_commit(claim, target, group)
+            finally:
+                self.waiting -= 1
+            return committed
         finally:
             self._held.discard((claim.stream, claim.entry))
-
-    async def _commit(self, claim: Claim, target: str, group: Group) -> bool:
-        committed = await self._try_commit(claim, target, group)
-        if committed is not None:
-            return committed
-        self.waiting += 1
-        try:
-            while committed is None:
-                began = time.monotonic()
-                await self.renew([claim])
-                await asyncio.sleep(min(1.0, self.claim_timeout_s / 4))
-                self.full_s += time.monotonic() - began
-                committed = await self._try_commit(claim, target, group)
-        finally:
-            self.waiting -= 1
-        return committed
 
     async def _try_commit(self, claim: Claim, target: str, group: Group) -> bool | None:
         """Returns whether the group was committed, or None if Redis has no room for it."""
@@ -176,7 +175,6 @@ class WorkerBuffer:
     async def _to_quarantine(self, stream: str, entry: str, reason: str) -> None:
         logger.warning("%s %s goes to the quarantine: %s", stream, entry, reason)
         await self._consumer.quarantine(stream, entry, reason)
-        self.quarantined += 1
 
     async def heartbeat(self, status: WorkerStatus) -> None:
         """Sends a heartbeat, which even a full Redis takes. While Redis cannot write its append-only file it is
@@ -192,14 +190,6 @@ class WorkerBuffer:
 
     async def close(self) -> None:
         await self._consumer.redis.aclose()
-
-    async def _claim_now(self, count: int, training_first: bool) -> list[Claim]:
-        idle_ms = round(self.claim_timeout_s * 1000)
-        streams = self._consumer.streams[:: -1 if training_first else 1]
-        keys = [*streams, self.keys.partials, self.keys.quarantine, self.keys.set_aside]
-        found = await self._consumer.script("CLAIM", keys, count, idle_ms, self.max_deliveries)
-        entries = [(streams[i - 1], entry.decode(), *records) for i, entry, *records in found]
-        return await self._claims(entries)
 
     async def _claim_new(self, count: int, wait_s: float) -> list[Claim]:
         """Claims up to `count` new tickets and waits up to `wait_s` for the first, in either stream."""

@@ -211,7 +211,7 @@ def test_poison_groups_go_to_the_quarantine_and_do_not_count(
     client.xadd(KEYS.eval_groups, {"record": b"\x00"})
     assert [g.ticket.number for g in learner.take(2, 0.0)] == [0, 2]
     assert learner.take_eval() == []
-    assert learner.quarantined == 4
+    assert learner.quarantined_total() == 4
     assert client.xlen(KEYS.groups) == 2
     kept = [fields for _, fields in client.xrange(KEYS.quarantine)]
     assert [f[b"source"].decode() for f in kept] == [KEYS.groups] * 3 + [KEYS.eval_groups]

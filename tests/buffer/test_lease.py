@@ -333,7 +333,7 @@ async def test_a_group_of_a_foreign_run_goes_to_the_quarantine(
         assert await worker.commit(claim, make_group(claim.ticket))
     await worker.close()
     assert [group.ticket.number for group in learner.take(9, 0.0)] == [0, 2]
-    assert learner.quarantined == 1
+    assert learner.quarantined_total() == 1
 
 
 def test_an_id_is_made_once_and_kept_in_the_directory(tmp_path: Path):

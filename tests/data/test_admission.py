@@ -349,7 +349,7 @@ def test_over_a_crash_a_ticket_keeps_what_it_drew(
         second.step()
 
     assert {n: p for n, p in second.asked.items() if n in drawn}.items() <= drawn.items()
-    assert second.buffer.quarantined == 0
+    assert second.buffer.quarantined_total() == 0
     asked = first.asked | second.asked
     assert len({*asked.values()}) == len(asked) >= 20
     second.dies()
