@@ -1,15 +1,14 @@
 """One learner step, which depends on weights, groups and version history alone, so that a replay can repeat
 it."""
 
+from collections.abc import Sequence
+
+import numpy as np
+
+from areal_q.messages import Group
 from buffer.sampling.replay_pool import SampledGroups
-from learner.data.packing import (
-    failure_metrics,
-    lag_metrics,
-    part_metrics,
-    response_metrics,
-    samples_of,
-    source_metrics,
-)
+from learner.data.invalid_rewards import failure_metrics
+from learner.data.packing import Sample, is_uniform, samples_of
 from learner.data.staleness import VersionHistory
 from learner.measure.token_recorder import TokenRecorder
 from learner.policy_update import PolicyUpdater
@@ -48,3 +47,53 @@ def train_step(
         "reward/mean": mean,
         "reward/std": (sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5,
     }
+
+
+def response_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Returns the mean length of the valid responses, the share of those that were cut off before their end,
+    and the share of uniform groups."""
+    valid = [t for group in groups for t in group.valid_trajectories]
+    return {
+        "response/tokens_mean": sum(t.all_tokens for t in valid) / len(valid),
+        "response/cut_off_share": sum(t.finish_reason != "stop" for t in valid) / len(valid),
+        **_uniform_share("reward", groups),
+    }
+
+
+def source_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Returns for each task of a mixture its share of the groups, the mean reward of its responses, and the
+    share of uniform groups; nothing for a run of one task."""
+    values: dict[str, float] = {}
+    for source in sorted({group.ticket.source for group in groups} - {""}):
+        its = [group for group in groups if group.ticket.source == source]
+        rewards = [t.reward for group in its for t in group.valid_trajectories]
+        values[f"source/{source}/share"] = len(its) / len(groups)
+        if rewards:
+            values[f"source/{source}/reward_mean"] = sum(rewards) / len(rewards)
+        values |= _uniform_share(f"source/{source}", its)
+    return values
+
+
+def _uniform_share(name: str, groups: Sequence[Group]) -> dict[str, float]:
+    """Returns the share of the groups with several valid responses whose rewards are all equal, if there are
+    any."""
+    several = [group for group in groups if len(group.valid_trajectories) > 1]
+    if not several:
+        return {}
+    return {f"{name}/uniform_share": sum(map(is_uniform, several)) / len(several)}
+
+
+def lag_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Returns the mean over tokens, and the largest, of the versions by which tokens lag behind the learner."""
+    lags = np.concatenate([sample.lag for sample in samples])
+    return {"lag/mean": float(lags.mean()), "lag/max": int(lags.max())}
+
+
+def part_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Returns `reward/part_NAME`: the mean over responses of each part of the reward; a missing part is 0."""
+    sums: dict[str, float] = {}
+    samples = [sample for sample in samples if not sample.branch]
+    for sample in samples:
+        for name, value in sample.trajectory.reward_parts.items():
+            sums[name] = sums.get(name, 0.0) + value
+    return {f"reward/part_{name}": total / len(samples) for name, total in sorted(sums.items())}

@@ -5,16 +5,16 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 from msgspec.structs import replace
 
 from areal_q.errors import ConfigError, TaskError
-from areal_q.messages import Group, WorkerStatus
+from areal_q.messages import FailureCause, Group, WorkerStatus
 from buffer.sampling.replay_pool import SampledGroups
-from learner.data.packing import CAUSES
 
 logger = logging.getLogger(__name__)
+CAUSES: tuple[FailureCause, ...] = get_args(FailureCause)
 FEWEST = 256
 """The least number of responses that must fail, without exception, before the reward counts as broken."""
 
@@ -39,8 +39,22 @@ class Failures:
 
     def add(self, group: Group) -> None:
         """Counts the responses of a group and logs failures. Raises NeverScored if no reward ever worked."""
-        if self.count(group):
-            self._warn()
+        if not self.count(group):
+            return
+        total = self.invalid.total()
+        causes = ", ".join(f"{count} {cause}" for cause, count in self.invalid.most_common())
+        if total == self.responses >= self._hopeless:
+            raise NeverScored(
+                f"the reward failed for all of the first {total} responses ({causes})"
+            )
+        # The 1st, 2nd, 4th, 8th … only, so that failures do not flood the log.
+        if total >= self._warn_at:
+            self._warn_at = 2 * total
+            logger.warning(
+                "the reward failed for %d of %d responses (%s); they are left out of training, and "
+                "the workers' logs say how it failed",
+                *(total, self.responses, causes),
+            )
 
     def count(self, group: Group) -> bool:
         """Counts the responses of a group; returns True if any has no valid reward."""
@@ -57,24 +71,16 @@ class Failures:
         by_cause = {f"buffer/invalid/{cause}": float(self.invalid[cause]) for cause in CAUSES}
         return {"buffer/responses": self.responses, "buffer/reward_errors": self.errors, **by_cause}
 
-    def _warn(self) -> None:
-        total = self.invalid.total()
-        causes = ", ".join(f"{count} {cause}" for cause, count in self.invalid.most_common())
-        if total == self.responses >= self._hopeless:
-            raise NeverScored(
-                f"the reward failed for all of the first {total} responses ({causes})"
-            )
-        if (
-            total >= self._warn_at
-        ):  # the 1st, 2nd, 4th, 8th … only, so that failures do not flood the log
-            self._warn_at = 2 * total
-            logger.warning(
-                "the reward failed for %d of %d responses (%s); they are left out of training, and "
-                "the workers' logs say how it failed",
-                total,
-                self.responses,
-                causes,
-            )
+
+def failure_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Returns `reward/invalid`, the number of responses that are left out because their reward failed, the same
+    by cause, and `reward/errors`, the number of rewards that failed, including those that count as 0."""
+    found = Failures(0)
+    for group in groups:
+        found.count(group)
+    by_cause = {f"reward/invalid/{cause}": float(found.invalid[cause]) for cause in CAUSES}
+    invalid = float(found.invalid.total())
+    return {"reward/errors": float(found.errors), "reward/invalid": invalid, **by_cause}
 
 
 def and_how(

@@ -3,12 +3,10 @@
 Notation: N tokens of all sequences (prompts and responses), T response tokens, S sequences.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
-from typing import get_args
 
 import msgspec
 import numpy as np
@@ -16,14 +14,13 @@ import torch
 
 from areal_q.algorithms import group_advantages
 from areal_q.config import AdvantageConfig, Gae
-from areal_q.messages import Array, FailureCause, FinishReason, Group, Trajectory, parts
+from areal_q.messages import Array, FinishReason, Group, Trajectory, parts
 from areal_q.models import DecoderConfig, PackedLayout
 from areal_q.models.layers.moe import UNRECORDED
 from areal_q.models.packed_layout import Segment, ranges
 from buffer.sampling.replay_pool import SampledGroups
 from learner.data.staleness import VersionHistory
 
-CAUSES: tuple[FailureCause, ...] = get_args(FailureCause)
 PATHS = 4
 """How many times the most tokens of a micro-batch its whole paths may have: a branch's queries are its own
 tokens, but attention lays out the keys and values of all of its path"""
@@ -205,65 +202,10 @@ def masked(sample: Sample) -> Sample:
     return replace(sample, trajectory=trajectory, advantage=0.0)
 
 
-def failure_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Returns `reward/invalid`, the number of responses that are left out because their reward failed, the same
-    by cause, and `reward/errors`, the number of rewards that failed, including those that count as 0."""
-    everyone = [t for group in groups for t in group.trajectories]
-    causes = Counter(t.failure for t in everyone if not t.valid)
-    errors = sum(not t.valid or t.reward_parts.get("error", 0.0) > 0 for t in everyone)
-    by_cause = {f"reward/invalid/{cause}": float(causes[cause]) for cause in CAUSES}
-    return {"reward/errors": float(errors), "reward/invalid": float(causes.total()), **by_cause}
-
-
-def response_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Returns the mean length of the valid responses, the share of those that were cut off before their end,
-    and the share of the groups with several valid responses whose rewards are all equal, if there are any."""
-    valid = [t for group in groups for t in group.valid_trajectories]
-    values = {
-        "response/tokens_mean": sum(t.all_tokens for t in valid) / len(valid),
-        "response/cut_off_share": sum(t.finish_reason != "stop" for t in valid) / len(valid),
-    }
-    if several := [group for group in groups if len(group.valid_trajectories) > 1]:
-        values["reward/uniform_share"] = sum(map(is_uniform, several)) / len(several)
-    return values
-
-
-def source_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Returns for each task of a mixture its share of the groups, the mean reward of its responses, and the
-    share of uniform groups among those of several valid responses; nothing for a run of one task."""
-    values: dict[str, float] = {}
-    for source in sorted({group.ticket.source for group in groups} - {""}):
-        its = [group for group in groups if group.ticket.source == source]
-        rewards = [t.reward for group in its for t in group.valid_trajectories]
-        several = [group for group in its if len(group.valid_trajectories) > 1]
-        values[f"source/{source}/share"] = len(its) / len(groups)
-        if rewards:
-            values[f"source/{source}/reward_mean"] = sum(rewards) / len(rewards)
-        if several:
-            values[f"source/{source}/uniform_share"] = sum(map(is_uniform, several)) / len(several)
-    return values
-
-
 def is_uniform(group: Group) -> bool:
     """Returns True if all rewards of the group are equal, so that every advantage would be 0 (DAPO's dynamic
     sampling, arXiv 2503.14476 §3.2)."""
     return len({t.reward for t in group.valid_trajectories}) == 1
-
-
-def lag_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Returns the mean over tokens, and the largest, of the versions by which tokens lag behind the learner."""
-    lags = np.concatenate([sample.lag for sample in samples])
-    return {"lag/mean": float(lags.mean()), "lag/max": int(lags.max())}
-
-
-def part_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Returns `reward/part_NAME`: the mean over responses of each part of the reward; a missing part is 0."""
-    sums: dict[str, float] = {}
-    samples = [sample for sample in samples if not sample.branch]
-    for sample in samples:
-        for name, value in sample.trajectory.reward_parts.items():
-            sums[name] = sums.get(name, 0.0) + value
-    return {f"reward/part_{name}": total / len(samples) for name, total in sorted(sums.items())}
 
 
 def microbatches(
@@ -322,42 +264,34 @@ def pack_samples(
     prompts = np.array([len(sample.prompt_ids) for sample in samples])
     segments = _segments(samples)
     layout = PackedLayout.of_forest(segments, device)
-    token_ids = _inputs(samples, prompts + lengths, segments)
-    ends = np.cumsum(layout.lengths)
-    predict = layout.paths[ranges(ends - np.array(layout.lengths) + prompts - 1, lengths)]
-    shared = np.repeat([sample.shared for sample in samples], lengths)
-    mask = Array.concatenate([t.loss_mask for t in trajectories]) != 0
-    mask &= ranges(prompts, lengths) >= shared
-    routes = _routes(samples, layout)
-    given = [t.teacher_logprobs for t in trajectories]
+    firsts = np.cumsum(layout.lengths) - np.array(layout.lengths) + prompts - 1
+    taught = all(t.teacher_logprobs is not None for t in trajectories)
+    shares = [sample.share for sample in samples]
+    spread = partial(np.repeat, repeats=lengths)
 
     def tensor(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
         return torch.from_numpy(values).to(device, dtype, non_blocking=True)
 
+    def joined(name: str) -> np.ndarray:
+        return Array.concatenate([getattr(t, name) for t in trajectories])
+
+    own = ranges(prompts, lengths) >= spread([sample.shared for sample in samples])
     return PackedBatch(
-        layout=layout,
-        token_ids=tensor(token_ids, torch.int64),
-        predict=tensor(predict, torch.int64),
-        targets=tensor(Array.concatenate([t.response_ids for t in trajectories]), torch.int64),
-        behavior_logprobs=tensor(
-            Array.concatenate([t.behavior_logprobs for t in trajectories]), torch.float32
-        ),
-        advantages=tensor(np.repeat([s.advantage for s in samples], lengths), torch.float32),
-        mask=tensor(mask, torch.bool),
+        layout=layout, num_sequences=len(samples), counts=counts,
+        token_ids=tensor(_inputs(samples, prompts + lengths, segments), torch.int64),
+        predict=tensor(layout.paths[ranges(firsts, lengths)], torch.int64),
+        targets=tensor(joined("response_ids"), torch.int64),
+        behavior_logprobs=tensor(joined("behavior_logprobs"), torch.float32),
+        advantages=tensor(spread([s.advantage for s in samples]), torch.float32),
+        mask=tensor((joined("loss_mask") != 0) & own, torch.bool),
         version_lag=tensor(np.concatenate([sample.lag for sample in samples]), torch.int64),
-        sequence_ids=tensor(np.repeat(np.arange(len(samples)), lengths), torch.int64),
-        num_sequences=len(samples),
+        sequence_ids=tensor(spread(np.arange(len(samples))), torch.int64),
         responses=tuple((s.ticket, s.trajectory.index, s.branch) for s in samples),
         learns=learns or any(sample.advantage for sample in samples),
-        routes=None if routes is None else torch.from_numpy(routes).to(device, non_blocking=True),
-        teacher_logprobs=None
-        if None in given
-        else tensor(Array.concatenate([array for array in given if array]), torch.float32),
-        counts=counts,
-        share=None
-        if all(sample.share == 1 for sample in samples)
-        else tensor(np.repeat([sample.share for sample in samples], lengths), torch.float32),
-    )
+        routes=_routes(samples, layout, device),
+        teacher_logprobs=tensor(joined("teacher_logprobs"), torch.float32) if taught else None,
+        share=tensor(spread(shares), torch.float32) if any(x != 1 for x in shares) else None,
+    )  # fmt: skip
 
 
 def _segments(samples: Sequence[Sample]) -> list[Segment]:
@@ -387,7 +321,7 @@ def _inputs(
     return paths[ranges(lengths.cumsum() - lengths + at, own)]
 
 
-def _routes(samples: Sequence[Sample], layout: PackedLayout) -> np.ndarray | None:
+def _routes(samples: Sequence[Sample], layout: PackedLayout, device: str) -> torch.Tensor | None:
     """Returns the routes, int16 [N, L, K], of the packed tokens; None if no routes were recorded. A shared
     token has those of the first sample that recorded them, and one without any has UNRECORDED."""
     shapes = {s.trajectory.routes.shape[1:] for s in samples if s.trajectory.routes}
@@ -400,4 +334,4 @@ def _routes(samples: Sequence[Sample], layout: PackedLayout) -> np.ndarray | Non
         if sample.trajectory.routes:
             known = sample.trajectory.routes.numpy()[: len(path)]
             out[path[: len(known)]] = known
-    return out
+    return torch.from_numpy(out).to(device, non_blocking=True)

@@ -28,8 +28,15 @@ from bench.records import make_group, make_ticket, make_trajectory
 from buffer.logs.trajectory_schema import groups_from_table, groups_to_table
 from buffer.sampling.replay_pool import SampledGroups
 from buffer.sampling.samplers import PooledGroup, PrioritizedSampler, spread
-from learner.data.invalid_rewards import Failures, NeverScored, and_how, judged
-from learner.data.packing import CAUSES, failure_metrics, samples_of
+from learner.data.invalid_rewards import (
+    CAUSES,
+    Failures,
+    NeverScored,
+    and_how,
+    failure_metrics,
+    judged,
+)
+from learner.data.packing import samples_of
 from learner.data.staleness import VersionHistory
 from learner.policy_update import SingleProcessUpdater, cut_minibatches, prepare_minibatches
 from learner.train_step import train_step

@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from areal_q.config import DrGrpo
 from areal_q.errors import RecordError
@@ -15,14 +14,12 @@ from areal_q.messages import Array, Group, Ticket, VersionSpan
 from buffer.sampling.replay_pool import SampledGroups
 from learner.data.packing import (
     Sample,
-    lag_metrics,
     microbatches,
     pack_samples,
-    response_metrics,
     samples_of,
-    source_metrics,
 )
 from learner.data.staleness import VersionHistory
+from learner.train_step import lag_metrics
 
 Make = Callable[..., list[Sample]]
 shared = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
@@ -142,43 +139,3 @@ def test_arrays_of_a_received_record_are_copied_not_written_to(make_samples: Mak
     batch.token_ids.zero_()
     assert [s.trajectory.behavior_logprobs.data for s in samples] == before
     assert all(isinstance(s.trajectory.response_ids, Array) for s in samples)
-
-
-def test_cut_responses_and_uniform_groups_are_counted_by_hand(
-    make_ticket: Callable[..., Ticket], make_group: Callable[..., Group]
-):
-    def group(number: int, *responses: tuple[float, str, bool]) -> Group:
-        """(reward, finish reason, whether the reward is valid) of each response, of 2, 3, … tokens."""
-        made = make_group(make_ticket(number, group_size=len(responses)))
-        fields = ("reward", "finish_reason", "valid")
-        trajectories = [
-            replace(t, **dict(zip(fields, response, strict=True)))
-            for t, response in zip(made.trajectories, responses, strict=True)
-        ]
-        return replace(made, trajectories=trajectories)
-
-    mixed = group(0, (0.0, "stop", True), (1.0, "length", True), (5.0, "length", False))
-    uniform = group(1, (0.5, "stop", True), (0.5, "timeout", True))
-    alone = group(2, (1.0, "stop", True), (0.0, "stop", False))
-    values = response_metrics([mixed, uniform, alone])
-    assert values["response/cut_off_share"] == pytest.approx(2 / 5)
-    assert values["response/tokens_mean"] == pytest.approx((2 + 3 + 2 + 3 + 2) / 5)
-    assert values["reward/uniform_share"] == pytest.approx(1 / 2)
-    assert "reward/uniform_share" not in response_metrics([alone])
-
-
-def test_each_task_of_a_mixture_has_figures_of_its_own(make_ticket, make_group):
-    def group(source: str, *rewards: float) -> Group:
-        made = make_group(make_ticket(source=source, group_size=len(rewards)))
-        trajectories = [
-            replace(t, reward=reward) for t, reward in zip(made.trajectories, rewards, strict=True)
-        ]
-        return replace(made, trajectories=trajectories)
-
-    groups = [group("a", 1, 0), group("b", 2, 2), group("a", 1, 1), group("a", 0, 1)]
-
-    assert source_metrics(groups) == {
-        **{"source/a/share": 0.75, "source/a/reward_mean": 4 / 6, "source/a/uniform_share": 1 / 3},
-        **{"source/b/share": 0.25, "source/b/reward_mean": 2.0, "source/b/uniform_share": 1.0},
-    }
-    assert source_metrics([group("", 1, 0)]) == {}

@@ -2,20 +2,22 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 import torch
-from helpers.fixture_types import MakeRun, MakeSamples
+from helpers.fixture_types import MakeGroup, MakeRun, MakeSamples
 from helpers.policies import build_policy
+from msgspec.structs import replace
 
 from areal_q.algorithms import LossInputs
 from areal_q.algorithms.ratios import interpolated_proximal
 from areal_q.config import LearnerConfig
 from areal_q.errors import ConfigError
-from areal_q.messages import Array
+from areal_q.messages import Array, Group, Ticket
 from areal_q.models import save_decoder
 from areal_q.tasks import build_tokenizer
 from learner import policy_update as step_module
@@ -24,6 +26,7 @@ from learner.data.packing import Sample, pack_samples
 from learner.measure.token_recorder import TokenRecorder
 from learner.optim.build import learning_rate
 from learner.policy_update import update_policy
+from learner.train_step import response_metrics, source_metrics
 
 
 def weights(policy: TorchPolicy) -> dict[str, torch.Tensor]:
@@ -322,3 +325,43 @@ def test_in_bfloat16_only_the_products_are_coarser(
     )  # Adam's first step is a sign: small ones may turn
     state = coarse.optimizer.state[coarse.model.head]
     assert state["exp_avg"].dtype == torch.float32
+
+
+def test_cut_responses_and_uniform_groups_are_counted_by_hand(
+    make_ticket: Callable[..., Ticket], make_group: MakeGroup
+):
+    def group(number: int, *responses: tuple[float, str, bool]) -> Group:
+        """(reward, finish reason, whether the reward is valid) of each response, of 2, 3, … tokens."""
+        made = make_group(make_ticket(number, group_size=len(responses)))
+        fields = ("reward", "finish_reason", "valid")
+        trajectories = [
+            replace(t, **dict(zip(fields, response, strict=True)))
+            for t, response in zip(made.trajectories, responses, strict=True)
+        ]
+        return replace(made, trajectories=trajectories)
+
+    mixed = group(0, (0.0, "stop", True), (1.0, "length", True), (5.0, "length", False))
+    uniform = group(1, (0.5, "stop", True), (0.5, "timeout", True))
+    alone = group(2, (1.0, "stop", True), (0.0, "stop", False))
+    values = response_metrics([mixed, uniform, alone])
+    assert values["response/cut_off_share"] == pytest.approx(2 / 5)
+    assert values["response/tokens_mean"] == pytest.approx((2 + 3 + 2 + 3 + 2) / 5)
+    assert values["reward/uniform_share"] == pytest.approx(1 / 2)
+    assert "reward/uniform_share" not in response_metrics([alone])
+
+
+def test_each_task_of_a_mixture_has_figures_of_its_own(make_ticket, make_group):
+    def group(source: str, *rewards: float) -> Group:
+        made = make_group(make_ticket(source=source, group_size=len(rewards)))
+        trajectories = [
+            replace(t, reward=reward) for t, reward in zip(made.trajectories, rewards, strict=True)
+        ]
+        return replace(made, trajectories=trajectories)
+
+    groups = [group("a", 1, 0), group("b", 2, 2), group("a", 1, 1), group("a", 0, 1)]
+
+    assert source_metrics(groups) == {
+        **{"source/a/share": 0.75, "source/a/reward_mean": 4 / 6, "source/a/uniform_share": 1 / 3},
+        **{"source/b/share": 0.25, "source/b/reward_mean": 2.0, "source/b/uniform_share": 1.0},
+    }
+    assert source_metrics([group("", 1, 0)]) == {}
