@@ -254,7 +254,7 @@ def _build(
     if resume:
         metrics.rewind(start)
     records = read_metrics(directory / run_dir.METRICS_FILE) if resume else []
-    best = BestVersion(run.eval, run.learner.max_lag, records)
+    best = BestVersion(run, records)
     _note_beginning(run, directory, start, tokenizer, metrics)
     admission = build_admission(run, task, tokenizer, buffer, state, own_sets)
     buffer.checks = [admission.check, fits(policy.model.config, run.learner)]

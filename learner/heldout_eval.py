@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from areal_q.config import EvalConfig
+from areal_q.config import Run
 from areal_q.errors import BufferFull
 from areal_q.evaluation.estimates import pass_at_k, pass_ks
 from areal_q.messages import Group, Trajectory
 from areal_q.observability.metrics_log import MetricsLog, Record
+from areal_q.observability.run_summary import in_time
 from areal_q.tasks import Tokenizer, without_end
 from buffer.redis_store import LearnerBuffer
 from learner.data.admission import Admission
@@ -31,16 +32,12 @@ class BestVersion:
     """The version with the largest value so far of the metric `eval.best`, and how many evaluations came
     since."""
 
-    def __init__(self, cfg: EvalConfig, max_lag: int, records: Iterable[Record] = ()) -> None:
-        """`records` are those of the run so far, `max_lag` its learner.max_lag."""
-        self._metric, self._patience = cfg.best, cfg.patience
-        named = cfg.best.removeprefix("eval/").rpartition("/")[0]
-        self._set = named if named in cfg.sets else HELD_OUT
+    def __init__(self, run: Run, records: Iterable[Record] = ()) -> None:
+        """`records` are those of the run so far."""
+        self._run, self._metric, self._patience = run, run.eval.best, run.eval.patience
+        named = self._metric.removeprefix("eval/").rpartition("/")[0]
+        self._set = named if named in run.eval.sets else HELD_OUT
         """The set whose evaluations have it; a mixture's task is a part of the held-out problems"""
-        self._every = (self._set in cfg.sets and cfg.sets[self._set].every) or cfg.every
-        self._late_by = f"{self._metric.rpartition('/')[0]}/late_by"
-        self._most_late = max(1, max_lag)
-        """Workers answer what is later first. The next version comes while they answer even without a lag."""
         self.step, self.value, self.since = -1, float("-inf"), 0
         self.given_up = False
         for record in records:
@@ -55,10 +52,10 @@ class BestVersion:
         return bool(self._metric) and name == self._set
 
     def add(self, version: int, values: Record) -> None:
-        """Takes the metrics of an evaluation of `version`, unless it was answered so late that it measures
-        another version, such as that of the next one: it is neither the best nor no better."""
-        value, late = values.get(self._metric), values.get(self._late_by, 0.0)
-        if value is None or late > self._most_late or late >= self._every:
+        """Takes the metrics of an evaluation of `version`, unless it was answered too late (`in_time`): it is
+        neither the best nor no better."""
+        value = values.get(self._metric)
+        if value is None or not in_time(values, self._metric, self._run):
             return
         self.since += 1
         if value > self.value:
@@ -89,7 +86,7 @@ class HeldOutEvaluation:
     ) -> None:
         self._admission, self._buffer = admission, buffer
         self._tokenizer, self._metrics = tokenizer, metrics
-        self.best = best or BestVersion(EvalConfig(), 0)
+        self.best = best or BestVersion(Run())
         self._expected: dict[int, int] = {}
         self._asked: dict[int, Sequence[EvaluationSet]] = {}
         """The sets of each version whose evaluation is in progress"""

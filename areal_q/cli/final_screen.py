@@ -26,7 +26,7 @@ def last_screen(run: Run, run_dir: Path, console: Console | None = None) -> None
     if not records:
         console.print(f"{run.name}: stopped before its first record", highlight=False)
         return
-    summary = summarize(records, run.learner.groups * run.learner.group_size)
+    summary = summarize(records, run)
     try:
         curves = str(draw_curves(run_dir))
     except ConfigError as error:

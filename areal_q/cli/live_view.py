@@ -38,7 +38,7 @@ class _Following:
 
     def __init__(self, run: Run, console: Console) -> None:
         self.run, self.console = run, console
-        self.history = History(run.steps)
+        self.history = History(run)
         self._tail = Tail(path_of(run) / METRICS_FILE)
         self.faults = FaultWatch(run)
         self.heard = time.monotonic()
@@ -64,7 +64,7 @@ class _Following:
         """Adds the new records to the history and returns them."""
         records, restarted = self._tail.read()
         if restarted:
-            self.history = History(self.run.steps)
+            self.history = History(self.run)
             self.faults.restart()
         for record in records:
             self.history.add(record)

@@ -85,10 +85,10 @@ def _figures(history: History, width: int) -> RenderableType:
     rows = figures(last, SUPERVISED_ROWS if is_supervised(last) else LIVE_ROWS)
     if history.evals and "eval/loss" in history.evals[-1]:
         rows.insert(1, ("held-out", shown("{eval/loss:.4f} nats a token", history.evals[-1])))
-    elif best := history.best_eval:
-        newest = of_heldout(history.evals)[-1]
-        accuracy = f"{shown(ACCURACY, newest)}, best {shown(ACCURACY, best)}"
-        rows.insert(1, ("held-out", f"{accuracy} at {best['step']}"))
+    elif heldout := of_heldout(history.evals):
+        best = history.best_eval
+        told = f", best {shown(ACCURACY, best)} at {best['step']}" if best else ""
+        rows.insert(1, ("held-out", shown(ACCURACY, heldout[-1]) + told))
     rows[2:2] = [(name, shown("{x:.3f}", {"x": value})) for name, value in history.sets.items()]
     grid = Table.grid(padding=(0, 2))
     pairs = 2 if width >= WIDE else 1

@@ -13,6 +13,7 @@ from areal_q.observability.run_summary import (
     Gap,
     duration,
     held_out,
+    in_time,
     of_heldout,
     set_accuracies,
     shown,
@@ -36,8 +37,8 @@ class History:
     Example: after 10 of 40 steps at 2 s each, `eta_s` is 60.
     """
 
-    def __init__(self, total_steps: int) -> None:
-        self.total_steps = total_steps
+    def __init__(self, run: Run) -> None:
+        self.run = run
         self.recent: deque[Record] = deque(maxlen=_WINDOW)
         self.evals: list[Record] = []
         self.doing = ""
@@ -84,14 +85,14 @@ class History:
         """(steps done, steps in total) of the warm start or of the training."""
         if self.phase == "warm start" and self.warmstart:
             return self.warmstart["warmstart/step"], self.warmstart["warmstart/steps"]
-        return self.step, self.total_steps
+        return self.step, self.run.steps
 
     @property
     def phase(self) -> str:
         if self.end:
             return str(self.end.get("reason", "ended"))
         if self.last:
-            return "training" if self.step < self.total_steps else "final evaluation"
+            return "training" if self.step < self.run.steps else "final evaluation"
         if self.warmstart is None:
             return "training" if self.evals or self.episodes else "set-up"
         done = self.warmstart["warmstart/step"] >= self.warmstart["warmstart/steps"]
@@ -104,12 +105,14 @@ class History:
             return None
         first, last = self.recent[0], self.recent[-1]
         pace = (last["elapsed_s"] - first["elapsed_s"]) / max(1, last["step"] - first["step"])
-        return pace * (self.total_steps - self.step)
+        return pace * (self.run.steps - self.step)
 
     @property
     def best_eval(self) -> Record | None:
-        heldout = of_heldout(self.evals)
-        return max(heldout, key=lambda r: r.get("eval/accuracy") or 0.0, default=None)
+        """The evaluation with the best held-out accuracy, of those that were answered in time; None without."""
+        key = "eval/accuracy"
+        timely = (r for r in of_heldout(self.evals) if in_time(r, key, self.run))
+        return max(timely, key=lambda r: r.get(key) or 0.0, default=None)
 
     @property
     def sets(self) -> dict[str, float | None]:
@@ -142,11 +145,11 @@ def plain_line(record: Record, history: History) -> str:
             heldout = [held_out(record)] if of_heldout([record]) else []
             sets = set_accuracies(record).items()
             told = [*heldout, *(f"{name} {shown('{x:.3f}', {'x': value})}" for name, value in sets)]
-            return f"{head}step {record['step']}/{history.total_steps}  {'  '.join(told)}"
+            return f"{head}step {record['step']}/{history.run.steps}  {'  '.join(told)}"
         case "end":
             return f"{head}{record.get('reason', 'ended')} at step {record['step']}"
     eta = "" if history.eta_s is None else f"  left {duration(history.eta_s)}"
-    return f"{head}step {record['step']}/{history.total_steps}  {step_line(record)}{eta}"
+    return f"{head}step {record['step']}/{history.run.steps}  {step_line(record)}{eta}"
 
 
 class FaultWatch:
@@ -203,7 +206,7 @@ class ProgressLog:
         self, run: Run, run_dir: Path, say: Callable[[str], None], every_s: float = LINE_EVERY_S
     ) -> None:
         self._run, self._path, self._say, self._every_s = run, run_dir / METRICS_FILE, say, every_s
-        self._history = History(run.steps)
+        self._history = History(run)
         self._faults = FaultWatch(run)
         for record in read_metrics(self._path) if self._path.exists() else []:
             self._faults.add(record)
@@ -216,8 +219,7 @@ class ProgressLog:
         self._faults.add(record)
         kind = record["kind"]
         if kind == "end":
-            responses = self._run.learner.groups * self._run.learner.group_size
-            summary = summarize(read_metrics(self._path), responses)
+            summary = summarize(read_metrics(self._path), self._run)
             self._say(f"{self._run.name}: {summary.title}")
             for label, value in [*summary.rows, ("model", str(self._path.parent / "hf"))]:
                 self._say(f"  {label:<17}  {value}")

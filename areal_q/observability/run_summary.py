@@ -1,4 +1,4 @@
-"""The summary of a run, computed from its metrics alone, for the last screen, the report and the tests."""
+"""The summary of a run, computed from its settings and metrics: for the last screen, the report and the log."""
 
 import math
 import re
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import Any
 
+from areal_q.config import Run
 from areal_q.observability.learning_faults import Fault, learning_faults
 from areal_q.observability.metrics_log import Record
 from areal_q.observability.reward_signal import failed_rewards, failed_text
@@ -148,9 +149,9 @@ def gaps(records: Iterable[Record]) -> list[Gap]:
     return list(worst.values())
 
 
-def summarize(records: Sequence[Record], responses: int = 0) -> Summary:
+def summarize(records: Sequence[Record], run: Run) -> Summary:
     """Returns the summary of a run's records: means over all steps, and the accuracies of the first and the
-    last evaluation. `responses` is the number of responses in a step, or 0 if it is unknown."""
+    last evaluation."""
     steps = [r for r in records if r["kind"] == "step"]
     evals = [r for r in records if r["kind"] == "eval"]
     ends = [r for r in records if r["kind"] == "end"]
@@ -165,12 +166,13 @@ def summarize(records: Sequence[Record], responses: int = 0) -> Summary:
     ]
     failed, causes = failed_rewards(steps)
     if failed:
-        told = failed_text(failed, causes, responses * len(steps))
+        drawn = run.learner.groups * run.learner.group_size * len(steps)
+        told = failed_text(failed, causes, drawn)
         warnings.append(("reward failed", f"✗ {told}"))
     faults = learning_faults(records)
     rows = [
         *((fault.name, f"✗ {fault.says}") for fault in faults),
-        *_held_out_rows(of_heldout(evals)),
+        *_held_out_rows(of_heldout(evals), run),
         *_set_rows(evals),
     ]
     rows += [*_step_rows(steps), *warnings]
@@ -181,6 +183,17 @@ def set_accuracies(record: Record) -> dict[str, float | None]:
     """Returns the accuracies of an evaluation by the set, or the task of a mixture, that they are of."""
     found = ((re.fullmatch(r"eval/(.+)/accuracy", key), value) for key, value in record.items())
     return {match[1]: value for match, value in found if match}
+
+
+def in_time(record: Record, key: str, run: Run) -> bool:
+    """Returns True if an evaluation counts where the best value of `key` is looked for: unless it was answered
+    so late that it measures another version, such as that of the next evaluation."""
+    of_set, _, _ = key.rpartition("/")
+    one = run.eval.sets.get(of_set.removeprefix("eval/"))
+    every = (one and one.every) or run.eval.every
+    late = record.get(f"{of_set}/late_by") or 0.0
+    # Workers answer what is later first. The next version comes while they answer even without a lag.
+    return late <= max(1, run.learner.max_lag) and late < every
 
 
 def of_heldout(evals: Iterable[Record]) -> list[Record]:
@@ -217,7 +230,7 @@ def held_out(record: Record) -> str:
     return "held-out " + ", ".join(f"{label} {value}" for label, value in rows)
 
 
-def _held_out_rows(evals: list[Record]) -> Iterable[tuple[str, str]]:
+def _held_out_rows(evals: list[Record], run: Run) -> Iterable[tuple[str, str]]:
     """Yields the change of the held-out loss and of the accuracy, and where either was best."""
     measured = any("eval/loss" in r for r in evals)
     for key, label, template, best in (
@@ -232,8 +245,9 @@ def _held_out_rows(evals: list[Record]) -> Iterable[tuple[str, str]]:
         problems = f", {last['eval/problems']:.0f} problems" if "eval/problems" in last else ""
         times = f"from {duration(first['elapsed_s'])} to {duration(last['elapsed_s'])}{problems}"
         yield label, f"{shown(template, first)} → {shown(template, last)}   ({times})"
-        top = best(known, key=lambda r: r.get(key) or 0.0)
-        yield "best", f"{shown(template, top)} at step {top['step']}"
+        if timely := [r for r in known if in_time(r, key, run)]:
+            top = best(timely, key=lambda r: r.get(key) or 0.0)
+            yield "best", f"{shown(template, top)} at step {top['step']}"
 
 
 def _step_rows(steps: list[Record]) -> Iterable[tuple[str, str]]:

@@ -21,7 +21,7 @@ from areal_q.evaluation.estimates import read_evaluations
 from areal_q.observability.metric_table import METRICS, Metric
 from areal_q.observability.metrics_log import Record, read_metrics
 from areal_q.observability.plots import thinned
-from areal_q.observability.run_summary import Summary, mean, summarize
+from areal_q.observability.run_summary import Summary, in_time, mean, summarize
 from areal_q.system.files import by_number
 from areal_q.system.run_dir import METRICS_FILE, flat
 from buffer.logs.token_log import MARKS
@@ -64,8 +64,7 @@ class Reported:
     @cached_property
     def summary(self) -> Summary:
         """The summary of the records, computed once after each refresh."""
-        learner = self.run.learner
-        return summarize(self.records, learner.groups * learner.group_size)
+        return summarize(self.records, self.run)
 
     @property
     def steps(self) -> list[Record]:
@@ -180,8 +179,9 @@ def _final_and_best(run: Reported, metric: Metric) -> dict[str, Any]:
     found = [r for r in records if r.get(key) is not None]
     last = found[-1:] if key.startswith("eval/") else found[-max(1, len(found) // 10) :]
     out: dict[str, Any] = {"final": mean(last, key), "best": None, "step": None}
-    if metric.best and found:
-        best = (max if metric.best == "max" else min)(found, key=lambda r: r[key])
+    timely = [r for r in found if in_time(r, key, run.run)]
+    if metric.best and timely:
+        best = (max if metric.best == "max" else min)(timely, key=lambda r: r[key])
         out |= {"best": best[key], "step": best["step"]}
     return out
 

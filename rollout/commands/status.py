@@ -60,7 +60,7 @@ def _tell_supervised(directory: Path, json: bool) -> None:
     for any other run."""
     if not (run := load(directory / "config.toml")).sft:
         return
-    history = History(run.steps)
+    history = History(run)
     path = directory / METRICS_FILE
     for record in read_metrics(path) if path.exists() else []:
         history.add(record)

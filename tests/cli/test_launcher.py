@@ -278,7 +278,7 @@ def test_settings_of_sft_do_not_make_a_run_look_like_one():
 
     with pytest.raises(ConfigError, match="seen"):
         launcher.launch(load(None, ["sft.path=x"]), False, view_of)
-    assert awaited(shown[0], History(1)).startswith("starting: Redis")
+    assert awaited(shown[0], History(Run(steps=1))).startswith("starting: Redis")
 
 
 def test_the_append_only_file_keeps_what_is_alive(tmp_path, short_dir):

@@ -101,7 +101,7 @@ def console():
 
 
 def history_of(directory, total):
-    history = History(total)
+    history = History(Run(steps=total))
     for record in read_metrics(directory / "metrics.jsonl"):
         history.add(record)
     return history
@@ -126,7 +126,7 @@ def test_time_left_follows_the_pace_of_the_last_steps(directory, monkeypatch):
 
 
 def test_phases_follow_the_records():
-    history = History(2)
+    history = History(Run(steps=2))
     record = {"step": 0, "elapsed_s": 1.0}
     phases = [history.phase]
     for kind in (
@@ -142,7 +142,7 @@ def test_phases_follow_the_records():
 
 
 def test_picture_is_drawn_before_records_and_with_gaps(console):
-    history = History(5)
+    history = History(Run(steps=5))
     console.print(picture("demo", history, 1.0))
     history.add({"kind": "step", "step": 1, "elapsed_s": 2.0, "reward/mean": None, "workers": []})
     console.print(picture("demo", history, 2.0))
@@ -231,7 +231,7 @@ OPEN = {"kind": "waiting", "rollout/open_episodes": 3.0, "rollout/episodes": 64.
 )
 def test_the_view_says_what_is_awaited(settings, records, says):
     run = load(None, settings)
-    history = History(run.steps)
+    history = History(run)
     for record in records:
         history.add(record)
     assert live_view.awaited(run, history) == says
@@ -239,8 +239,8 @@ def test_the_view_says_what_is_awaited(settings, records, says):
 
 def test_a_warm_start_from_the_cache_says_where_it_is(console):
     record = WARMED | {"cache": "/home/me/.cache/areal-q/warmstart/1"}
-    assert plain_line(record, History(9)).endswith(f"from the cache: {record['cache']}")
-    history = History(9)
+    assert plain_line(record, History(Run(steps=9))).endswith(f"from the cache: {record['cache']}")
+    history = History(Run(steps=9))
     history.add(record)
     console.print(picture("demo", history, 1.0))
     assert f"from the cache: {record['cache']}" in console.export_text()
@@ -333,7 +333,7 @@ def test_plain_view_of_a_resumed_run_shows_only_what_is_new(run, directory, cons
 
 def test_plain_line_of_a_step_without_some_values_shows_dashes():
     line = plain_line(
-        {"kind": "step", "step": 3, "elapsed_s": 1.0, "mismatch/kl_k3": None}, History(9)
+        {"kind": "step", "step": 3, "elapsed_s": 1.0, "mismatch/kl_k3": None}, History(Run(steps=9))
     )
     assert "step 3/9" in line and "KL (k3) –" in line
 
@@ -343,8 +343,8 @@ def test_the_kl_that_is_shown_cannot_cancel_by_chance():
     log_w = [0.5, -0.5]
     k3 = sum(math.exp(x) - 1 - x for x in log_w) / 2
     record = {"kind": "step", "step": 3, "elapsed_s": 1.0, "mismatch/kl": 0.0, "mismatch/kl_k3": k3}
-    assert "KL (k3) 1.3e-01" in plain_line(record, History(9))
-    assert dict(summarize([record]).rows)["mismatch KL"] == "1.28e-01 nats per token (k3)"
+    assert "KL (k3) 1.3e-01" in plain_line(record, History(Run(steps=9)))
+    assert dict(summarize([record], Run()).rows)["mismatch KL"] == "1.28e-01 nats per token (k3)"
 
 
 def test_live_view_draws_records_and_starts_over_after_a_rewind(run, directory):
@@ -420,7 +420,7 @@ def test_a_run_that_gave_up_is_told_how_to_go_on(directory, console):
 
 
 def test_sets_are_in_the_picture_of_a_run(directory, console):
-    history = History(total_steps=20)
+    history = History(Run(steps=20))
     records = [
         {"eval/accuracy": 0.5, "eval/problems": 4.0, "eval/hard/accuracy": 0.125},
         {"eval/more/accuracy": 1.0},
@@ -498,7 +498,7 @@ def test_a_summary_survives_a_run_of_nothing_but_a_warm_start(directory):
     with MetricsLog(directory, tensorboard=False) as log:
         log.write("warmstart", 0, {"warmstart/step": 1, "warmstart/steps": 9})
         log.write("end", 0, {}, reason="drained")
-    summary = summarize(read_metrics(directory / "metrics.jsonl"))
+    summary = summarize(read_metrics(directory / "metrics.jsonl"), Run())
     assert summary.title.startswith("drained after 0 steps")
     assert (summary.rows, summary.answers) == ([], [])
 
@@ -547,7 +547,7 @@ def test_sizes_have_a_unit(nbytes, text):
 def test_a_summary_shows_dashes_for_what_no_step_reported(directory):
     with MetricsLog(directory, tensorboard=False) as log:
         log.write("step", 1, {"reward/mean": 0.5, "mismatch/kl_k3": float("nan")})
-    rows = dict(summarize(read_metrics(directory / "metrics.jsonl")).rows)
+    rows = dict(summarize(read_metrics(directory / "metrics.jsonl"), Run()).rows)
     assert "staleness" not in rows
     assert rows["mismatch KL"] == "– nats per token (k3)"
     assert "nan" not in str(rows)

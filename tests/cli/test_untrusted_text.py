@@ -18,6 +18,7 @@ from rich.console import RenderableType
 
 from areal_q.cli.final_screen import _answers
 from areal_q.cli.picture import picture
+from areal_q.config import Run
 from areal_q.observability.progress import History
 from areal_q.observability.run_summary import ExampleAnswer
 from areal_q.observability.service_log import JsonFormatter, TextFormatter
@@ -90,7 +91,7 @@ def test_a_log_line_stays_one_line():
 
 
 def hostile_history() -> History:
-    history = History(3)
+    history = History(Run(steps=3))
     worker = {"worker": HOSTILE, "version": 1, "tokens_per_s": 1.0}
     history.add({"kind": "step", "step": 1, "elapsed_s": 1.0, "time_s": 1.0, "workers": [worker]})
     history.add({"kind": "warning", "step": 1, "elapsed_s": 1.0, "time_s": 1.0, "message": HOSTILE})

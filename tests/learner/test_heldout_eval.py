@@ -10,7 +10,7 @@ import pytest
 from helpers.fixture_types import Buffers
 from msgspec.structs import replace
 
-from areal_q.config import EvalConfig, Run
+from areal_q.config import EvalConfig, LearnerConfig, Run
 from areal_q.messages import Array, Branch, Ticket, VersionSpan
 from areal_q.observability.metrics_log import MetricsLog, read_metrics
 from areal_q.tasks import Tokenizer, build_task, build_tokenizer, columns_for
@@ -218,7 +218,7 @@ def evaluation_of(run: Run, buffers: Buffers, metrics: MetricsLog, tokenizer) ->
         AdmissionSettings.of(run), task, build_tokenizer(run.model, run.task), learner, 0, set(),
         own_sets=own,
     )  # fmt: skip
-    return HeldOutEvaluation(admission, learner, tokenizer, metrics, BestVersion(run.eval, 2))
+    return HeldOutEvaluation(admission, learner, tokenizer, metrics, BestVersion(run))
 
 
 @pytest.fixture
@@ -320,8 +320,8 @@ def test_a_mixture_is_evaluated_by_its_tasks(make_run, make_group, buffers, metr
     ],
 )
 def test_the_best_version_is_the_first_with_the_largest_value(values, best, gives_up):
-    cfg = EvalConfig(best="eval/accuracy", patience=2)
-    found = BestVersion(cfg, 2)
+    run = Run(eval=EvalConfig(best="eval/accuracy", patience=2))
+    found = BestVersion(run)
     records = [
         {"kind": "eval", "step": 2 * i} | ({} if value is None else {"eval/accuracy": value})
         for i, value in enumerate(values)
@@ -332,7 +332,7 @@ def test_the_best_version_is_the_first_with_the_largest_value(values, best, give
         told.append(found.given_up)
 
     assert ((found.step, found.value), told) == (best, gives_up)
-    again = BestVersion(cfg, 2, records)
+    again = BestVersion(run, records)
     assert (again.step, again.value, again.since) == (found.step, found.value, found.since)
 
 
@@ -346,8 +346,9 @@ def test_the_best_version_is_the_first_with_the_largest_value(values, best, give
 )
 def test_a_late_evaluation_is_neither_the_best_nor_no_better(every, max_lag, lates, measured):
     cfg = EvalConfig(every=every, best="eval/accuracy", patience=1)
+    run = Run(eval=cfg, learner=LearnerConfig(max_lag=max_lag))
     for rising in (True, False):
-        best = BestVersion(cfg, max_lag)
+        best = BestVersion(run)
         for number, late in enumerate(lates):
             value = 0.1 * number if rising else 0.5 if number < len(measured) else -0.1 * number
             best.add(every * number, {"eval/accuracy": value, "eval/late_by": late})

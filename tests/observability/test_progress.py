@@ -1,10 +1,17 @@
 """What a learner that is a service says in its log of how the run goes."""
 
+from io import StringIO
 from pathlib import Path
 
+import pytest
+from rich.console import Console
+
+from areal_q.cli.picture import picture
 from areal_q.config import load
 from areal_q.observability.metrics_log import MetricsLog
-from areal_q.observability.progress import ProgressLog
+from areal_q.observability.progress import History, ProgressLog
+from areal_q.observability.run_summary import summarize
+from learner.heldout_eval import BestVersion
 
 
 def said(run_dir: Path, every_s: float) -> list[str]:
@@ -59,6 +66,33 @@ def test_sets_are_told_beside_the_held_out_problems(tmp_path):
     assert rows["held-out accuracy"].startswith("0.250 → 0.750")
     assert rows["best"] == "0.750 at step 9"
     assert rows["hard"] == "0.125 → 0.375   (pass@4 0.625, 8 problems)"
+
+
+@pytest.mark.parametrize(
+    ("settings", "late_by", "best"),
+    [
+        (["learner.max_lag=2", "eval.every=50"], [0.0, 2.0, 2.1, 49.0], 50),
+        (["learner.max_lag=0", "eval.every=50"], [0.0, 1.0, 1.1, 51.0], 50),
+        (["learner.max_lag=4", "eval.every=1"], [0.0, 0.9, 1.0, 3.0], 50),
+        (["learner.max_lag=2", "eval.every=50"], [3.0, 3.0, 3.0, 3.0], None),
+    ],
+)
+def test_no_view_calls_a_late_evaluation_the_best(settings, late_by, best):
+    """The values rise, so that the last one in time is the best, as for the learner's checkpoints."""
+    run = load("quickstart", ["eval.best=eval/accuracy", *settings])
+    history, version = History(run), BestVersion(run)
+    for number, late in enumerate(late_by):
+        values = {"eval/accuracy": 0.1 * (number + 1), "eval/problems": 8.0, "eval/late_by": late}
+        history.add({"kind": "eval", "step": 50 * number, "elapsed_s": 1.0} | values)
+        version.add(50 * number, values)
+
+    assert version.step == (-1 if best is None else best)
+    assert (history.best_eval or {}).get("step") == best
+    told = dict(summarize(history.evals, run).rows).get("best")
+    assert told == (None if best is None else f"0.200 at step {best}")
+    console = Console(width=120, record=True, file=StringIO())
+    console.print(picture("demo", history, 1.0))
+    assert ("0.400, best 0.200 at 50" in console.export_text()) == (best is not None)
 
 
 def test_log_warns_of_a_fault_once_and_knows_what_was_before(tmp_path):

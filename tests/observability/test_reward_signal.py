@@ -8,7 +8,7 @@ from rich.console import Console
 
 from areal_q.cli.final_screen import last_screen
 from areal_q.cli.live_view import LiveView, PlainView
-from areal_q.config import load
+from areal_q.config import Run, load
 from areal_q.observability.metrics_log import MetricsLog
 from areal_q.observability.progress import FaultWatch, ProgressLog
 from areal_q.observability.reward_signal import failed_rewards
@@ -127,7 +127,7 @@ def test_summary_of_flat_rewards_says_that_nothing_was_learnt(run_dir):
             {"kind": "step", "step": i, "elapsed_s": 1.0, "reward/mean": m, "reward/std": s}
             for i, (m, s) in enumerate(rewards, start=1)
         ]
-        return dict(summarize(steps).rows)
+        return dict(summarize(steps, Run()).rows)
 
     flat = rows(*[(0.0, 0.0)] * 3)
     assert flat["reward is flat"] == "✗ all rewards were 0 for 3 steps: nothing to learn from"

@@ -111,7 +111,7 @@ def test_watch_of_a_start_that_failed_says_so(run, directory, terminal):
 
 
 def test_a_record_after_the_end_is_of_a_resumed_run(directory):
-    history = live_view.History(5)
+    history = live_view.History(Run(steps=5))
     for kind in ("end", "step"):
         history.add({"kind": kind, "step": 1, "elapsed_s": 1.0})
     assert history.end is None

@@ -218,6 +218,10 @@ def test_the_final_accuracy_is_that_of_the_last_evaluation(write_run, tmp_path):
     meta, _ = overview([run])
     (line,) = [line for line in meta["table"] if line["key"] == "eval/accuracy"]
     assert line["values"][0] == {"final": 39 / 40, "best": 39 / 40, "step": 39}
+    evals[-1]["eval/late_by"] = 9.0
+    meta, _ = overview([run])
+    (line,) = [line for line in meta["table"] if line["key"] == "eval/accuracy"]
+    assert line["values"][0] == {"final": 39 / 40, "best": 38 / 40, "step": 38}
 
 
 def test_final_and_best_values_are_those_of_the_records(run_dir):
