@@ -27,6 +27,8 @@
 To add one: derive it from the closest class here, say in one line when it is raised.
 """
 
+import shlex
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -145,9 +147,11 @@ class TrackerFailed(AReaLQError):
 
 
 def installing(extra: str) -> str:
-    """Returns the command that installs an extra of this package, which no index has: from the checkout that it
-    is run from, else from its wheel."""
-    checkout = (Path(__file__).parents[1] / "pyproject.toml").exists()
-    if checkout:
-        return f".venv/bin/pip install -e '.[{extra}]'"
-    return f"pip install 'areal_q-{version('areal-q')}-py3-none-any.whl[{extra}]'"
+    """Returns the command that installs an extra of this package, which no index has, for the Python that runs
+    this: from the checkout that it is run from, wherever one is, else from its wheel."""
+    checkout = Path(__file__).resolve().parents[1]
+    if (checkout / "pyproject.toml").exists():
+        source = ["-e", f"{checkout}[{extra}]"]
+    else:
+        source = [f"areal_q-{version('areal-q')}-py3-none-any.whl[{extra}]"]
+    return shlex.join([sys.executable, "-m", "pip", "install", *source])

