@@ -97,8 +97,30 @@ def drawn_as(one: EvalSet, training: Sampling, setting: str) -> tuple[int, Sampl
 def preset_of(one: EvalSet, setting: str) -> Preset:
     """Returns the preset of an evaluation set with what the set says otherwise. Raises ConfigError, which names
     the setting, for one that there is not."""
-    if one.preset and one.preset not in PRESETS:
-        raise ConfigError(f"{setting} = {one.preset!r}: none of {', '.join(PRESETS)}")
-    preset = PRESETS[one.preset] if one.preset else Preset(source="")
-    given = {name: getattr(one, name) for name in ("samples", "temperature", "top_p")}
-    return replace(preset, **{name: value for name, value in given.items() if value is not None})
+    preset = preset_named(one.preset, f"{setting} = {one.preset!r}")
+    return with_options(preset, one.samples, one.temperature, one.top_p)
+
+
+def preset_named(name: str | None, setting: str) -> Preset:
+    """Returns a preset of PRESETS; for None, one in which all is as default. Raises ConfigError, which begins
+    with `setting`, for one that there is not."""
+    if name and name not in PRESETS:
+        raise ConfigError(f"{setting}: none of {', '.join(PRESETS)}")
+    return PRESETS[name] if name else Preset(source="")
+
+
+def with_options(
+    preset: Preset,
+    samples: int | None,
+    temperature: float | None,
+    top_p: float | None,
+    max_tokens: int | None = None,
+) -> Preset:
+    """Returns `preset` with those of its fields that are given."""
+    fields = {
+        "samples": samples,
+        "temperature": temperature,
+        "top_p": top_p,
+        "max_tokens": max_tokens,
+    }
+    return replace(preset, **{name: x for name, x in fields.items() if x is not None})

@@ -3,16 +3,51 @@
 import json
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
+from msgspec.structs import replace
+
 from areal_q.checks.automatic import settled
 from areal_q.checks.hub import directory_of
-from areal_q.config import EvalSet, External, Mix, Run, VerifiersEnvironment, load
+from areal_q.config import EvalConfig, External, Mix, Run, Sampling, VerifiersEnvironment, load
 from areal_q.config.run import FormatName
 from areal_q.errors import ConfigError
-from areal_q.evaluation.benchmarks import BENCHMARKS
-from areal_q.tasks import Problem, asked_of, build_task, columns_for, task_types
+from areal_q.evaluation.benchmarks import BENCHMARKS, Preset, preset_of
+from areal_q.tasks import (
+    Problem,
+    asked_of,
+    build_task,
+    check_reward,
+    columns_for,
+    task_types,
+)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Problems for a model, and how its answers are drawn."""
+
+    run: Run
+    model: Path
+    problems: Sequence[Problem]
+    greedy: bool
+    """True if the most likely answer is asked for, beside the samples of `preset`"""
+    preset: Preset
+    serve: tuple[str, str | None]
+    """The address for agents, "" for none, and the file of its token"""
+
+    @property
+    def sampling(self) -> Sampling:
+        """How samples are drawn."""
+        preset, training = self.preset, self.run.rollout.sampling
+        return Sampling(
+            temperature=preset.temperature,
+            top_p=preset.top_p,
+            max_tokens=preset.max_tokens or training.max_tokens,
+            stop=training.stop,
+        )
 
 
 def check_format(format: str, settings: list[str]) -> None:
@@ -23,37 +58,26 @@ def check_format(format: str, settings: list[str]) -> None:
         raise ConfigError("rollout.format: the format of an evaluation is --format")
 
 
-def check_agents(run: Run, model: Path, serve_at: str) -> None:
-    """Raises ConfigError if the problems are for agents, and none can play them, or the other way round."""
-    external = isinstance(run.rollout.environment, External)
-    played = isinstance(run.rollout.environment, VerifiersEnvironment)
-    if external and not serve_at and not played:
-        raise ConfigError(
-            f"{model}: agents play its problems (rollout.environment.type = 'external'): let them by --serve "
-            "8000, or ask the model alone, in one turn, by rollout.environment.type=single"
-        )
-    if serve_at and not external:
-        raise ConfigError(
-            f"--serve {serve_at}: no agents play here, as rollout.environment.type is not 'external'"
-        )
-
-
-def check_samples(samples: int, temperature: float, greedy: bool) -> None:
+def check_samples(preset: Preset, greedy: bool) -> None:
     """Raises ConfigError unless something is asked, and samples can differ."""
-    if samples and temperature == 0:
+    if preset.samples and preset.temperature == 0:
         raise ConfigError("--samples needs --temperature above 0: greedy answers are all the same")
-    if not samples and not greedy:
+    if not preset.samples and not greedy:
         raise ConfigError("--no-greedy needs --samples")
 
 
-def set_of(run: Run, name: str) -> EvalSet:
-    """Returns the evaluation set `name`. Raises ConfigError for one that there is not."""
+def set_of(run: Run, name: str, problems: int | None) -> tuple[Run, Preset, bool, int]:
+    """Returns what is asked by the evaluation set `name`: the run as it is to the set, how its answers are
+    drawn, whether its data are its own, and how many problems at most, by default as the set says. Raises
+    ConfigError for a set or a preset that there is not."""
     if name not in run.eval.sets:
         there = ", ".join(run.eval.sets) or "none"
         raise ConfigError(
             f"--set {name}: the run has no such evaluation set; eval.sets has {there}"
         )
-    return run.eval.sets[name]
+    one = run.eval.sets[name]
+    preset, own = preset_of(one, f"eval.sets.{name}.preset"), bool(one.task or one.path)
+    return run.of(name), preset, own, problems or one.problems or run.eval.problems
 
 
 def asked_problems(run: Run, whole: bool, training: bool) -> Sequence[Problem]:
@@ -93,6 +117,28 @@ def settings_of(
     plain = [] if config else ["rollout.smoothing=off"]
     run = load(config, [*choice, *pretrained, *plain, *overrides])
     return settled(run), path
+
+
+def as_evaluated(run: Run, model: Path, format: str, serve_at: str) -> Run:
+    """Returns the run with the weights in `format`, and no evaluation sets, whose rewards are not needed.
+    Raises TaskError or ConfigError for a reward that cannot be used, and ConfigError if the problems are for
+    agents, and none can play them, or the other way round.
+
+    Rules of a training run, such as that smoothing needs a format to smooth, are none of an evaluation."""
+    external = isinstance(run.rollout.environment, External)
+    played = isinstance(run.rollout.environment, VerifiersEnvironment)
+    if external and not serve_at and not played:
+        raise ConfigError(
+            f"{model}: agents play its problems (rollout.environment.type = 'external'): let them by --serve "
+            "8000, or ask the model alone, in one turn, by rollout.environment.type=single"
+        )
+    if serve_at and not external:
+        raise ConfigError(
+            f"--serve {serve_at}: no agents play here, as rollout.environment.type is not 'external'"
+        )
+    run = replace(run, eval=EvalConfig(), rollout=replace(run.rollout, format=format))
+    check_reward(run)
+    return run
 
 
 def default_out(model: Path, task: str | None, format: str, preset: str | None) -> Path | None:

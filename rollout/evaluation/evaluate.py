@@ -18,21 +18,16 @@ import msgspec
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from areal_q.config import EvalConfig, Run, Sampling
 from areal_q.errors import ConfigError, RecordError
-from areal_q.evaluation.benchmarks import PRESETS, Preset, preset_of
+from areal_q.evaluation.benchmarks import PRESETS, preset_named, with_options
 from areal_q.evaluation.estimates import Answered, Evaluation, estimates_by_source
 from areal_q.system import command
 from areal_q.system.files import replacing
-from areal_q.tasks import (
-    Problem,
-    Tokenizer,
-    build_tokenizer,
-    check_reward,
-)
+from areal_q.tasks import Tokenizer, build_tokenizer
 from rollout.evaluation.asked import (
+    Asked,
+    as_evaluated,
     asked_problems,
-    check_agents,
     check_format,
     check_samples,
     default_out,
@@ -46,132 +41,103 @@ PLAIN_EVERY = 0.1
 INTERRUPTED = 130
 
 
+Model = Annotated[Path, typer.Argument(help="a run directory, or a model in Hugging Face layout")]
+Settings = Annotated[list[str] | None, typer.Argument(help="a.b=c, such as task.digits=3")]
+TaskName = Annotated[
+    str | None, typer.Option(help="type of task or name of a benchmark; default the run's own")
+]
+Data = Annotated[
+    Path | None, typer.Option(help="a JSONL file: all of its problems, in place of held-out ones")
+]
+PresetName = Annotated[
+    str | None, typer.Option(help=f"a paper's sampling settings: {', '.join(PRESETS)}")
+]
+Problems = Annotated[int | None, typer.Option(min=1, help="at most so many")]
+Samples = Annotated[
+    int | None, typer.Option(min=0, help="sampled answers to each problem, for avg@k and pass@k")
+]
+Greedy = Annotated[bool, typer.Option(help="also ask for the most likely answer")]
+Temperature = Annotated[float | None, typer.Option(min=0.0, help="of samples")]
+TopP = Annotated[float | None, typer.Option(min=1e-6, max=1.0, help="of samples")]
+MaxTokens = Annotated[int | None, typer.Option(min=1, help="of an answer")]
+Format = Annotated[str, typer.Option(help="number format of the linear weights")]
+Show = Annotated[int, typer.Option(min=0, help="print so many answers")]
+Out = Annotated[Path | None, typer.Option(help="file of answers; default RUN/evals/… for a run")]
+KEEP = "ask the training problems, and write to --out those with such a share of right answers"
+Keep = Annotated[str | None, typer.Option(metavar="LOW..HIGH", help=KEEP)]
+OfSet = Annotated[
+    str | None, typer.Option("--set", help="one of the run's eval.sets, asked as that says")
+]
+ServeAt = Annotated[
+    str,
+    typer.Option(
+        "--serve", metavar="[HOST:]PORT", help="let agents play the problems here; on loopback"
+    ),
+]
+ServeToken = Annotated[str | None, typer.Option(help="file with the token that agents must send")]
+
+
 def main(
-    model: Annotated[
-        Path, typer.Argument(help="a run directory, or a model in Hugging Face layout")
-    ],
-    settings: Annotated[
-        list[str] | None, typer.Argument(help="a.b=c, such as task.digits=3")
-    ] = None,
-    task: Annotated[
-        str | None, typer.Option(help="type of task or name of a benchmark; default the run's own")
-    ] = None,
-    data: Annotated[
-        Path | None,
-        typer.Option(help="a JSONL file: all of its problems, in place of held-out ones"),
-    ] = None,
-    preset: Annotated[
-        str | None, typer.Option(help=f"a paper's sampling settings: {', '.join(PRESETS)}")
-    ] = None,
-    problems: Annotated[int | None, typer.Option(min=1, help="at most so many")] = None,
-    samples: Annotated[
-        int | None,
-        typer.Option(min=0, help="sampled answers to each problem, for avg@k and pass@k"),
-    ] = None,
-    greedy: Annotated[bool, typer.Option(help="also ask for the most likely answer")] = True,
-    temperature: Annotated[float | None, typer.Option(min=0.0, help="of samples")] = None,
-    top_p: Annotated[float | None, typer.Option(min=1e-6, max=1.0, help="of samples")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="of an answer")] = None,
-    format: Annotated[str, typer.Option(help="number format of the linear weights")] = "bf16",
-    show: Annotated[int, typer.Option(min=0, help="print so many answers")] = 5,
-    out: Annotated[
-        Path | None, typer.Option(help="file of answers; default RUN/evals/… for a run")
-    ] = None,
-    keep: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LOW..HIGH",
-            help="ask the training problems, and write to --out those with such a share of right answers",
-        ),
-    ] = None,
-    of_set: Annotated[
-        str | None, typer.Option("--set", help="one of the run's eval.sets, asked as that says")
-    ] = None,
-    serve_at: Annotated[
-        str,
-        typer.Option(
-            "--serve", metavar="[HOST:]PORT", help="let agents play the problems here; on loopback"
-        ),
-    ] = "",
-    serve_token: Annotated[
-        str | None, typer.Option(help="file with the token that agents must send")
-    ] = None,
+    model: Model,
+    settings: Settings = None,
+    task: TaskName = None,
+    data: Data = None,
+    preset: PresetName = None,
+    problems: Problems = None,
+    samples: Samples = None,
+    greedy: Greedy = True,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    max_tokens: MaxTokens = None,
+    format: Format = "bf16",
+    show: Show = 5,
+    out: Out = None,
+    keep: Keep = None,
+    of_set: OfSet = None,
+    serve_at: ServeAt = "",
+    serve_token: ServeToken = None,
 ) -> Evaluation:
     """Scores MODEL: greedy accuracy, and avg@k, pass@k and majority@k of sampled answers."""
-    if preset is not None and preset not in PRESETS:
-        raise ConfigError(f"--preset {preset}: none of {', '.join(PRESETS)}")
-    chosen = PRESETS[preset] if preset else Preset(source="")
     check_format(format, settings or [])
     wanted = wanted_rows(keep, out) if keep else None
+    chosen, whole = preset_named(preset, f"--preset {preset}"), data is not None
     run, path = settings_of(model, task, data, settings or [])
-    whole = data is not None
     if of_set is not None:
-        one = set_of(run, of_set)
-        chosen = preset_of(one, f"eval.sets.{of_set}.preset")
-        whole, problems = bool(one.task or one.path), problems or one.problems or run.eval.problems
-        run = run.of(of_set)
+        run, chosen, whole, problems = set_of(run, of_set, problems)
     if wanted:
         samples, greedy = samples or chosen.samples or SAMPLES, False
-    # The rewards of other sets are not needed. Rules of a training run, such as that smoothing needs a format
-    # to smooth, are none of an evaluation.
-    rollout = msgspec.structs.replace(run.rollout, format=format)
-    run = msgspec.structs.replace(run, eval=EvalConfig(), rollout=rollout)
-    samples = chosen.samples if samples is None else samples
-    sampling = Sampling(
-        temperature=chosen.temperature if temperature is None else temperature,
-        top_p=chosen.top_p if top_p is None else top_p,
-        max_tokens=max_tokens or chosen.max_tokens or run.rollout.sampling.max_tokens,
-        stop=run.rollout.sampling.stop,
-    )
-    check_samples(samples, sampling.temperature, greedy)
-    check_agents(run, model, serve_at)
-    check_reward(run)
-    asked = asked_problems(run, whole, wanted is not None)
-    asked = asked[: problems or (len(asked) if data or wanted else 512)]
-    about = Evaluation(
-        model=str(model),
-        task=of_set or task or str(run.task.__struct_config__.tag),
-        data=str(data) if data else None,
-        preset=preset,
-        format=format,
-        samples=samples,
-        sampling=sampling,
-        asked=len(asked),
-        answered=0,
-        elapsed_s=0.0,
-        estimates=[],
-    )
+    chosen = with_options(chosen, samples, temperature, top_p, max_tokens)
+    check_samples(chosen, greedy)
+    run = as_evaluated(run, model, format, serve_at)
+    found = asked_problems(run, whole, wanted is not None)
+    found = found[: problems or (None if data or wanted else 512)]
+    asked = Asked(run, path, found, greedy, chosen, (serve_at, serve_token))
     if wanted or out is None:
         out = default_out(model, of_set or ("train" if wanted else task), format, preset)
-    return evaluate(run, path, asked, about, greedy, show, out, wanted, (serve_at, serve_token))
+    named = {"model": str(model), "data": str(data) if data else None, "preset": preset}
+    named["task"] = of_set or task or str(run.task.__struct_config__.tag)
+    return evaluate(asked, named, show, out, wanted)
 
 
 def evaluate(
-    run: Run,
-    model: Path,
-    asked: Sequence[Problem],
-    about: Evaluation,
-    greedy: bool,
-    show: int,
-    out: Path | None,
-    wanted: WantedRows | None = None,
-    serve: tuple[str, str | None] = ("", None),
+    asked: Asked, named: dict[str, Any], show: int, out: Path | None, wanted: WantedRows | None
 ) -> Evaluation:
-    """Asks the model for answers to `asked`, prints `show` of them and the accuracies, and writes both to `out`
-    and beside it; of the problems the rows that are `wanted` as well. Returns `about`, which says what is asked
-    for, with the accuracies. `serve` are the address for agents and the file of its token. Raises typer.Exit if
-    Ctrl-C came before the last answer."""
+    """Asks the model for answers, prints `show` of them and the accuracies, and writes both to `out` and beside
+    it; of the problems the rows that are `wanted` as well. Returns what the file beside the answers says, with
+    the fields of `named`. Raises typer.Exit if Ctrl-C came before the last answer."""
     from rollout.evaluation.generate import fitting
 
-    started, tokenizer = time.monotonic(), build_tokenizer(run.model, run.task)
-    samples, sampling = about.samples, about.sampling
-    kept = fitting(run, model, tokenizer, asked, sampling)
+    started, tokenizer = time.monotonic(), build_tokenizer(asked.run.model, asked.run.task)
+    kept = fitting(asked, tokenizer)
     with _answers_file(out) as (write, file):
-        work = _collect(run, model, tokenizer, kept, greedy, samples, sampling, serve, write)
-        rows = asyncio.run(work)
-    about = msgspec.structs.replace(
-        about,
-        left_out=len(asked) - len(kept),
+        rows = asyncio.run(_collect(kept, tokenizer, write))
+    about = Evaluation(
+        **named,
+        format=asked.run.rollout.format,
+        samples=asked.preset.samples,
+        sampling=asked.sampling,
+        asked=len(asked.problems),
+        left_out=len(asked.problems) - len(kept.problems),
         answered=len(rows),
         elapsed_s=time.monotonic() - started,
         estimates=estimates_by_source(rows),
@@ -181,15 +147,15 @@ def evaluate(
         file.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(about)))
         typer.echo(f"answers and scores: {file}", err=True)
     if wanted:
-        write_rows(kept, rows, wanted)
+        write_rows(kept.problems, rows, wanted)
     if about.left_out:
         typer.echo(
-            f"{about.left_out} of {len(asked)} problems are left out: their prompts leave no room for "
-            f"--max-tokens {sampling.max_tokens}",
+            f"{about.left_out} of {about.asked} problems are left out: their prompts leave no room for "
+            f"--max-tokens {asked.sampling.max_tokens}",
             err=True,
         )
-    if len(rows) < len(kept):
-        typer.echo(f"stopped after {len(rows)} of {len(kept)} problems", err=True)
+    if len(rows) < len(kept.problems):
+        typer.echo(f"stopped after {len(rows)} of {len(kept.problems)} problems", err=True)
         raise typer.Exit(INTERRUPTED)
     return about
 
@@ -209,25 +175,16 @@ def _print_results(rows: Sequence[Answered], about: Evaluation, show: int) -> No
 
 
 async def _collect(
-    run: Run,
-    model: Path,
-    tokenizer: Tokenizer,
-    problems: Sequence[Problem],
-    greedy: bool,
-    samples: int,
-    sampling: Sampling,
-    serve: tuple[str, str | None],
-    write: Callable[[Answered], Any],
+    asked: Asked, tokenizer: Tokenizer, write: Callable[[Answered], Any]
 ) -> list[Answered]:
     """Returns the answers in the problems' order; if cancelled by Ctrl-C, those that are done. `write` is
     called with each answer as it comes. Raises ConfigError for a prompt that cannot fit into the model."""
     from rollout.evaluation.generate import answered
 
     rows: list[Answered] = []
-    asked = (run, model, tokenizer, problems, greedy, samples, sampling, serve)
-    answers = answered(*asked, partial(typer.echo, err=True))
+    answers = answered(asked, tokenizer, partial(typer.echo, err=True))
     try:
-        with _progress(len(problems)) as advance:
+        with _progress(len(asked.problems)) as advance:
             async for row in answers:
                 rows.append(row)
                 write(row)
@@ -235,7 +192,7 @@ async def _collect(
     except asyncio.CancelledError:
         pass
     except RecordError as error:  # the engine refuses a prompt that can never fit into the model
-        raise ConfigError(f"--max-tokens {sampling.max_tokens}: {error}") from error
+        raise ConfigError(f"--max-tokens {asked.sampling.max_tokens}: {error}") from error
     finally:
         await answers.aclose()
     return sorted(rows, key=lambda row: row.index)

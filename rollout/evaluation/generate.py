@@ -1,11 +1,11 @@
 """Generates a saved model's answers to problems with the reference engine, in the order they are done."""
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from pathlib import Path
 
-import msgspec
+from msgspec.structs import replace
 
 from areal_q.config import Run, Sampling, TorchEngine
 from areal_q.config.run import ROUNDS_ACTIVATIONS, WEIGHT_SCALES
@@ -22,68 +22,57 @@ from areal_q.tasks.prompt_lengths import short
 from areal_q.weights.version import WeightVersion, pack_version
 from rollout import engines
 from rollout.build import EndpointAddress, build_endpoint
-from rollout.engines.base import Engine
 from rollout.environments.base import Environment, Response, scored
 from rollout.environments.engine_client import EngineClient
 from rollout.environments.registry import build_environment
+from rollout.evaluation.asked import Asked
 
 TELL_EVERY_S = 10.0
 """Seconds without an agent after which a line says that they are waited for, and from one line to the next"""
 
 
-def fitting(
-    run: Run, model: Path, tokenizer: Tokenizer, problems: Sequence[Problem], sampling: Sampling
-) -> Sequence[Problem]:
-    """Returns the problems whose prompts leave room for an answer in the model's positions. Raises ConfigError
-    if there are none."""
-    rollout = msgspec.structs.replace(run.rollout, sampling=sampling)
-    positions = config_at(run.model, model).max_positions
+def fitting(asked: Asked, tokenizer: Tokenizer) -> Asked:
+    """Returns `asked` with the problems whose prompts leave room for an answer in the model's positions. Raises
+    ConfigError if there are none."""
+    rollout = replace(asked.run.rollout, sampling=asked.sampling)
+    positions = config_at(asked.run.model, asked.model).max_positions
     longest = positions - rollout.tokens_after_prompt
-    given = f"--max-tokens {sampling.max_tokens}"
+    given = f"--max-tokens {asked.sampling.max_tokens}"
     if longest < 1:
         raise ConfigError(f"{given}: no prompt fits before it into max_positions = {positions}")
-    kept = short(problems, tokenizer, longest)
+    kept = short(asked.problems, tokenizer, longest)
     if not kept:
         raise ConfigError(f"{given}: every prompt has more than {longest} tokens")
-    return kept
+    return dataclasses.replace(asked, problems=kept)
 
 
 async def answered(
-    run: Run,
-    model: Path,
-    tokenizer: Tokenizer,
-    problems: Sequence[Problem],
-    greedy: bool,
-    samples: int,
-    sampling: Sampling,
-    serve: tuple[str, str | None] = ("", None),
-    tell: Callable[[str], object] = lambda line: None,
+    asked: Asked, tokenizer: Tokenizer, tell: Callable[[str], object]
 ) -> AsyncGenerator[Answered, None]:
-    """Yields each problem once, with its greedy answer if `greedy` is True and `samples` sampled answers. Where
-    agents play, `serve` has their EndpointAddress, and `tell` gets a line for the user when they may begin, and
-    while none of them comes.
+    """Yields each problem once, with the answers that are asked for. `tell` gets a line for the user when
+    agents may begin, and while none of them comes.
 
     All problems are in flight at once, and the engine's slots bound how many are computed. Closing the iterator
     cancels the rest. Raises RecordError for a prompt that cannot fit into the model.
     """
-    reward = build_reward(run)
+    run, reward = asked.run, build_reward(asked.run)
     config = run.rollout.engine
     engine = engines.build_engine(config if isinstance(config, TorchEngine) else TorchEngine())
     client = EngineClient(engine, tokenizer)
     environment = build_environment(run, client)
-    endpoint = build_endpoint(run, run.name, client, environment, EndpointAddress(*serve))
-    answering = _Answering(run, environment, tokenizer, reward)
-    tasks: list[asyncio.Task[Answered]] = []
-    told: list[asyncio.Task[None]] = []
+    endpoint = build_endpoint(run, run.name, client, environment, EndpointAddress(*asked.serve))
+    answering = _Answering(asked, environment, tokenizer, reward)
+    tasks, told = list[asyncio.Task[Answered]](), list[asyncio.Task[None]]()
     try:
         await reward.start()
         await environment.start()
         await engine.start()
-        prompts = (tokenizer.encode_prompt(problem.asked) for problem in problems)
-        await _load(engine, run, model, prompts)
-        for index, problem in enumerate(problems):
-            work = answering.one(index, problem, greedy, samples, sampling)
-            tasks.append(asyncio.create_task(work))
+        prompts = (tokenizer.encode_prompt(problem.asked) for problem in asked.problems)
+        await engine.load_weights(  # the model, which is not kept, as a learner publishes it
+            as_published(load_model(run.model, asked.model).requires_grad_(False), run, prompts)
+        )
+        for index, problem in enumerate(asked.problems):
+            tasks.append(asyncio.create_task(answering.one(index, problem)))
         if endpoint:
             url = endpoint.url(await endpoint.start())
             told.append(asyncio.create_task(_tell_of_agents(environment, url, tell)))
@@ -110,26 +99,25 @@ async def _tell_of_agents(plays: Environment, url: str, tell: Callable[[str], ob
 
 class _Answering:
     def __init__(
-        self, run: Run, environment: Environment, tokenizer: Tokenizer, reward: Reward
+        self, asked: Asked, environment: Environment, tokenizer: Tokenizer, reward: Reward
     ) -> None:
-        self._run, self._tokenizer, self._reward = run, tokenizer, reward
-        self._environment = environment
+        self._asked, self._tokenizer, self._reward = asked, tokenizer, reward
+        self._environment, run = environment, asked.run
         self._given = {
             name: answer_of(run.of(name).task, run.rollout.sampling) for name in run.sources
         }
         """What takes the answer out of a response, by the problem's source"""
 
-    async def one(
-        self, index: int, problem: Problem, greedy: bool, samples: int, sampling: Sampling
-    ) -> Answered:
+    async def one(self, index: int, problem: Problem) -> Answered:
+        sampling = self._asked.sampling
         most_likely = Sampling(temperature=0.0, max_tokens=sampling.max_tokens, stop=sampling.stop)
-        first = await self._replies(index, problem, int(greedy), most_likely)
+        first = await self._replies(index, problem, int(self._asked.greedy), most_likely)
         return Answered(
             index=index,
             prompt=problem.prompt,
             answer=problem.answer,
             greedy=first[0] if first else None,
-            samples=await self._replies(index, problem, samples, sampling),
+            samples=await self._replies(index, problem, self._asked.preset.samples, sampling),
             source=problem.source,
         )
 
@@ -139,7 +127,7 @@ class _Answering:
         if count == 0:
             return []
         ticket = Ticket(
-            run=self._run.name,
+            run=self._asked.run.name,
             number=index,
             purpose="eval",
             step=0,
@@ -151,14 +139,12 @@ class _Answering:
             prompt_ids=Array.of(self._tokenizer.encode_prompt(problem.asked), "int32"),
             group_size=count,
             sampling=sampling,
-            seed=self._run.seed + index * count,
+            seed=self._asked.run.seed + index * count,
         )
         responses = [Response() for _ in range(count)]
         try:
             await self._environment(ticket, responses)
-        except (
-            ExceptionGroup
-        ) as several:  # an environment that plays responses concurrently raises a group
+        except ExceptionGroup as several:  # raised by an environment that plays several at a time
             raise several.exceptions[0] from several
         scores = await scored(self._reward, ticket, responses, self._tokenizer)
         completed = [response.completed(self._tokenizer, sampling) for response in responses]
@@ -174,12 +160,6 @@ class _Answering:
             )
             for response, score in zip(completed, scores, strict=True)
         ]
-
-
-async def _load(engine: Engine, run: Run, path: Path, prompts: Iterable[Sequence[int]]) -> None:
-    """Loads the model as a learner publishes it; smoothing's scales are those of `prompts`."""
-    model = load_model(run.model, path).requires_grad_(False)
-    await engine.load_weights(as_published(model, run, prompts))
 
 
 def as_published(
