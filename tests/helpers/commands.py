@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -36,13 +36,16 @@ def run_here(
     return subprocess.CompletedProcess(args, code or 0, out.getvalue(), err.getvalue())
 
 
-def areal_q(here: Path, *words: str) -> str:
+OURS = (sys.executable, "-P", "-m", "areal_q")
+
+
+def areal_q(here: Path, *words: str, command: Sequence[str] = OURS) -> str:
     """Returns what `areal-q WORDS`, in the directory `here`, prints on stdout; it must end well. A process of
-    its own, whose runs start a Redis of their own."""
+    its own, whose runs start a Redis of their own. `command`: that of another installation."""
     environment = {k: v for k, v in os.environ.items() if k != "REDIS_URL"}
     environment |= {"COLUMNS": "160", "NO_COLOR": "1"}
-    command = [sys.executable, "-P", "-m", "areal_q", *words]
-    done = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True)
+    argv = [*command, *words]
+    done = subprocess.run(argv, cwd=here, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
