@@ -26,7 +26,7 @@ from areal_q.tasks.registry import (
     task_types,
 )
 from areal_q.tasks.shuffle import permute, problem_at
-from areal_q.tasks.stops import stops_text, without_end
+from areal_q.tasks.stops import judged_text, logged_response, stop_strings, stops_text, without_end
 
 __all__ = [
     "GRADERS",
@@ -53,10 +53,13 @@ __all__ = [
     "check_reward",
     "columns_for",
     "columns_of_one",
+    "judged_text",
     "load_tokenizer",
+    "logged_response",
     "permute",
     "problem_at",
     "second_opinion",
+    "stop_strings",
     "stops_text",
     "task_types",
     "unscored",

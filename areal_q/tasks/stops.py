@@ -1,4 +1,5 @@
-"""The tokens that end a response, and what says so: every file of a model that names one. Imports no torch."""
+"""The tokens that end a response, what says so (every file of a model that names one), and the text before
+them, which rewards judge. Imports no torch."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -7,11 +8,13 @@ from typing import Any
 
 import msgspec
 
+from areal_q.config import Sampling
 from areal_q.decode_errors import in_words
 from areal_q.errors import CheckpointError, LogError
+from areal_q.messages import Ticket, Trajectory
 from areal_q.system.files import replacing
 from areal_q.system.run_dir import STOPS_FILE
-from areal_q.tasks.base import Stop
+from areal_q.tasks.base import Completed, Stop, Tokenizer
 
 _CONFIGS = ("config.json", "generation_config.json")
 
@@ -47,6 +50,35 @@ def stops_text(stops: Mapping[int, Stop]) -> str:
 def without_end(ids: Sequence[int], stops: Mapping[int, Stop]) -> Sequence[int]:
     """Returns `ids` without the end token, if the last one is one."""
     return ids[:-1] if len(ids) and ids[-1] in stops else ids
+
+
+def stop_strings(sampling: Sampling) -> tuple[str, ...]:
+    return tuple(stop for stop in sampling.stop if isinstance(stop, str))
+
+
+def judged_text(
+    ids: Sequence[int], mask: Sequence[int], tokenizer: Tokenizer, sampling: Sampling
+) -> str:
+    """Returns the text that rewards judge: the beginning that the chat template gave the reply and all that
+    followed, special tokens included, but without the model's end token. It ends with the stop string that
+    ended the last turn. `mask` is 1 for each of `ids` that the model drew."""
+    text = tokenizer.decode(without_end(ids, tokenizer.stops))
+    given = max((place for place, drawn in enumerate(mask, 1) if not drawn), default=0)
+    before = len(tokenizer.decode(ids[:given]))
+    return tokenizer.prefill + text[:before] + _cut_after(text[before:], stop_strings(sampling))
+
+
+def logged_response(ticket: Ticket, logged: Trajectory, tokenizer: Tokenizer) -> Completed:
+    """Returns a response of one path as rewards judged it."""
+    ids, mask = logged.response_ids.numpy().tolist(), logged.loss_mask.numpy().tolist()
+    text = judged_text(ids, mask, tokenizer, ticket.sampling)
+    return Completed(text, sum(mask), ids, logged.finish_reason)
+
+
+def _cut_after(text: str, stops: Sequence[str]) -> str:
+    """Returns `text` up to the end of the first stop string in it."""
+    ends = [place + len(s) for s in stops if (place := text.find(s)) >= 0]
+    return text[: min(ends, default=len(text))]
 
 
 def write_stops(directory: Path, stops: Mapping[int, Stop]) -> None:

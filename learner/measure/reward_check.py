@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from areal_q.config import Run
 from areal_q.messages import Group
-from areal_q.tasks import Problem, Tokenizer, second_opinion, without_end
+from areal_q.tasks import Problem, Tokenizer, logged_response, second_opinion
 
 
 class RewardCheck:
@@ -24,8 +24,7 @@ class RewardCheck:
         counts: dict[str, float] = dict.fromkeys((right, refused, wrong, accepted), 0.0)
         for group in groups:
             for t in group.valid_trajectories[:1]:
-                said = without_end(t.response_ids.numpy().tolist(), self._tokenizer.stops)
-                text = self._tokenizer.prefill + self._tokenizer.decode(said)
+                text = logged_response(group.ticket, t, self._tokenizer).text
                 opinion = self._opinion(Problem.of_ticket(group.ticket), text)
                 correct = bool(t.reward_parts.get("correct"))
                 counts[right] += opinion is True

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from areal_q.config import Sampling
+from areal_q.tasks import stop_strings
 
 DecodeIds = Callable[[Sequence[int]], str]
 UNFINISHED = "�"
@@ -84,20 +85,10 @@ def stopper(
     return Stopper(sampling, decode, drawn) if sampling.stop else None
 
 
-def stop_strings(sampling: Sampling) -> tuple[str, ...]:
-    return tuple(s for s in sampling.stop if isinstance(s, str))
-
-
 def cut_at_stop(text: str, stops: tuple[str, ...]) -> str:
     """Returns `text` up to the first stop string in it."""
     places = [text.find(s) for s in stops]
     return text[: min((p for p in places if p >= 0), default=len(text))]
-
-
-def cut_after_stop(text: str, stops: tuple[str, ...]) -> str:
-    """Returns `text` up to the end of the first stop string in it."""
-    ends = [place + len(s) for s in stops if (place := text.find(s)) >= 0]
-    return text[: min(ends, default=len(text))]
 
 
 def held_back(text: str, stops: tuple[str, ...]) -> int:

@@ -22,9 +22,8 @@ from areal_q.messages import (
     VersionSpan,
     merge_spans,
 )
-from areal_q.tasks import Completed, Problem, Reward, Score, Tokenizer, without_end
+from areal_q.tasks import Completed, Problem, Reward, Score, Tokenizer, judged_text
 from rollout.engines.base import Completion
-from rollout.engines.stop_conditions import cut_after_stop, stop_strings
 
 
 @dataclass
@@ -68,14 +67,8 @@ class Response:
         return sum(self.mask) + sum(branch.drawn for branch in self.branches)
 
     def text(self, tokenizer: Tokenizer, sampling: Sampling) -> str:
-        """Returns the text that rewards judge: the beginning that the chat template gave the reply and all that
-        followed, special tokens included, but without the model's end token. It ends with the stop string that
-        ended the last turn."""
-        text = tokenizer.decode(without_end(self.ids, tokenizer.stops))
-        given = max((place for place, drawn in enumerate(self.mask, 1) if not drawn), default=0)
-        before = len(tokenizer.decode(self.ids[:given]))
-        last = cut_after_stop(text[before:], stop_strings(sampling))
-        return tokenizer.prefill + text[:before] + last
+        """Returns the text that rewards judge."""
+        return judged_text(self.ids, self.mask, tokenizer, sampling)
 
     def completed(self, tokenizer: Tokenizer, sampling: Sampling) -> Completed:
         """Returns the response as rewards judge it."""

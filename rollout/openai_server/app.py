@@ -18,9 +18,8 @@ from areal_q.checks.packages import check_endpoint_packages
 from areal_q.config import Sampling
 from areal_q.errors import ConfigError, EngineDied, RecordError, TaskError
 from areal_q.system.ports import most_connections
-from areal_q.tasks import Tokenizer
+from areal_q.tasks import Tokenizer, stop_strings
 from rollout.engines.base import Completion, Engine, Request, TokenCallback
-from rollout.engines.stop_conditions import stop_strings
 from rollout.environments.external import Episode, Episodes, Said, Talk
 from rollout.openai_server.access import bound_to, denied, episode_key
 from rollout.openai_server.connections import Connections

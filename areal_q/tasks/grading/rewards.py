@@ -34,6 +34,7 @@ from areal_q.tasks.grading.boxed import last_boxed
 from areal_q.tasks.grading.graders import GRADERS, check_extra
 from areal_q.tasks.grading.isolated_reward import Isolated
 from areal_q.tasks.grading.own_reward import load_reward
+from areal_q.tasks.stops import stop_strings
 
 _INSIDE = r"[^<]*(?:<(?!/?think>|/?answer>)[^<]*)*"
 """Text without any of the four tags"""
@@ -211,7 +212,7 @@ def _reward_of(run: Run) -> Reward:
         return IsolatedReward(("file", file, cfg.function), cfg, max_tokens)
     if GRADERS[grader].slow:
         return IsolatedReward(("grader", grader, ""), cfg, max_tokens, GRADERS[grader].zero_on)
-    return InlineReward(GRADERS[grader], cfg, max_tokens, _stop_strings(run.rollout.sampling))
+    return InlineReward(GRADERS[grader], cfg, max_tokens, stop_strings(run.rollout.sampling))
 
 
 def build_score(cfg: TaskConfig) -> Callable[[Problem, str], Score]:
@@ -238,7 +239,7 @@ def second_opinion(run: Run) -> Opinion | None:
     grader = GRADERS.get(run.task.grader)
     if grader is None or grader.slow:
         return lambda problem, response: response.strip() == problem.answer.strip() or None
-    stops = _stop_strings(run.rollout.sampling) if grader.whole else ()
+    stops = stop_strings(run.rollout.sampling) if grader.whole else ()
     return lambda problem, response: grader.score(problem, _without_stop(response, stops)).correct
 
 
@@ -248,12 +249,8 @@ def answer_of(cfg: TaskConfig, sampling: Sampling | None = None) -> Callable[[st
     if cfg.grader not in GRADERS:
         return str.strip
     grader = GRADERS[cfg.grader]
-    stops = _stop_strings(sampling) if sampling and grader.whole else ()
+    stops = stop_strings(sampling) if sampling and grader.whole else ()
     return lambda response: grader.answer(_without_stop(response, stops))
-
-
-def _stop_strings(sampling: Sampling) -> tuple[str, ...]:
-    return tuple(stop for stop in sampling.stop if isinstance(stop, str))
 
 
 def _without_stop(text: str, stops: Sequence[str]) -> str:
