@@ -13,6 +13,7 @@ several may be started beside each other. What came out: docs/stability.md.
 import argparse
 import asyncio
 import fcntl
+import gc
 import hashlib
 import json
 from collections.abc import Sequence
@@ -111,6 +112,7 @@ docs/stability.md. `screen` tries many arms for half as long on one seed."""
 VARIANTS = {
     "smoothed": ["rollout.smoothing.alpha=0.5"],
     "awq": ["rollout.smoothing={}"],
+    "twice": ["rollout.smoothing={}", "learner.minibatches=2"],
     "qarl": ["rollout.smoothing.alpha=0.5", "learner.precision=qarl"],
     "aqn": ["rollout.aqn={}"],
     "lag0": ["rollout.smoothing.alpha=0.5", "learner.max_lag=0"],
@@ -170,6 +172,10 @@ PARTS = [
     [screen("acr", "int8", "qarl"), screen("acr", "int4", "awq", uaq=1.0)],
     [screen("acr", "int8", "lag0"), screen("acr", "int8", "lag4"), screen("acr", "int4", "aqn")],
     [screen("acr", "int8-weight"), screen("acr", "fp8-channel"), screen("acr", "fp8-weight")],
+    [sums("acr", "int8"), sums("acr", "int4", "awq")],
+    [screen(x, "int4", "twice") for x in ("acr", "tis", "naive", "tbpo")],
+    [screen("acr", "int4", "qarl"), screen("tbpo", "int8", "smoothed")],
+    [sums("naive", "int8", "smoothed"), sums("acr", "fp8-channel", "smoothed")],
 ]
 """In the order of their run: all seeds of a part before the next part"""
 ARMS = [arm for part in PARTS for arm in part]
@@ -230,6 +236,7 @@ def work(runs: Sequence[tuple[Arm, int]], *overrides: str, on: str = "cpu") -> N
             except BlockingIOError:
                 continue
             run_arm(arm, seed, *overrides, on=on)
+        gc.collect()  # an arm leaves its gigabytes in circles of references
 
 
 def result(arm: Arm, seed: int, *overrides: str) -> Path:
