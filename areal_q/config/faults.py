@@ -35,8 +35,10 @@ PATTERNS = {
 """What the texts of settings with a pattern consist of."""
 
 
+_SETS = "; each set is a table of its own, [eval.sets.NAME] (docs/data.md)"
 _INSTEAD_OF_LISTS = {
-    "eval": "; each set is a table of its own, [eval.sets.NAME] (docs/data.md)",
+    "eval": _SETS,
+    "eval.sets": _SETS,
     "task": '; several are type = "mix" with a table for each, [task.sources.NAME] (docs/data.md)',
 }
 """What is written where other programs have a list of tables"""

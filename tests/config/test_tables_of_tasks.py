@@ -33,6 +33,7 @@ def mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ("toml", "instead"),
     [
         ('[[eval]]\nname = "a"', "[eval.sets.NAME] (docs/data.md)"),
+        ('eval.sets = ["a.jsonl", "b.jsonl"]', "[eval.sets.NAME] (docs/data.md)"),
         ('task = [{type = "math"}]', "[task.sources.NAME] (docs/data.md)"),
     ],
 )
