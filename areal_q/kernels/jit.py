@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,13 +32,14 @@ def kernel(signature: Any = None, **options: Any) -> Callable[[Any], Any]:
     options = {"nogil": True, "error_model": "numpy", **options}
 
     def compiled(function: Any) -> Any:
-        others, config.CACHE_DIR = config.CACHE_DIR, _CACHE_DIR
-        try:
-            return njit(signature, cache=True, **options)(function)
-        except RuntimeError:  # numba's "cannot cache function: no locator available"
-            return njit(signature, **options)(function)
-        finally:
-            config.CACHE_DIR = others
+        with _setting:
+            others, config.CACHE_DIR = config.CACHE_DIR, _CACHE_DIR
+            try:
+                return njit(signature, cache=True, **options)(function)
+            except RuntimeError:  # numba's "cannot cache function: no locator available"
+                return njit(signature, **options)(function)
+            finally:
+                config.CACHE_DIR = others
 
     return compiled
 
@@ -54,3 +56,6 @@ def _cache_dir() -> str:
 
 
 _CACHE_DIR = _cache_dir()
+_setting = threading.RLock()
+"""Held while numba's cache is set to ours. Where another thread that imports kernels set it back meanwhile,
+numba took the current directory."""

@@ -6,7 +6,11 @@ import pkgutil
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -184,6 +188,21 @@ def test_no_kernel_asks_for_another_cache_entry_each_time():
     kernels = [value for value in values if isinstance(value, Dispatcher)]
     assert cpu_gemm.few_rows in kernels and add_product in kernels
     assert not [k for k in kernels for cell in k.py_func.__closure__ or () if cell.cell_contents]
+
+
+def test_kernels_of_several_threads_share_one_cache(monkeypatch: pytest.MonkeyPatch):
+    """Their modules may be imported at the same time."""
+    seen = set[str]()
+
+    def numba_reads(*_: Any, **__: Any) -> Callable[[Any], Any]:
+        time.sleep(0)  # another thread's turn
+        seen.add(jit.config.CACHE_DIR)
+        return lambda function: function
+
+    monkeypatch.setattr(jit, "njit", numba_reads)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(jit.kernel(), range(5000)))
+    assert len(seen) == 1
 
 
 @pytest.mark.timeout(60)
