@@ -246,6 +246,8 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
         family = hf.get("model_type")
         if hf.get(COMPUTED_BY):
             return cls(**sizes_of(hf), foreign=hf)
+        if not isinstance(family, str | None):
+            raise CheckpointError(f"model_type = {family!r}: must be text")
         if family not in FAMILIES:
             raise NotOurs(f"model_type {family!r} is none of {', '.join(FAMILIES)}")
         sizes = _read(hf, _Sizes)

@@ -452,6 +452,7 @@ def test_a_truncated_file_is_named(saved: Path, keep: int) -> None:
     ("change", "complaint"),
     [
         ({"model_type": "gpt2"}, "'gpt2' is none of qwen2, qwen3, qwen3_moe, llama, mistral"),
+        ({"model_type": ["gpt2"]}, r"model_type = \['gpt2'\]: must be text"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": "wide"}, "hidden_size = 'wide': must be a whole number, not text"),
         ({"hidden_act": "gelu"}, "'gelu' is not implemented"),
