@@ -101,6 +101,7 @@ def test_any_number_is_read_in_any_place(value: Decimal, sign: str):
 MEANS_C = [
     # alone
     *("C", " (C)\n", "**C.**", "C. Berlin", "C) because", "c", "(c)", "It follows.\n\nC"),
+    *("C\n\nBerlin is the capital of Germany.", "**C**\nIt is not A.", "A\nNo:\nC"),
     # in a box or a tag
     *(r"so \boxed{C}", r"\boxed{C. Berlin}", r"\boxed{\text{(C)}}", r"\boxed C"),
     r"Answer: A, I mean \boxed{\textbf{C}}",

@@ -33,18 +33,19 @@ _FIRST = re.compile(r"\s*([A-Z]) ?[).:]\s.*", re.DOTALL)
 
 def letter(response: str, offered: str = ascii_uppercase) -> str | None:
     """Returns the letter in the last box, else the last one that is called the answer, else the last that is
-    concluded, else the one that the whole response or its last line consists of; None if there is none.
+    concluded, else the one that the whole response, its last line or its first consists of; None if there is
+    none.
 
     Only the letters in `offered` count.
     """
     text = re.sub(r"[ \t]+", " ", _MARKUP.sub(" ", response))
     boxed = _MARKUP.sub(" ", last_boxed(response) or "")
-    last = (text.strip().splitlines() or [""])[-1]
+    lines = text.strip().splitlines() or [""]
     for found in (
         (_ALONE.fullmatch(boxed), _FIRST.fullmatch(boxed)),
         _ANSWER.finditer(text),
         sorted([*_CONCLUSION.finditer(text), *_CONFIRMED.finditer(text)], key=re.Match.start),
-        (_ALONE.fullmatch(text), _FIRST.fullmatch(text), _ALONE.fullmatch(last)),
+        (_ALONE.fullmatch(lines[0]), _FIRST.fullmatch(text), _ALONE.fullmatch(lines[-1])),
     ):
         letters = [match[1].upper() for match in found if match]
         if chosen := [each for each in letters if each in offered]:
