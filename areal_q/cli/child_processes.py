@@ -115,7 +115,9 @@ class ChildProcesses:
         if child.returncode == 2 and colon and name.startswith(speaker):
             raise UserError(complaint)
         told = "\n".join(f"  {line}" for line in lines) or "  (nothing)"
-        raise ChildDied(f"{name} {_how(child.returncode)}; the end of {log}:\n{told}")
+        short = child.returncode == -signal.SIGKILL
+        why = ", as the kernel does where memory is short" if short else ""
+        raise ChildDied(f"{name} {_how(child.returncode)}{why}; the end of {log}:\n{told}")
 
     def kill(self) -> None:
         """Kills the remaining processes, children of children included."""
