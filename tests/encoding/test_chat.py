@@ -14,7 +14,7 @@ from areal_q.models import load_config
 from areal_q.system import run_dir
 from areal_q.tasks import all_problems, load_tokenizer
 
-FORMAT = "%A %d %B %Y, %-d.%m., day %j, %H:%M:%S"
+FORMAT = "%A %d %B %Y, %-d.%m., day %j of %G-W%V-%u, %H:%M:%S, %-I:%M %p, %C%y, %h %e"
 DATED = f"{{{{ strftime_now('{FORMAT}') }}}}" + CHATML
 
 

@@ -33,7 +33,8 @@ _DATE = (
 )
 """Takes the place of transformers' function of that name, which gives today's date. transformers passes plain
 values to a template, but no function, so that the directives come as a table."""
-_DIRECTIVES = [f"%{letter}" for letter in "aAbBcdDeFHIjmMpSTUwWxXyYZ"] + ["%-d", "%-m"]
+_DIRECTIVES = [f"%{letter}" for letter in "aAbBcCdDeFgGhHIjklmMnpPrRsStTuUVwWxXyYzZ"]
+_DIRECTIVES += [f"%-{letter}" for letter in "deHIjklmMSuUVWy"]
 
 
 class ChatTemplate:
