@@ -112,19 +112,7 @@ class Learner(WhileWaiting):
     def take_steps(self, stop: threading.Event) -> None:
         """Runs the remaining steps, or until `stop` or no evaluation was better for long; `step` is then the
         next one."""
-        self.begin_version(self.step)
-        self.buffer_metrics.begin()
-        if self.step == 0:
-            doing = (
-                f"publishing the first weights, then evaluating {self.run.eval.problems} problems"
-            )
-            self.metrics.write("start", 0, {}, doing=doing)
-            self.evaluate(0)
-            if self.run.checkpoint.start or self.heldout.may_be_best(0):
-                self.save(0)
-        elif self.missed:
-            self.evaluate(self.step, self.missed)
-        self.policy.build_optimizers()  # while workers draw the first groups
+        self.begin()
         while not self.over and not stop.is_set():
             step, began = self.step, time.monotonic()
             batch = self.group_reader.take(step, stop, meanwhile=self)
@@ -158,6 +146,22 @@ class Learner(WhileWaiting):
             self.settle()
         if self.step < self.run.steps and self.over:
             self.metrics.write("note", self.step, {}, message=f"the run ends: {self.heldout.best}")
+
+    def begin(self) -> None:
+        """Begins to publish the weights that there are, and to evaluate them if they are the first, or if an
+        earlier learner ended too early for that."""
+        self.begin_version(self.step)
+        self.buffer_metrics.begin()
+        if self.step == 0:
+            asked = self.run.eval.problems
+            doing = f"publishing the first weights, then evaluating {asked} problems"
+            self.metrics.write("start", 0, {}, doing=doing)
+            self.evaluate(0)
+            if self.run.checkpoint.start or self.heldout.may_be_best(0):
+                self.save(0)
+        elif self.missed:
+            self.evaluate(self.step, self.missed)
+        self.policy.build_optimizers()  # while workers draw the first groups
 
     def close(self) -> None:
         """Ends the threads of publisher, weight server, checkpoints and logs, and closes all sockets."""

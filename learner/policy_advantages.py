@@ -39,38 +39,43 @@ def with_advantages(
     starts = accumulate((x.num_sequences for x in inputs), initial=0)
     ids = torch.cat([x.sequence_ids + start for x, start in zip(inputs, starts, strict=False)])
     mask = torch.cat([x.mask for x in inputs])
-    rewards = torch.tensor([s.trajectory.reward for s in samples], device=mask.device)
     penalty = torch.zeros(len(ids), device=mask.device)
     if cfg.reference_kl is not None and cfg.reference_kl.place == "reward":
         names = ("proximal_logprobs", "reference_logprobs")
         proximal, reference = (_joined(inputs, name) for name in names)
         penalty = reward_penalty(proximal, reference, mask, cfg.reference_kl)
-    sizes = [len(x.mask) for x in inputs]
-    weights = torch.tensor([s.weight for s in samples], device=mask.device)
     if isinstance(cfg.advantage, Gae):
+        rewards = torch.tensor([s.trajectory.reward for s in samples], device=mask.device)
         per_token = at_last_token(rewards, mask, ids) - penalty
-        advantages, returns = gae(
-            per_token, _joined(inputs, "old_values"), mask, ids, cfg.advantage, combine
-        )
-        advantages = advantages * weights[ids]
-        columns = zip(advantages.split(sizes), returns.split(sizes), strict=True)
-        return [
-            replace(x, advantages=part, returns=part_returns)
-            for x, (part, part_returns) in zip(inputs, columns, strict=True)
-        ]
+        values = _joined(inputs, "old_values")
+        advantages, returns = gae(per_token, values, mask, ids, cfg.advantage, combine)
+    else:
+        of_path = _of_paths(samples, segment_sum(penalty, ids, len(samples)), cfg, combine)
+        advantages, returns = of_path[ids], None
+    weights = torch.tensor([s.weight for s in samples], device=mask.device)
+    sizes = [len(x.mask) for x in inputs]
+    parts = (advantages * weights[ids]).split(sizes)
+    targets = returns.split(sizes) if returns is not None else [None] * len(sizes)
+    columns = zip(inputs, parts, targets, strict=True)
+    return [replace(x, advantages=part, returns=target) for x, part, target in columns]
+
+
+def _of_paths(
+    samples: Sequence[Sample], penalty: Tensor, cfg: LearnerConfig, combine: Combine
+) -> Tensor:
+    """Returns the advantage of each path, float32 [S], by its episode's reward. `penalty` [S] is what the KL
+    takes from each path's."""
     # An episode has one reward, whatever the number of its paths, and the penalties of all of them.
     firsts = [s for s in samples if not s.branch]
     places = {(s.ticket, s.trajectory.index): place for place, s in enumerate(firsts)}
     of = [places[s.ticket, s.trajectory.index] for s in samples]
-    episode = torch.tensor(of, device=mask.device)
-    penalties = segment_sum(segment_sum(penalty, ids, len(samples)), episode, len(firsts))
-    own = torch.tensor([s.trajectory.reward for s in firsts], device=mask.device) - penalties
-    groups = torch.tensor([s.ticket for s in firsts], device=mask.device)
-    ids_of = groups.unique(return_inverse=True)[1]
+    episode = torch.tensor(of, device=penalty.device)
+    rewards = torch.tensor([s.trajectory.reward for s in firsts], device=penalty.device)
+    rewards -= segment_sum(penalty, episode, len(firsts))
+    groups = torch.tensor([s.ticket for s in firsts], device=penalty.device)
+    ids = groups.unique(return_inverse=True)[1]
     sources = [s.source for s in firsts]
-    per_episode = group_advantages(own, ids_of, cfg.advantage, combine, sources)
-    parts = (per_episode[episode] * weights)[ids].split(sizes)
-    return [replace(x, advantages=part) for x, part in zip(inputs, parts, strict=True)]
+    return group_advantages(rewards, ids, cfg.advantage, combine, sources)[episode]
 
 
 def at_last_token(rewards: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
