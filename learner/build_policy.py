@@ -14,18 +14,12 @@ from areal_q.models.low_bit.bf16_rounding import dither
 from areal_q.models.shape import shape_of
 from areal_q.models.smoothed_state import packed
 from areal_q.observability.metrics_log import MetricsLog
-from areal_q.quant.awq import scales_for
 from areal_q.quant.rescaling import apply_uaq
 from areal_q.quant.smoothing import SmoothingScales
-from areal_q.tasks import (
-    Task,
-    Tokenizer,
-    problem_at,
-)
+from areal_q.tasks import Task, Tokenizer, problem_at
 from learner import checkpoint
 from learner.backends.precision import PrecisionSettings, set_precision
 from learner.backends.single_device import TorchPolicy
-from learner.publishing.version_builder import VersionSettings
 from learner.supervised.warm_start import warm_start
 
 logger = logging.getLogger(__name__)
@@ -50,30 +44,13 @@ def build_policy(
     stop: threading.Event,
 ) -> tuple[TorchPolicy, checkpoint.State | None]:
     """Returns the policy after its warm start and None, or with `resume` the policy and the state of the newest
-    checkpoint.
-
-    Raises ConfigError for settings that do not fit the model, CheckpointError for a damaged checkpoint, and
-    Stopped if `stop` ends the warm start.
-    """
+    checkpoint. Raises ConfigError for settings that do not fit the model, CheckpointError for a damaged
+    checkpoint, and Stopped if `stop` ends the warm start."""
     check_device("learner.device", run.learner.device)
-    precision = PrecisionSettings.of(run)
     torch.manual_seed(run.seed)
     model = build_model(run.model, tokenizer, run.seed).to(run.learner.device)
-    kl = run.learner.reference_kl
-    if kl and kl.path and not resume:
-        check_reference(load_config(kl.path), model.config, kl.path)
-    if not resume:
-        _warm_start(model, run, task, tokenizer, metrics, stop)
-        prepare_for_rounding(model, run)
-    set_precision(model, precision)
-    policy = TorchPolicy(model, run.learner, run.rollout.sampling.temperature)
-    policy.calibrate = run.rollout.kv_scales
-    policy.sticky = VersionSettings.of(run).new_ranges()
-    if run.rollout.smooths:
-        policy.smoothing = scales_for(
-            run.rollout.format, run.rollout.smooths, model.config.head_dim
-        )
     if resume:
+        policy = checkpoint.policy_of(model, run)
         state = checkpoint.restore(directory / "checkpoints", policy)
         if policy.sticky and not policy.sticky.tensors():
             logger.warning(
@@ -82,11 +59,17 @@ def build_policy(
                 state.step,
             )
         return policy, state
+    reference = run.learner.reference_kl and run.learner.reference_kl.path
+    if reference:
+        check_reference(load_config(reference), model.config, reference)
+    _warm_start(model, run, task, tokenizer, metrics, stop)
+    prepare_for_rounding(model, run)
+    policy = checkpoint.policy_of(model, run)
     if policy.smoothing:
         begin_smoothing(policy, policy.smoothing, run, task, tokenizer)
-    if run.learner.reference_kl and run.learner.reference_kl.path:
-        policy.reference = build_reference(run.learner.reference_kl.path, model)
-        set_precision(policy.reference, precision)
+    if reference:
+        policy.reference = build_reference(reference, model)
+        set_precision(policy.reference, PrecisionSettings.of(run))
         policy.fold()
     return policy, None
 
@@ -134,7 +117,6 @@ def _warm_start(
         values = {"warmstart/loss": loss, "warmstart/step": step, "warmstart/steps": steps}
         metrics.write("warmstart", 0, values)
 
-    cached = warm_start(model, run, task, tokenizer, progress, stop)
-    if cached:
+    if cached := warm_start(model, run, task, tokenizer, progress, stop):
         values = {"warmstart/step": steps, "warmstart/steps": steps}
         metrics.write("warmstart", 0, values, cache=str(cached))

@@ -14,7 +14,7 @@ from learner.checkpoint.files import (
     write,
     write_share,
 )
-from learner.checkpoint.policy_state import STICKY, load, restore, save, tensors_of
+from learner.checkpoint.policy_state import STICKY, load, policy_of, restore, save, tensors_of
 
 __all__ = [
     "SHARE",
@@ -25,6 +25,7 @@ __all__ = [
     "State",
     "Tensors",
     "load",
+    "policy_of",
     "read_state",
     "read_tensors",
     "restore",

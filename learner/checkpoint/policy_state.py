@@ -5,9 +5,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from areal_q.config import Run
 from areal_q.errors import CheckpointError
+from areal_q.models import Decoder
 from areal_q.models.low_bit.quantized_forward import materialise
+from areal_q.quant.awq import scales_for
 from areal_q.system.files import clear_leftovers
+from learner.backends.precision import PrecisionSettings, set_precision
 from learner.backends.single_device import TorchPolicy
 from learner.checkpoint.files import (
     State,
@@ -18,8 +22,21 @@ from learner.checkpoint.files import (
     steps,
     write,
 )
+from learner.publishing.version_builder import VersionSettings
 
 KV, STICKY, SMOOTHING = "kv_scales.", "sticky.", "smoothing."
+
+
+def policy_of(model: Decoder, run: Run) -> TorchPolicy:
+    """Returns a policy of `model` with the settings of `run`, which begins anew, or into which a checkpoint can
+    be loaded."""
+    set_precision(model, PrecisionSettings.of(run))
+    policy = TorchPolicy(model, run.learner, run.rollout.sampling.temperature)
+    policy.calibrate = run.rollout.kv_scales
+    policy.sticky = VersionSettings.of(run).new_ranges()
+    if smooths := run.rollout.smooths:
+        policy.smoothing = scales_for(run.rollout.format, smooths, model.config.head_dim)
+    return policy
 
 
 def save(directory: Path, state: State, policy: TorchPolicy, keep: int) -> Path:

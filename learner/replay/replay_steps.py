@@ -21,7 +21,6 @@ from areal_q.config import Run, as_before, load, override
 from areal_q.errors import CheckpointError, ConfigError, LogError
 from areal_q.messages import Group
 from areal_q.models import DecoderConfig, new_decoder
-from areal_q.quant.awq import scales_for
 from areal_q.system.run_dir import (
     FIXED_CODE,
     LEARNERS_CODE,
@@ -92,16 +91,13 @@ class Replay:
     ) -> None:
         self.directory = directory
         self.settings = settings or []
-        self.recorded = recorded_settings(directory)
-        """The settings that the run had last."""
-        self.run = _changed(self.recorded, self.settings)
+        self.run = _changed(recorded_settings(directory), self.settings)
         self.checkpoint = _nearest(directory, first)
         self.state = checkpoint.read_state(self.checkpoint)
         self.first = self.state.step if first is None else first
-        records = _records(directory, self.state.step, stop)
+        self.records = records = _records(directory, self.state.step, stop)
         if self.first > records[-1].step:
             raise LogError(f"{directory}: no record of step {self.first}: {_end_of(directory)}")
-        self.records = records
         self.stop = records[-1].step + 1
         in_force = {h: settings_of(directory, h) for h in {r.settings for r in records}}
         rounding = [s for s in self.settings if s.partition("=")[0].strip() in ROUNDING_ONLY]
@@ -115,7 +111,9 @@ class Replay:
         self.present = self._before_first[records[0].settings]
         """The settings of `policy`"""
         set_arithmetic(self.present.learner.threads, self.present.learner.device)
-        self.policy = self._restored()
+        model = new_decoder(DecoderConfig.from_hf(self.state.model))
+        self.policy = checkpoint.policy_of(model.to(self.present.learner.device), self.present)
+        checkpoint.load(self.checkpoint, self.state, self.policy)
         self.machine = machine_name(self.run.learner.device)
         self.recorder: TokenRecorder | None = None
         """Collects the tokens of the step replayed last, as for the token log; None collects nothing."""
@@ -204,18 +202,6 @@ class Replay:
         if not self.publishes:
             names = [n for n in names if not n.startswith(checkpoint.STICKY)]
         return [n for n in names if n not in saved or n not in now or not _equal(saved[n], now[n])]
-
-    def _restored(self) -> TorchPolicy:
-        run = self.present
-        model = new_decoder(DecoderConfig.from_hf(self.state.model)).to(run.learner.device)
-        set_precision(model, PrecisionSettings.of(run))
-        policy = TorchPolicy(model, run.learner, run.rollout.sampling.temperature)
-        policy.calibrate = run.rollout.kv_scales
-        policy.sticky = VersionSettings.of(run).new_ranges()
-        if smooths := run.rollout.smooths:
-            policy.smoothing = scales_for(run.rollout.format, smooths, model.config.head_dim)
-        checkpoint.load(self.checkpoint, self.state, policy)
-        return policy
 
 
 def recorded_settings(directory: Path) -> Run:
