@@ -15,18 +15,18 @@ import gc
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
-import typer
+from typer import Argument, Option
 
 from areal_q.checks.automatic import settled, why_dtype, why_smoothing
 from areal_q.checks.disk_use import check_room, still_to_write
 from areal_q.checks.hub import fetched
-from areal_q.config import MegatronBackend, Run, load
+from areal_q.config import Run, load
 from areal_q.errors import BufferGone, ConfigError, Stopped
 from areal_q.observability import service_log
 from areal_q.observability.metric_table import METRICS
@@ -55,76 +55,49 @@ LEARNER_EXIT_CODES = (
 
 
 def main(
-    redis: Annotated[
-        str, typer.Option(help="URL of the buffer", envvar="REDIS_URL", callback=no_password)
-    ],
+    redis: Annotated[str, Option(help="URL of the buffer", envvar="REDIS_URL", callback=no_password)],
     overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="a.b=c", help="settings on top of --config"),
+        list[str] | None, Argument(metavar="a.b=c", help="settings on top of --config")
     ] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="a TOML file; everything is written to its root/name")
-    ] = None,
-    run_dir: Annotated[
-        Path | None, typer.Option(help="holds config.toml; everything is written here")
-    ] = None,
-    announce: Annotated[
-        str, typer.Option(help="ZeroMQ endpoint to announce versions on, before the settings'")
-    ] = "",
-    fetch: Annotated[
-        str, typer.Option(help="ZeroMQ endpoint to serve weights on, before the settings'")
-    ] = "",
+    config: Annotated[Path | None, Option(help="a TOML file; everything is written to its root/name")] = None,
+    run_dir: Annotated[Path | None, Option(help="holds config.toml; everything is written here")] = None,
+    announce: Annotated[str, Option(help="ZeroMQ endpoint to announce versions on, before the settings'")] = "",
+    fetch: Annotated[str, Option(help="ZeroMQ endpoint to serve weights on, before the settings'")] = "",
     resume: Annotated[
-        bool, typer.Option(help="go on from the newest checkpoint; --config does so by itself")
+        bool, Option(help="go on from the newest checkpoint; --config does so by itself")
     ] = False,
-    metrics: Annotated[
-        str, typer.Option(metavar="[HOST:]PORT", help="serve Prometheus metrics; on loopback")
-    ] = "",
+    metrics: Annotated[str, Option(metavar="[HOST:]PORT", help="serve Prometheus metrics; on loopback")] = "",
     watchdog: WatchdogSeconds = 0.0,
-) -> None:
+) -> None:  # fmt: skip
     """Learns until the last step, then exports the model in Hugging Face layout."""
     service_log.set_up("learner")
     allow_open_files()
     keep_freed_memory()
     stop = StopRequest()
     stop.listen()
-    if config and not run_dir:
-        settings, claim = config, _as_service(config, overrides or [])
-    elif run_dir and not config and not overrides:
-        settings = run_dir / "config.toml"
-        claim = nullcontext((load(settings), run_dir, resume))
-    else:
+    if (config is None) == (run_dir is None) or (run_dir and overrides):
         raise ConfigError("either --config CONFIG [a.b=c]... or --run-dir DIR is needed")
-    if is_follower():
-        return _follow(load(settings, overrides))
-    with claim as (run, directory, resume):
+    if os.environ.get("RANK", "0") != "0":  # torchrun's other processes
+        from learner.multi_process import follow_and_exit
+
+        follow_and_exit(load(config or f"{run_dir}/config.toml", overrides))
+    with _claimed(config, overrides or [], run_dir, resume) as (run, directory, resume):
         announce = announce or run.broadcast.announce or ANNOUNCE
         fetch = fetch or run.broadcast.fetch or FETCH
         code = _learn(run, directory, redis, announce, fetch, resume, stop, metrics, watchdog)
-    if _has_ranks(run):
-        from learner.multi_process import exit_process
+    from learner.build import leave
 
-        exit_process(code)
-    raise typer.Exit(code)
-
-
-def is_follower() -> bool:
-    """Returns True if torchrun started this process and it is not rank 0."""
-    return os.environ.get("RANK", "0") != "0"
-
-
-def _follow(run: Run) -> None:
-    from learner.arithmetic import set_arithmetic
-    from learner.multi_process import exit_process, follow, join
-
-    set_arithmetic(run.learner.threads, run.learner.device)
-    follow(run, join(run))
-    exit_process()
+    leave(run, code)
 
 
 @contextmanager
-def _as_service(config: Path, overrides: list[str]) -> Iterator[tuple[Run, Path, bool]]:
-    """Yields (settings, the run's directory, True to resume), and locks the directory meanwhile."""
+def _claimed(
+    config: Path | None, overrides: list[str], run_dir: Path | None, resume: bool
+) -> Iterator[tuple[Run, Path, bool]]:
+    """Yields (settings, the run's directory, True to resume). As a service it locks the directory meanwhile."""
+    if run_dir is not None:
+        yield load(run_dir / "config.toml"), run_dir, resume
+        return
     run = msgspec.structs.replace(load(config, overrides), sft=None)  # of a command of its own
     run = fetched(run)
     again = rundir.resumes(run)
@@ -151,13 +124,9 @@ def _learn(
     exporter = _exporter(run, directory, redis, metrics)
     # torch takes seconds to import; by now a signal during the import finds its handler.
     from learner.backends.data_parallel import ALONE
-    from learner.build import build_learner
+    from learner.build import build_learner, ranks_of
 
-    ranks, progress = ALONE, Progress(*([watchdog] if watchdog else []))
-    if _has_ranks(run):
-        from learner.multi_process import join
-
-        ranks = join(run)
+    ranks, progress = ranks_of(run), Progress(*([watchdog] if watchdog else []))
     try:
         learner = build_learner(
             run, directory, redis, announce, fetch, resume, stop, ranks, progress
@@ -174,12 +143,6 @@ def _learn(
     if watchdog:
         Watchdog(progress).start()
     return 0 if _train(learner, directory, exporter, stop) else stop.exit_code
-
-
-def _has_ranks(run: Run) -> bool:
-    """Returns True if the model is sharded by torch.distributed, over one process or several."""
-    several = os.environ.get("WORLD_SIZE", "1") != "1"
-    return several or isinstance(run.learner.backend, MegatronBackend)
 
 
 def _exporter(run: Run, directory: Path, redis: str, metrics: str) -> Exporter:

@@ -1,17 +1,20 @@
 """Builds a learner, one function per component, so that the loop need not know what was configured."""
 
 import logging
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
+import typer
 
 from areal_q.checks.model import check_fit, longest_prompt
 from areal_q.checks.settings import check_sets
-from areal_q.config import BroadcastConfig, Run, dump_toml, workers_hash
+from areal_q.config import BroadcastConfig, MegatronBackend, Run, dump_toml, workers_hash
 from areal_q.errors import ConfigError
 from areal_q.models.shape import shape_of
 from areal_q.observability.metrics_log import MetricsLog, read_metrics
@@ -74,41 +77,44 @@ def build_admission(
 
     `own_sets` has the problems of the evaluation sets that have their own. A fresh run deletes what an earlier
     run of the same name left in Redis."""
-    found = buffer.published_id()
-    if state and found and found != buffer.run_id:
+    prepare_redis(buffer, state)
+    new = partial(Admission, AdmissionSettings.of(run), task, tokenizer, buffer, own_sets=own_sets)
+    if state is None:
+        return new(0, set())
+    cursor, before = buffer.cursor(), set(state.outstanding)
+    if cursor is None:
+        buffer.position = START
+        admission = new(state.cursor, set(), order=state.order)
+        admission.issue(state.outstanding, state.step)
+        return admission
+    # Groups of tickets that were never admitted, because forged or of another history, are ignored.
+    cursor = max(cursor, state.cursor)
+    alive = {n for n in buffer.open_tickets() | set(buffer.unread()) if n < cursor}
+    # A Redis that lost its last seconds has an older cursor, and contains finished tickets again.
+    outstanding = {n for n in alive if n >= state.cursor} | (alive & before)
+    admission = new(cursor, outstanding, (before - alive) | set(state.lost), state.order)
+    if admission.order.remembers:
+        for number, problem, why in buffer.drawn():
+            if number in outstanding:
+                admission.order.take_up(number, problem, why)
+        admission.order.lost(before - alive)
+    return admission
+
+
+def prepare_redis(buffer: LearnerBuffer, state: checkpoint.State | None) -> None:
+    """Deletes what an earlier run of this name, or asked by an earlier learner, is there, and begins to read
+    groups at the position of the checkpoint."""
+    if state is None:
+        return buffer.forget()
+    if (found := buffer.published_id()) not in ("", buffer.run_id):
         logger.warning("redis holds another run of this name (%s): its state is forgotten", found)
         buffer.forget()
-    if state:
-        buffer.position = state.position
-        if buffer.rewind():
-            logger.warning(
-                "redis gives groups smaller ids than the checkpoint knew: their stream is read anew"
-            )
-        buffer.drop_eval()  # the learner that asked for these evaluations has ended
-    else:
-        buffer.forget()
-    new = partial(Admission, AdmissionSettings.of(run), task, tokenizer, buffer)
-    cursor = buffer.cursor()
-    if cursor is not None and state:
-        # Groups of tickets that were never admitted, because forged or of another history, are ignored.
-        admitted = max(cursor, state.cursor)
-        alive = {n for n in buffer.open_tickets() | set(buffer.unread()) if n < admitted}
-        # A Redis that lost its last seconds has an older cursor, and contains finished tickets again.
-        outstanding = {n for n in alive if n >= state.cursor} | (alive & set(state.outstanding))
-        lost = (set(state.outstanding) - alive) | set(state.lost)
-        cursor = max(cursor, state.cursor)
-        admission = new(cursor, outstanding, lost, state.order, own_sets)
-        if admission.order.remembers:
-            for number, problem, why in buffer.drawn():
-                if number in outstanding:
-                    admission.order.take_up(number, problem, why)
-            admission.order.lost(set(state.outstanding) - alive)
-        return admission
-    admission = new(state.cursor if state else 0, set(), None, state and state.order, own_sets)
-    if state:
-        buffer.position = START
-        admission.issue(state.outstanding, state.step)
-    return admission
+    buffer.position = state.position
+    if buffer.rewind():
+        logger.warning(
+            "redis gives groups smaller ids than the checkpoint knew: their stream is read anew"
+        )
+    buffer.drop_eval()  # the learner that asked for these evaluations has ended
 
 
 def reached_at(endpoint: str, host: str | None) -> str:
@@ -127,6 +133,30 @@ def _check_broadcast(settings: BroadcastConfig, announce: str, fetch: str) -> No
         WeightServer(announce, fetch, settings).close()
     except ConfigError as error:
         raise ConfigError(f"broadcast: {error}") from error
+
+
+def has_ranks(run: Run) -> bool:
+    """Returns True if the model is sharded by torch.distributed, over one process or several."""
+    several = os.environ.get("WORLD_SIZE", "1") != "1"
+    return several or isinstance(run.learner.backend, MegatronBackend)
+
+
+def ranks_of(run: Run) -> Ranks:
+    """Returns this process's rank among those that torchrun started; ALONE if the model is not sharded."""
+    if not has_ranks(run):
+        return ALONE
+    from learner.multi_process import join
+
+    return join(run)
+
+
+def leave(run: Run, code: int) -> NoReturn:
+    """Ends this process, which learnt as `run` says, with `code`."""
+    if has_ranks(run):
+        from learner.multi_process import exit_process
+
+        exit_process(code)
+    raise typer.Exit(code)
 
 
 def updater_of(policy: TorchPolicy, run: Run, ranks: Ranks) -> PolicyUpdater:

@@ -34,6 +34,7 @@ from torch.distributed.rendezvous import rendezvous
 from areal_q.config import AdamW, MegatronBackend, Run, TorchBackend
 from areal_q.errors import ConfigError, RankLost
 from areal_q.system.processes import end_with_parent
+from learner.arithmetic import set_arithmetic
 from learner.backends.base import Shard
 from learner.backends.data_parallel import Ranks
 from learner.backends.messages import Begin, Collect, End, Message, Piece, Reset, Step
@@ -257,6 +258,13 @@ def follow(run: Run, ranks: Ranks) -> None:
     run = msgspec.structs.replace(run, learner=learner, rollout=rollout)
     with names_a_lost_rank(ranks):
         _take_part(_shard(begin, run, ranks, None), ranks)
+
+
+def follow_and_exit(run: Run) -> NoReturn:
+    """Takes part in the steps of rank 0, and ends this process."""
+    set_arithmetic(run.learner.threads, run.learner.device)
+    follow(run, join(run))
+    exit_process()
 
 
 def _take_part(shard: Shard, ranks: Ranks) -> None:

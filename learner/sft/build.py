@@ -1,7 +1,6 @@
 """Builds a supervised run: rows, tokenizer, policy, ranks, and where it goes on from."""
 
 import math
-import os
 import threading
 from pathlib import Path
 
@@ -9,7 +8,7 @@ from msgspec.structs import replace
 
 from areal_q.checks.combinations import check_context, check_foreign, check_norms
 from areal_q.checks.model import check_experts, check_format, check_vocabulary
-from areal_q.config import MegatronBackend, PretrainedModel, Run, Sft
+from areal_q.config import PretrainedModel, Run, Sft
 from areal_q.models.hf.weight_files import check_tensors
 from areal_q.models.shape import shape_of
 from areal_q.observability.metrics_log import MetricsLog
@@ -45,12 +44,6 @@ def rows_of(run: Run) -> tuple[Run, Task | Rows]:
 def _settings(run: Run) -> Sft:
     assert run.sft is not None
     return run.sft
-
-
-def has_ranks(run: Run) -> bool:
-    """Returns True if the model is sharded by torch.distributed, over one process or several."""
-    several = os.environ.get("WORLD_SIZE", "1") != "1"
-    return several or isinstance(run.learner.backend, MegatronBackend)
 
 
 def build_supervised(

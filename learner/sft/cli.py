@@ -10,11 +10,12 @@ The learner is that of RL, without Redis and workers.
 import logging
 import os
 import signal
+from contextlib import closing
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
-import typer
 from msgspec.structs import replace
+from typer import Argument, Option
 
 from areal_q.checks.automatic import settled, why_dtype
 from areal_q.checks.hub import fetched
@@ -33,23 +34,17 @@ EXITS = (
 )
 
 
+CONFIG = "a TOML file, the name of a configuration that comes with areal-q, or a run's directory"
+
+
 def main(
-    config: Annotated[
-        str,
-        typer.Argument(
-            metavar="CONFIG",
-            help="a TOML file, the name of a configuration that comes with areal-q, or a run's directory",
-        ),
-    ],
+    config: Annotated[str, Argument(metavar="CONFIG", help=CONFIG)],
     overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="a.b=c", help="settings on top, such as sft.batch=64"),
+        list[str] | None, Argument(metavar="a.b=c", help="settings on top, such as sft.batch=64")
     ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="go on from the newest checkpoint")
-    ] = False,
+    resume: Annotated[bool, Option("--resume", help="go on from the newest checkpoint")] = False,
     name: Annotated[
-        str | None, typer.Option(help="name of the run; default: CONFIG's own and -sft")
+        str | None, Option(help="name of the run; default: CONFIG's own and -sft")
     ] = None,
 ) -> None:
     """Train on conversations or answers, with the learner of RL: packing, optimizer, checkpoints, backends.
@@ -73,38 +68,25 @@ def main(
         raise ConfigError(
             f"{run_dir.path_of(run)}: no supervised run; go on with areal-q run --resume"
         )
-    run = run if run.sft else replace(run, sft=Sft())
+    from learner.supervised.supervised_step import supervised
+
+    run = supervised(run if run.sft else replace(run, sft=Sft()))
     if follows:
-        _follow(run)
-    raise typer.Exit(_train(run, resume, stop))
+        from learner.multi_process import follow_and_exit
+
+        follow_and_exit(run)
+    _train(run, resume, stop)
 
 
-def _follow(run: Run) -> None:
-    """Takes part in the steps of rank 0, and ends this process."""
+def _train(run: Run, resume: bool, stop: StopRequest) -> NoReturn:
+    """Trains, shows the run meanwhile, and ends this process."""
     from learner.arithmetic import set_arithmetic
-    from learner.multi_process import exit_process, follow, join
-    from learner.supervised.supervised_step import supervised
+    from learner.build import leave, ranks_of
+    from learner.sft.build import build_supervised, rows_of
 
-    run = supervised(run)
+    run = settled(fetched(run))
     set_arithmetic(run.learner.threads, run.learner.device)
-    follow(run, join(run))
-    exit_process()
-
-
-def _train(run: Run, resume: bool, stop: StopRequest) -> int:
-    """Trains, and shows the run meanwhile. Returns the exit code."""
-    from learner.arithmetic import set_arithmetic
-    from learner.backends.data_parallel import ALONE
-    from learner.sft.build import build_supervised, has_ranks, rows_of
-    from learner.supervised.supervised_step import supervised
-
-    run = settled(fetched(supervised(run)))
-    set_arithmetic(run.learner.threads, run.learner.device)
-    ranks = ALONE
-    if has_ranks(run):  # before all that takes long: the others do not wait for ever
-        from learner.multi_process import join
-
-        ranks = join(run)
+    ranks = ranks_of(run)  # before all that takes long: the others do not wait for ever
     counted, rows = rows_of(run)
     run = run if resume else counted
     view = build_view(run)
@@ -118,17 +100,10 @@ def _train(run: Run, resume: bool, stop: StopRequest) -> int:
         metrics.also("view", lambda _: view.refresh())
         try:
             training = build_supervised(run, directory, rows, resume, metrics, stop, ranks)
-            try:
+            with closing(training):
                 done = training.train(stop)
-            finally:
-                training.close()
         finally:
             metrics.close()
             view.stop()
     view.finish()
-    code = 0 if done or stop.number == signal.SIGINT else stop.exit_code
-    if has_ranks(run):
-        from learner.multi_process import exit_process
-
-        exit_process(code)
-    return code
+    leave(run, 0 if done or stop.number == signal.SIGINT else stop.exit_code)
