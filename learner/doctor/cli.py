@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Exit, Option, echo
 
 from areal_q.errors import ConfigError
 from areal_q.observability.metrics_log import has_ended
@@ -23,24 +23,20 @@ EXITS = (
 )
 
 
+PROBE = "go on for so many steps at learning rate 0, beside RUN, and look at these"
+
+
 def main(
-    directory: Annotated[Path, typer.Argument(metavar="RUN", help="a run's directory")],
+    directory: Annotated[Path, Argument(metavar="RUN", help="a run's directory")],
     first: Annotated[
-        int | None, typer.Option("--from", min=0, help="first step; default: 10 before the end")
+        int | None, Option("--from", min=0, help="first step; default: 10 before the end")
     ] = None,
     stop: Annotated[
-        int | None, typer.Option("--to", min=1, help="step to stop before; default: the log's end")
+        int | None, Option("--to", min=1, help="step to stop before; default: the log's end")
     ] = None,
-    probe: Annotated[
-        int,
-        typer.Option(
-            "--probe",
-            min=0,
-            help="go on for so many steps at learning rate 0, beside RUN, and look at these",
-        ),
-    ] = 0,
+    probe: Annotated[int, Option("--probe", min=0, help=PROBE)] = 0,
     follow: Annotated[
-        bool, typer.Option("--follow", help="again whenever the log has grown, until the run ends")
+        bool, Option("--follow", help="again whenever the log has grown, until the run ends")
     ] = False,
 ) -> None:
     """Says why the run does not learn, and splits the gap between behaviour and learner by cause; writes
@@ -52,7 +48,6 @@ def main(
 
     Exit codes: 0 fine, or nothing worse than a note; 1 look at what is named; 2 no such run, or no log.
     """
-
     if follow and (probe or stop is not None):
         raise ConfigError("--follow: goes on to the log's end, so without --probe and --to")
     console = command.console()
@@ -64,7 +59,7 @@ def main(
     while follow and _grows(directory, stop):
         console.rule(time.strftime("%H:%M:%S"))
         stop, grave = _look(directory, first, None, console)
-    raise typer.Exit(1 if grave else 0)
+    raise Exit(1 if grave else 0)
 
 
 def _look(directory: Path, first: int | None, stop: int | None, console) -> tuple[int, bool]:
@@ -77,9 +72,9 @@ def _look(directory: Path, first: int | None, stop: int | None, console) -> tupl
     doctor_screen(examined, console)
     try:
         write_json(examined, directory / "doctor.json")
-        typer.echo(directory / "doctor.json")
+        echo(directory / "doctor.json")
     except OSError as error:  # the run may be readable but not writable
-        typer.echo(f"{directory / 'doctor.json'}: not written: {error.strerror}")
+        echo(f"{directory / 'doctor.json'}: not written: {error.strerror}")
     return examined.stop, any(finding.severity != "note" for finding in examined.findings)
 
 

@@ -145,9 +145,8 @@ class Probe:
         terms = np.full((len(behavior), len(TERMS)), np.nan)
         for u in np.unique(version[version != _UNKNOWN]):
             mine = version == u
-            chain = self._chain(
-                score, self.versions[int(u)], samples, mine, temperatures, policy.temperature
-            )
+            given = samples, mine, temperatures, policy.temperature
+            chain = self._chain(score, self.versions[int(u)], *given)
             levels = np.stack([proximal, *chain, behavior])[:, mine]
             split = -np.diff(levels, axis=0)
             rest, begun = split[-1], first_span[mine]
@@ -155,16 +154,12 @@ class Probe:
                 [*split[:-1], np.where(begun, 0.0, rest), np.where(begun, rest, 0.0)], axis=1
             )
         table = TokenTable(
-            step=np.full(len(behavior), step),
-            lag=np.concatenate([s.lag for s in samples]),
+            step=np.full(len(behavior), step), lag=np.concatenate([s.lag for s in samples]),
             position=np.concatenate([np.arange(n) for n in lengths]),
             response=np.repeat(np.arange(len(samples)) + self.responses, lengths),
             advantage=np.repeat([s.advantage for s in samples], lengths),
-            behavior=behavior,
-            proximal=proximal,
-            entropy=entropy,
-            terms=terms,
-        )
+            behavior=behavior, proximal=proximal, entropy=entropy, terms=terms,
+        )  # fmt: skip
         return table.where((_tokens(samples, "loss_mask") != 0) & np.isfinite(behavior))
 
     def _known(self, span, history: VersionHistory) -> int:
