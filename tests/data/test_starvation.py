@@ -152,7 +152,7 @@ def test_a_warning_is_on_screen_until_the_next_step(tmp_path: Path):
         view.start(tmp_path / "demo")
         view.refresh()
         assert "warning: no step for 20 s" in console.file.getvalue()  # pyright: ignore
-        history = History(10)
+        history = History(Run(steps=10))
         shown = []
         metrics.write("step", 5, {"reward/mean": 0.0})
         for record in read_metrics(tmp_path / "demo" / METRICS_FILE):
