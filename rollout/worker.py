@@ -39,8 +39,6 @@ from areal_q.messages import (
     Group,
     Manifest,
     PartialGroup,
-    Ticket,
-    Trajectory,
     WorkerStatus,
 )
 from areal_q.system.command import escaped
@@ -229,12 +227,15 @@ class Worker:
         await self._environment(ticket, work.responses)
         ticket, responses = with_shared_prompt(ticket, work.responses)
         self._timeouts += sum(r.finish_reason == "timeout" for r in responses)
+        scores = await scored(self._reward, ticket, responses, self._tokenizer)
+        wanted = self._routes and ticket.purpose == "train"
+        pairs = zip(responses, scores, strict=True)
         group = Group(
             ticket=ticket,
             worker=self.name,
             engine=self._engine.name,
             weight_format=self._format,
-            trajectories=await self._scored(ticket, responses),
+            trajectories=[r.trajectory(i, s, routes=wanted) for i, (r, s) in enumerate(pairs)],
             started_s=started,
             finished_s=time.time(),
         )
@@ -262,13 +263,6 @@ class Worker:
             if newest - self._max_lag <= min(versions) and max(versions) <= newest:
                 work.responses[index] = Response.of(half)
                 self._resumed += 1
-
-    async def _scored(self, ticket: Ticket, responses: list[Response]) -> list[Trajectory]:
-        """Returns the records of the responses."""
-        scores = await scored(self._reward, ticket, responses, self._tokenizer)
-        wanted = self._routes and ticket.purpose == "train"
-        pairs = zip(responses, scores, strict=True)
-        return [r.trajectory(i, score, routes=wanted) for i, (r, score) in enumerate(pairs)]
 
     async def _swap(self) -> None:
         while True:

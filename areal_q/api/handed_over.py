@@ -12,7 +12,7 @@ import hashlib
 import inspect
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -96,7 +96,8 @@ def _add(thing: Any, name: str, imports: dict[str, None], rest: dict[str, str]) 
             raise _refused(name, f"it uses {free[0]!r} of the function around it")
         surroundings = inspect.unwrap(thing).__globals__
     rest[name] = ""  # it may use itself
-    for used in _used(tree):
+    names = (node for node in ast.walk(tree) if isinstance(node, ast.Name))
+    for used in dict.fromkeys(node.id for node in names if isinstance(node.ctx, ast.Load)):
         if used in rest or used not in surroundings:
             continue
         value = surroundings[used]
@@ -110,11 +111,6 @@ def _add(thing: Any, name: str, imports: dict[str, None], rest: dict[str, str]) 
             what = type(value).__name__
             raise _refused(name, f"it uses {used!r}, a {what} that is in this process alone")
     rest[name] = rest.pop(name) + source  # after what it uses
-
-
-def _used(tree: ast.Module) -> Iterator[str]:
-    names = (n for n in ast.walk(tree) if isinstance(n, ast.Name))
-    yield from dict.fromkeys(n.id for n in names if isinstance(n.ctx, ast.Load))
 
 
 def _imported(name: str, value: Any) -> str:

@@ -52,8 +52,12 @@ _BF16_FLAGS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16"}
 def settled(run: Run) -> Run:
     """Returns `run` with values in place of `auto`, and with transformers' in place of our decoder and engine
     for a model that is not ours."""
-    run = _computable(run)
+    if type(run.model) is PretrainedModel and _is_foreign(run):
+        run = msgspec.structs.replace(run, model=HfModel(path=run.model.path))
     learner, rollout = run.learner, run.rollout
+    if isinstance(run.model, HfModel) and type(rollout.engine) is TorchEngine:
+        engine = HfEngine(**msgspec.structs.asdict(rollout.engine))
+        rollout = msgspec.structs.replace(rollout, engine=engine)
     if learner.dtype == "auto":
         learner = msgspec.structs.replace(learner, dtype=_dtype(run)[0])
     if rollout.unquantized == "auto":
@@ -67,16 +71,6 @@ def settled(run: Run) -> Run:
     return msgspec.structs.replace(run, learner=learner, rollout=rollout)
 
 
-def _computable(run: Run) -> Run:
-    if type(run.model) is PretrainedModel and _is_foreign(run):
-        run = msgspec.structs.replace(run, model=HfModel(path=run.model.path))
-    if not isinstance(run.model, HfModel) or type(run.rollout.engine) is not TorchEngine:
-        return run
-    engine = HfEngine(**msgspec.structs.asdict(run.rollout.engine))
-    rollout = msgspec.structs.replace(run.rollout, engine=engine)
-    return msgspec.structs.replace(run, rollout=rollout)
-
-
 def _is_foreign(run: Run) -> bool:
     """Returns True if the model is of a family, or a variant of one, that our decoder does not have; False if
     its config.json cannot be read."""
@@ -87,7 +81,7 @@ def _is_foreign(run: Run) -> bool:
     except NotOurs:
         return True
     except (CheckpointError, ValueError, TypeError, ArithmeticError):
-        return False
+        pass
     return False
 
 

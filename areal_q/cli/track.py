@@ -69,7 +69,8 @@ def main(
     for label, tracker in trackers.items():
         with _alone(directory, label), _failing(directory, label):
             if anew:
-                _forget(directory, label)
+                for scratch in ("id", "logged"):
+                    (scratch_of(directory, label) / scratch).unlink(missing_ok=True)
             _track(run, directory, label, tracker, follow)
 
 
@@ -126,11 +127,6 @@ def _report(directory: Path, scratch: Path) -> Path | None:
         logger.warning("there is no report: %s", done.stderr.strip().rpartition("\n")[2])
         return None
     return out
-
-
-def _forget(directory: Path, label: str) -> None:
-    for name in ("id", "logged"):
-        (scratch_of(directory, label) / name).unlink(missing_ok=True)
 
 
 @contextmanager

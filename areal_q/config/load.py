@@ -112,22 +112,16 @@ def _convert(table: Table) -> Run | list[str]:
     """Returns the run that `table` describes, or all that is wrong with it."""
     table = merge(msgspec.to_builtins(Run()), table)
     try:
-        run = _with_schedule(msgspec.convert(table, Run))
+        run = msgspec.convert(table, Run)
     except msgspec.ValidationError as error:
         return [fault(error, table)]
-    return broken_rules(run) or run
-
-
-def _with_schedule(run: Run) -> Run:
-    """Returns `run` whose noise has its length written out, since `steps` may change when a run resumes: what
-    was published before must stay what it was."""
     aqn = run.rollout.aqn
-    if aqn is None or aqn.steps:
-        return run
-    rollout = msgspec.structs.replace(
-        run.rollout, aqn=msgspec.structs.replace(aqn, steps=run.steps)
-    )
-    return msgspec.structs.replace(run, rollout=rollout)
+    if aqn is not None and not aqn.steps:
+        # `steps` may change when a run resumes, and the noise that was published before must stay what it was.
+        aqn = msgspec.structs.replace(aqn, steps=run.steps)
+        rollout = msgspec.structs.replace(run.rollout, aqn=aqn)
+        run = msgspec.structs.replace(run, rollout=rollout)
+    return broken_rules(run) or run
 
 
 def parsed(text: str) -> tuple[str, Any]:

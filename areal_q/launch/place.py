@@ -72,7 +72,10 @@ def prepared(run: Run) -> Path:
         with replacing(place / SETTINGS) as scratch:
             scratch.write_text(dump_toml(run), "utf-8")
         if not (place / PASSWORD).exists():
-            _write_secret(place / PASSWORD, secrets.token_hex(32))
+            # Nobody else may read it, not even while it is written.
+            handle = os.open(place / PASSWORD, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(handle, "w", encoding="utf-8") as file:
+                file.write(secrets.token_hex(32))
         (place / _ENDED).unlink(missing_ok=True)
         shutil.rmtree(place / _REFUSED, ignore_errors=True)
     except OSError as error:
@@ -86,13 +89,6 @@ def prepared(run: Run) -> Path:
         if made.returncode:
             raise ConfigError(f"{place / KEYS}: {made.stderr.strip()}")
     return place
-
-
-def _write_secret(path: Path, text: str) -> None:
-    """Writes a file that nobody else may read, not even while it is written."""
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with open(handle, "w", encoding="utf-8") as file:
-        file.write(text)
 
 
 def close_secrets(place: Path) -> None:

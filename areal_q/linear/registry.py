@@ -26,10 +26,8 @@ from areal_q.quant.formats.int8 import Int8
 
 def linear_of(format: Format, parts: Sequence[Parts]) -> Stacked:
     """Returns x ↦ x · Wᵀ as the engine runs it; W: the weights of `parts`, stacked over outputs."""
-    return LINEARS.get(type(format), _dequantized)(format, parts)
-
-
-def _dequantized(format: Format, parts: Sequence[Parts]) -> Stacked:
+    if made := LINEARS.get(type(format)):
+        return made(format, parts)
     return FloatLinear(torch.cat([format.dequantize(p) for p in parts]))
 
 

@@ -120,7 +120,10 @@ class LearningJudge:
 
     def _add_step(self, record: Record) -> None:
         self._steps += 1
-        self._add_norm(record)
+        norm = record.get("train/grad_norm") or 0.0
+        before = [n for r in self._recent if (n := r.get("train/grad_norm"))]
+        if len(before) >= LASTING and (times := norm / statistics.median(before)) >= JUMP:
+            self._jump = max(self._jump, (times, record["step"], norm))
         self._recent.append(record)
         # By a teacher, or a reference policy.
         taught = any(record.get(key) is not None for key in ("teacher/kl", "reference/kl"))
@@ -139,12 +142,6 @@ class LearningJudge:
         self._judged.update({k: record.get(f"reward/{k}") or 0 for k in OPINIONS})
         if (now := self._reward_level()) is not None:
             _keep(self._rewards, now)
-
-    def _add_norm(self, record: Record) -> None:
-        norm = record.get("train/grad_norm") or 0.0
-        before = [n for r in self._recent if (n := r.get("train/grad_norm"))]
-        if len(before) >= LASTING and (times := norm / statistics.median(before)) >= JUMP:
-            self._jump = max(self._jump, (times, record["step"], norm))
 
     def _reward_level(self) -> _Level | None:
         """Returns the mean over the last AVERAGED steps, whose differences from each other tell its error; None

@@ -79,8 +79,11 @@ class Exporter(Collector):
             counter = line.exported.endswith("_total")
             family = CounterMetricFamily if counter else GaugeMetricFamily
             metric = family(PREFIX + line.exported, line.meaning, labels=names)
-            for split, value in _series(line, values):
-                metric.add_metric([*self._labels.values(), *split], value)
+            for key in values if line.label else [line.key]:
+                found, value = line.match(key), values.get(key)
+                if found and value is not None:
+                    number = float(len(value) if isinstance(value, list) else value)
+                    metric.add_metric([*self._labels.values(), *found.groups()], number)
             yield metric
         if crashes := os.environ.get(CRASHES_VARIABLE):
             yield self._gauge(CRASHES, "Crashes in the half hour before this start", float(crashes))
@@ -146,11 +149,3 @@ def _noting(handler: Any, exporter: Exporter) -> type[WSGIRequestHandler]:
                 exporter.was_read(began_s)
 
     return Noting
-
-
-def _series(line: Metric, values: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], float]]:
-    """Yields (values of the label, if it has one, number) for each series that has a number."""
-    for key in values if line.label else [line.key]:
-        found, value = line.match(key), values.get(key)
-        if found and value is not None:
-            yield found.groups(), float(len(value) if isinstance(value, list) else value)

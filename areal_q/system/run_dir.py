@@ -222,7 +222,8 @@ def claimed(run: Run, resume: bool) -> Iterator[tuple[Path, Path | None]]:
             if learnt_nothing(directory):
                 _clear_start(directory)
             else:
-                moved = _move_aside(directory)
+                numbered = (directory.with_name(f"{run.name}.{n}") for n in itertools.count(1))
+                moved = directory.rename(next(path for path in numbered if not path.exists()))
         (directory / "logs").mkdir(parents=True, exist_ok=True)
         handle = _lock(directory)
         file = directory / "config.toml"
@@ -250,7 +251,9 @@ def resumed(directory: Path, overrides: list[str]) -> Run:
     saved = load(directory / "config.toml", place)
     again = as_before(override(saved, *overrides), saved)
     _check_unchanged(saved, again)
-    if (step := _newest_step(directory)) > again.steps:
+    names = (path.name.partition("-")[2] for path in (directory / "checkpoints").glob("step-*"))
+    step = max((int(name) for name in names if name.isdigit()), default=0)
+    if step > again.steps:
         raise ConfigError(
             f"steps = {again.steps}: {directory} is at step {step} already; to go on, ask for more, such as "
             f"steps={2 * step}"
@@ -309,12 +312,6 @@ def has_checkpoint(directory: Path) -> bool:
     same step when its learner was killed, and that the next learner restores."""
     found = directory / "checkpoints"
     return any(path.is_dir() for kind in ("step-*", ".old-*") for path in found.glob(kind))
-
-
-def _newest_step(directory: Path) -> int:
-    """Returns the step of the newest checkpoint, or 0 if there is none."""
-    names = (path.name.partition("-")[2] for path in (directory / "checkpoints").glob("step-*"))
-    return max((int(name) for name in names if name.isdigit()), default=0)
 
 
 def learnt_nothing(directory: Path) -> bool:
@@ -389,14 +386,6 @@ def as_texts(settings: Mapping[str, Any] | None) -> list[str]:
 def _last_written(directory: Path) -> float:
     metrics = directory / METRICS_FILE
     return (metrics if metrics.exists() else directory / "config.toml").stat().st_mtime
-
-
-def _move_aside(directory: Path) -> Path:
-    """Renames runs/demo to runs/demo.1, or to the next free number, and returns the new path."""
-    numbered = (directory.with_name(f"{directory.name}.{n}") for n in itertools.count(1))
-    free = next(path for path in numbered if not path.exists())
-    directory.rename(free)
-    return free
 
 
 def try_lock(directory: Path) -> int | None:

@@ -25,7 +25,9 @@ async def server_of(model: ModelConfig, config: SglangEngine) -> list[CheckResul
     """Finds out whether an SGLang server answers at `config.url`, with which model and settings, and whether it
     can load the run's weights. Raises CheckpointError if the run's own model cannot be read."""
     assert config.url is not None
-    ours = _family(model)
+    ours = "qwen3_moe" if not isinstance(model, PretrainedModel) and model.experts else "qwen3"
+    if isinstance(model, PretrainedModel):
+        ours = load_config(model.path).family
     name = "sglang server"
     try:
         client = SglangClient(config.url, secret("SGLANG_KEY_FILE"), ASK_S)
@@ -60,14 +62,6 @@ async def _asked(
             "its settings", "error", str(error), "start it anew, or change the setting"
         )
     yield await _weights(client, config)
-
-
-def _family(model: ModelConfig) -> str:
-    """Returns the family of the run's model, as Hugging Face's `model_type` names it. Raises CheckpointError
-    for a directory that holds no model."""
-    if isinstance(model, PretrainedModel):
-        return load_config(model.path).family
-    return "qwen3_moe" if model.experts else "qwen3"
 
 
 def _model(told: dict[str, Any], ours: str) -> CheckResult:

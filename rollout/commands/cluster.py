@@ -54,7 +54,10 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
 def gather(client: redis.Redis, run: str, source: WeightSource, silent_s: float) -> Cluster:
     """Returns the state of run `run`. `silent_s` is how many seconds without news count as a fault. Raises
     redis.RedisError if Redis does not answer, and ConfigError for CURVE keys that cannot be used."""
-    beats, refused = _workers(client, run)
+    keys = Keys(run)
+    names: Any = client.smembers(keys.workers)
+    told: Any = client.mget([*map(keys.worker, sorted(names))]) if names else []
+    beats, refused = read_heartbeats(sorted(names), told)
     buffer = inspect_state.read_status(client, run)
     newest, subscribers = _learner(client, run, source)
     since = None if newest is None else max(0.0, time.time() - newest.published_s)
@@ -74,15 +77,6 @@ def gather(client: redis.Redis, run: str, source: WeightSource, silent_s: float)
             *_starves(client, run),
         ],
     )
-
-
-def _workers(client: redis.Redis, run: str) -> tuple[list[WorkerStatus], list[str]]:
-    """Returns the workers' heartbeats, and a sentence for each that cannot be read."""
-    keys = Keys(run)
-    found: Any = client.smembers(keys.workers)
-    names: list[bytes] = sorted(found)
-    beats: Any = client.mget([*map(keys.worker, names)]) if names else []
-    return read_heartbeats(names, beats)
 
 
 def _learner(client: redis.Redis, run: str, source: WeightSource) -> tuple[HeldVersion | None, int]:

@@ -200,7 +200,8 @@ class GroupStepper:
             out = net(input_ids=rows.ids[:, -1:], past_key_values=rows.cache, use_cache=True)
             rows.cache = out.past_key_values
             return out.logits[:, -1].float()
-        last = {"logits_to_keep": 1} if _keeps_last(net) else {}
+        takes = inspect.signature(net.forward).parameters
+        last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
         ids = rows.ids if rows.drawn else rows.ids[:1]
         out = net(input_ids=ids, use_cache=True, **last)
         rows.cache, logits = out.past_key_values, out.logits[:, -1].float()
@@ -239,7 +240,3 @@ class GroupStepper:
             spans=self.versions.spans(job.started, len(ids)),
             finish_reason=job.finish_reason(index, ids.tolist()),
         )
-
-
-def _keeps_last(net: Any) -> bool:
-    return "logits_to_keep" in inspect.signature(net.forward).parameters

@@ -98,7 +98,12 @@ class Feed:
         """Hands what is new to the tracker. Returns how many records it took."""
         records, replaced = self._tail.read()
         if replaced:
-            self._rewind(records)
+            # The file was written anew or opened: the records are all of it.
+            self._held_back = lost = self._logged.lost(records)
+            kept = self._tracker.rewind(min(step for _, step in lost) - 1) if lost else None
+            if kept is not None:
+                self._logged.forget(after=kept)
+                self._held_back = set()
         taken = 0
         for record in records:
             self.end = record if record["kind"] == "end" else None
@@ -111,14 +116,6 @@ class Feed:
                 taken += 1
             self._logged.add(record)
         return taken
-
-    def _rewind(self, records: list[Record]) -> None:
-        """Takes the file as it is now, after it was written anew or opened: `records` are all of it."""
-        self._held_back = lost = self._logged.lost(records)
-        kept = self._tracker.rewind(min(step for _, step in lost) - 1) if lost else None
-        if kept is not None:
-            self._logged.forget(after=kept)
-            self._held_back = set()
 
 
 def _digest(record: Record) -> str:

@@ -46,12 +46,8 @@ def quantize(w: Tensor, scale: Tensor, block: int, name: str) -> Tensor:
     packed = dispatch.four_bits(w, scale, block, w.shape[1] // 2, kind="e2m1")
     if packed is not None:
         return packed
-    return _pack(_encode(unblocked(blocked(w, block) / scale.unsqueeze(-1), w.shape[1])))
-
-
-def _pack(codes: Tensor) -> Tensor:
-    """Codes [out, in] → uint8 [out, in / 2], the first in the low half."""
-    return codes[:, ::2] | codes[:, 1::2] << 4
+    codes = _encode(unblocked(blocked(w, block) / scale.unsqueeze(-1), w.shape[1]))
+    return codes[:, ::2] | codes[:, 1::2] << 4  # the first in the low half
 
 
 def unpack(packed: Tensor) -> Tensor:

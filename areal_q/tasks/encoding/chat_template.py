@@ -253,15 +253,13 @@ class ChatTemplate:
             return said
         match said:
             case str():
-                return self._control.sub(lambda found: self._mark(found[0]), said)
+                ids = self._hf.convert_tokens_to_ids
+                return self._control.sub(lambda found: f"\x02{ids(found[0])}\x03", said)
             case dict():
                 return {name: self._hide(value) for name, value in said.items()}
             case list():
                 return [self._hide(value) for value in said]
         return said
-
-    def _mark(self, token: str) -> str:
-        return f"\x02{self._hf.convert_tokens_to_ids(token)}\x03"
 
     def _ids(self, text: str) -> list[int]:
         """Returns the ids of a rendered text. Marks become the text of their tokens again, which is encoded

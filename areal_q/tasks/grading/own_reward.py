@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from areal_q.errors import TaskError
 from areal_q.messages.trajectories import LARGEST_REWARD, LONGEST_NOTE
 from areal_q.plugins import load_function, place_of, user_code
-from areal_q.tasks.base import Completed, Message, Problem, Score
+from areal_q.tasks.base import Completed, Problem, Score
 
 NAMES = {
     "prompt": "the text of the prompt",
@@ -202,7 +202,10 @@ def _as_trl(
         row = {"answer": problem.answer} | row_of(problem)
         offered = {n: [v] * len(texts) for n, v in row.items() if n not in _NOT_BY_NAME}
         offered["prompts"] = [problem.asked] * len(texts)
-        offered["completions"] = [[_said(text)] for text in texts] if problem.messages else texts
+        offered["completions"] = texts
+        if problem.messages:
+            said = [[{"role": "assistant", "content": text}] for text in texts]
+            offered["completions"] = said
         offered["completion_ids"] = [[*r.ids] for r in responses]
         known = {*offered, *_Logged().functions}
         if missing := [n for n, must in names.items() if must and n not in known]:
@@ -210,10 +213,6 @@ def _as_trl(
         return {n: v for n, v in offered.items() if everything or n in names}
 
     return arguments
-
-
-def _said(text: str) -> Message:
-    return {"role": "assistant", "content": text}
 
 
 def row_of(problem: Problem) -> dict[str, Any]:

@@ -282,19 +282,16 @@ def _reward_file(run: Run) -> str | None:
 def check_reward(run: Run) -> None:
     """Raises ConfigError or TaskError for a reward with which no worker could start."""
     for name in run.sources:
-        _check_reward(run.of(name))
-
-
-def _check_reward(run: Run) -> None:
-    file = _reward_file(run)
-    if run.reward.judge:
-        _check_judge(run.reward)
-    elif file is None:
-        check_extra(run.task.grader)
-    elif isinstance(run.task, Python):  # the learner loads the problems from the same file
-        load_reward(file, run.reward.function)
-    else:
-        digest_of(file)
+        part = run.of(name)
+        file = _reward_file(part)
+        if part.reward.judge:
+            _check_judge(part.reward)
+        elif file is None:
+            check_extra(part.task.grader)
+        elif isinstance(part.task, Python):  # the learner loads the problems from the same file
+            load_reward(file, part.reward.function)
+        else:
+            digest_of(file)
 
 
 def _check_judge(cfg: RewardConfig) -> None:

@@ -89,7 +89,8 @@ class Pools:
                 again = "all problems are being asked"
                 self.take_up(number, Drawn(shuffled(turn, self._size, self._seed), again))
             else:
-                problem = self._next(chosen)
+                problem = next(iter(self._pools[chosen]), None)
+                problem = self._at(self._walked) if problem is None else problem
                 self.take_up(number, Drawn(problem, self._why(chosen, pool, problem)))
         return self.drawn[number]
 
@@ -131,10 +132,6 @@ class Pools:
             while self._walked < self._size and self._met(self._at(self._walked)):
                 self._walked += 1
         return bool(self._pools[pool]) or (pool == "new" and self._walked < self._size)
-
-    def _next(self, pool: Pool) -> int:
-        waiting = self._pools[pool]
-        return next(iter(waiting)) if waiting else self._at(self._walked)
 
     def _at(self, place: int) -> int:
         return shuffled(place, self._size, self._seed)

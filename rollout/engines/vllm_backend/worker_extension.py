@@ -231,7 +231,9 @@ class WorkerExtension:
         for _, layer in self._attention():
             for kind, largest in zip("kv", layer.areal_largest.tolist(), strict=True):
                 if largest > 0:
-                    _set_scale(layer, kind, largest / _E4M3_MAX)
+                    # vLLM keeps it in two places: a tensor for GPU kernels, and a number for others.
+                    getattr(layer, f"_{kind}_scale").fill_(largest / _E4M3_MAX)
+                    setattr(layer, f"_{kind}_scale_float", largest / _E4M3_MAX)
             layer.areal_largest.zero_()
 
     def areal_scales(self) -> dict[str, tuple[float, float]]:
@@ -249,12 +251,6 @@ def _observe(layer: Any, inputs: tuple[torch.Tensor, ...]) -> None:
     for largest, tensor in zip(layer.areal_largest, (key, value), strict=True):
         if tensor.numel():  # nothing here makes the host wait for a GPU
             torch.maximum(largest, tensor.abs().amax().float(), out=largest)
-
-
-def _set_scale(layer: Any, kind: str, scale: float) -> None:
-    """Sets a scale in both places where vLLM keeps it: a tensor for GPU kernels, and a number for others."""
-    getattr(layer, f"_{kind}_scale").fill_(scale)
-    setattr(layer, f"_{kind}_scale_float", scale)
 
 
 @contextlib.contextmanager
