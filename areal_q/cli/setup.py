@@ -22,8 +22,8 @@ from typing import Annotated
 import typer
 
 from areal_q.errors import ConfigError
+from areal_q.system.files import try_lock
 from areal_q.system.processes import READY, environment_at
-from areal_q.system.run_dir import try_lock
 
 Step = list[list[str]]
 """Commands of which the first that succeeds is enough"""

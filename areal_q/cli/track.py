@@ -27,8 +27,8 @@ from areal_q.observability.run_summary import plural
 from areal_q.observability.trackers.described import describe, scratch_of
 from areal_q.observability.trackers.feed import Feed, Logged
 from areal_q.observability.trackers.registry import open_tracker
+from areal_q.system.files import try_lock
 from areal_q.system.processes import module_command
-from areal_q.system.run_dir import try_lock
 from areal_q.system.stop_request import StopRequest
 
 EXITS = (

@@ -4,7 +4,8 @@ import os
 from pathlib import Path
 
 from areal_q.observability.metrics_log import read_metrics
-from areal_q.system.run_dir import METRICS_FILE, try_lock
+from areal_q.system.files import try_lock
+from areal_q.system.run_dir import METRICS_FILE
 
 
 def how_it_ended(directory: Path) -> tuple[str, bool] | None:

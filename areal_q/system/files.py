@@ -1,4 +1,5 @@
-"""Atomic writes of files and directories, tensors that others may read, and file names ordered by number.
+"""Atomic writes of files and directories, locks of directories, tensors that others may read, and file names
+ordered by number.
 
 A file or a directory is written under a hidden name beside its place, synced to disk, and renamed. A directory
 cannot be renamed onto one that has files, so the old one is renamed first. A crash leaves hidden names, which
@@ -8,12 +9,13 @@ cannot be renamed onto one that has files, so the old one is renamed first. A cr
     .old-NAME   about to be replaced                   becomes NAME again, unless NAME exists
 """
 
+import fcntl
 import glob
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,6 +72,33 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def try_lock(directory: Path) -> int | None:
+    """Returns a descriptor that locks `directory` until it is closed; None if another process has locked it, or
+    it was removed meanwhile. Raises OSError if it cannot be opened."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if directory.exists():
+            return handle
+    except BlockingIOError:
+        pass
+    os.close(handle)
+    return None
+
+
+def remove_abandoned(
+    parent: Path, prefix: str, before: Callable[[Path], object] = lambda directory: None
+) -> None:
+    """Removes those of this user's directories in `parent`, of names that begin with `prefix`, which no living
+    process has locked; `before` is called with each. An OSError leaves one as it is."""
+    for directory in parent.glob(f"{prefix}*"):
+        with suppress(OSError):
+            if directory.stat().st_uid == os.getuid() and (lock := try_lock(directory)) is not None:
+                before(directory)
+                shutil.rmtree(directory, ignore_errors=True)
+                os.close(lock)
 
 
 def save_tensors(

@@ -20,7 +20,6 @@ runs/NAME/
     report.html       made by `areal-q report`
 """
 
-import fcntl
 import itertools
 import json
 import os
@@ -49,7 +48,7 @@ from areal_q.config.objectives import parts_of
 from areal_q.config.tasks import chat_of
 from areal_q.errors import CheckpointError, ConfigError, TaskError
 from areal_q.plugins import absolute, digest_of
-from areal_q.system.files import replacing
+from areal_q.system.files import replacing, try_lock
 
 METRICS_FILE, RUN_ID_FILE, STOPS_FILE = "metrics.jsonl", "run-id", "stops.json"
 SETTINGS_DIR, TRACKERS_DIR, COMMIT_FILE = "settings", "trackers", "commit"
@@ -386,20 +385,6 @@ def as_texts(settings: Mapping[str, Any] | None) -> list[str]:
 def _last_written(directory: Path) -> float:
     metrics = directory / METRICS_FILE
     return (metrics if metrics.exists() else directory / "config.toml").stat().st_mtime
-
-
-def try_lock(directory: Path) -> int | None:
-    """Returns a descriptor that locks `directory` until it is closed; None if another process has locked it, or
-    it was removed meanwhile. Raises OSError if it cannot be opened."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if directory.exists():
-            return handle
-    except BlockingIOError:
-        pass
-    os.close(handle)
-    return None
 
 
 def _lock(directory: Path) -> int:

@@ -5,11 +5,11 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from areal_q.errors import ConfigError
-from areal_q.system.run_dir import try_lock
+from areal_q.system.files import remove_abandoned, try_lock
 
 MAX_SOCKET_BYTES = 100
 """Longest path of a socket, which the kernel takes up to 108 bytes"""
@@ -36,7 +36,7 @@ def socket_dir(run_dir: Path) -> Iterator[Path]:
     """Makes and locks the directory of `sockets_of`, and removes it at the end. Raises ConfigError if it cannot
     be made."""
     directory, lock = sockets_of(run_dir), None
-    _tidy(directory.parent)
+    remove_abandoned(directory.parent, SOCKETS_PREFIX)
     while lock is None:  # another launcher may have removed the directory before it was locked
         try:
             directory.mkdir(mode=0o700)
@@ -48,12 +48,3 @@ def socket_dir(run_dir: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(directory, ignore_errors=True)
         os.close(lock)
-
-
-def _tidy(parent: Path) -> None:
-    """Removes the directories of launchers that were killed: those of this user that no process has locked."""
-    for directory in parent.glob(f"{SOCKETS_PREFIX}*"):
-        with suppress(OSError):
-            if directory.stat().st_uid == os.getuid() and (lock := try_lock(directory)) is not None:
-                shutil.rmtree(directory, ignore_errors=True)
-                os.close(lock)

@@ -11,7 +11,7 @@ import redis
 
 from areal_q.config import load
 from areal_q.errors import AReaLQError, BufferUnavailable, ConfigError
-from areal_q.system.run_dir import try_lock
+from areal_q.system.files import try_lock
 from areal_q.system.socket_dir import sockets_of
 from buffer.redis_store.connection import connect
 from buffer.redis_store.keys import Keys

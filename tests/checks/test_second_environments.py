@@ -16,8 +16,8 @@ from areal_q.cli import setup
 from areal_q.cli.launcher import plan
 from areal_q.config import load
 from areal_q.errors import ConfigError
+from areal_q.system.files import try_lock
 from areal_q.system.processes import READY
-from areal_q.system.run_dir import try_lock
 
 NAMES = ("vllm", "sglang", "megatron", "verifiers")
 ASKS = {

@@ -24,7 +24,7 @@ from areal_q.cli.live_view import PlainView, awaited
 from areal_q.config import Python, Run, TorchBackend, dump_toml, load
 from areal_q.errors import CheckpointError, ConfigError
 from areal_q.observability.progress import History
-from areal_q.system import disk, run_dir
+from areal_q.system import disk, files, run_dir
 from buffer.redis_store.local_server import RedisServer
 
 CHILD = """
@@ -608,9 +608,9 @@ def test_the_newest_run_is_the_one_last_written_to(ended):
 
 
 def test_a_lock_is_held_once_and_only_while_it_is_held(tmp_path):
-    handle = run_dir.try_lock(tmp_path)
-    assert handle is not None and run_dir.try_lock(tmp_path) is None
+    handle = files.try_lock(tmp_path)
+    assert handle is not None and files.try_lock(tmp_path) is None
     os.close(handle)
-    again = run_dir.try_lock(tmp_path)
+    again = files.try_lock(tmp_path)
     assert again is not None
     os.close(again)

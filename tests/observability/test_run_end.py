@@ -16,7 +16,7 @@ from areal_q.config import Run, dump_toml
 from areal_q.errors import ConfigError
 from areal_q.observability.metrics_log import MetricsLog
 from areal_q.observability.run_end import how_it_ended
-from areal_q.system.run_dir import try_lock
+from areal_q.system.files import try_lock
 from buffer.admin import open_run
 from buffer.redis_store.local_server import RedisServer
 from buffer.weight_sync.commands import inspect_weights

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from areal_q.system.run_dir import try_lock
+from areal_q.system.files import remove_abandoned, try_lock
 
 SHARED_MEMORY = Path("/dev/shm")
 SEGMENTS = "segments"
@@ -23,7 +23,7 @@ class OwnDirectory:
     """A new directory in `parent`, which only this user can enter."""
 
     def __init__(self, prefix: str, parent: str | Path) -> None:
-        tidy(prefix, Path(parent))
+        remove_abandoned(Path(parent), prefix, _remove_segments)
         lock = None
         while lock is None:  # another worker may have removed the directory before it was locked
             self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
@@ -47,17 +47,6 @@ class OwnDirectory:
         os.close(self._lock)
 
 
-def tidy(prefix: str, parent: Path) -> None:
-    """Removes those of this user's directories in `parent` that no living worker has locked, and the shared
-    memory that they list."""
-    for directory in parent.glob(f"{prefix}*"):
-        with contextlib.suppress(OSError):
-            if directory.stat().st_uid == os.getuid() and (lock := try_lock(directory)) is not None:
-                _remove_segments(directory / SEGMENTS)
-                shutil.rmtree(directory, ignore_errors=True)
-                os.close(lock)
-
-
 def _mapped(pid: int) -> Iterable[str]:
     try:
         maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
@@ -69,8 +58,9 @@ def _mapped(pid: int) -> Iterable[str]:
             yield path.name
 
 
-def _remove_segments(listed: Path) -> None:
-    if not listed.exists():
+def _remove_segments(directory: Path) -> None:
+    """Removes the shared memory that a directory lists."""
+    if not (listed := directory / SEGMENTS).exists():
         return
     for line in listed.read_text().splitlines():
         name, _, inode = line.partition(" ")
