@@ -162,7 +162,7 @@ def test_long_sequences_have_no_mask_of_their_square(
 ) -> None:
     """And equal the softmax over what each token sees, gradient included."""
     segments, window = LONG[kind]
-    monkeypatch.setattr("areal_q.models.layers.packed_attention.BLOCK", 64)
+    monkeypatch.setattr("areal_q.models.layers.packed_attention.MASK", 64 * 700)
     layout = PackedLayout.of_forest(segments)
     torch.manual_seed(0)
     q, k, v = (torch.randn(len(layout.positions), 2, 4, requires_grad=True) for _ in range(3))

@@ -9,9 +9,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from areal_q.models.packed_layout import PackedLayout
 
-BLOCK = 1024
-"""Most queries for which a mask is made. The choice depends on shapes alone, so that a step that is computed
-again makes the same one."""
+MASK = 1 << 21
+"""Most numbers of a mask, 8 MB in float32, which a layer keeps for its backward pass."""
 
 
 def packed_attention(
@@ -60,21 +59,24 @@ def _blockwise(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float
     """Returns the attention of the last positions, whose queries [sequences, heads, queries, head_dim] are
     given, to those that `visible` says. What needs a mask is computed block by block of queries, each with the
     keys that it can see: masks, as numbers that are added to the products, then have a block's rows in place
-    of the sequence's, and one serves all blocks."""
+    of the sequence's, and one serves all blocks. Their size depends on shapes alone, so that a step that is
+    computed again has the same blocks."""
     queries, keys = q.shape[2], k.shape[2]
     maskless = queries == keys and (window is None or window >= keys)
-    if maskless or queries <= BLOCK:
+    block = max(1, MASK // keys)
+    if maskless or queries <= block:
         return _attention(q, k, v, visible(queries, keys, window, q.device), scale)
-    mask = visible(BLOCK, keys, window, q.device)
+    reach = keys if window is None else min(keys, block + window - 1)
+    mask = visible(block, reach, window, q.device)
     assert mask is not None
     mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
     outputs, offset = [], keys - queries
-    for start in range(0, queries, BLOCK):
-        end = min(start + BLOCK, queries)
+    for start in range(0, queries, block):
+        end = min(start + block, queries)
         first = 0 if window is None else max(0, offset + start + 1 - window)
         seen = slice(first, offset + end)
         # The mask's last row is a position that sees as far back as the keys reach, or the window.
-        rows = mask[BLOCK - (end - start) :, keys - (offset + end - first) :]
+        rows = mask[block - (end - start) :, reach - (offset + end - first) :]
         outputs.append(_attention(q[:, :, start:end], k[:, :, seen], v[:, :, seen], rows, scale))
     return torch.cat(outputs, 2)
 
