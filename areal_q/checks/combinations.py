@@ -93,10 +93,6 @@ def check_context(run: Run, shape: DecoderConfig, ranks: int = 0) -> None:
         raise ConfigError(f"{setting}: not with {shape.family}, which transformers computes")
     if shape.sparse_layers:
         raise ConfigError(f"{setting}: not with a mixture of experts; learner.backend.context = 1")
-    if shape.heads < size:
-        raise ConfigError(
-            f"{setting}: more than the model's {shape.heads} attention heads, which the processes share"
-        )
     if ranks % size:
         several = f"torchrun --nproc-per-node {size} -m learner"
         raise ConfigError(f"{setting} does not divide {ranks} processes of the learner; {several}")

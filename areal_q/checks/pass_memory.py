@@ -86,15 +86,17 @@ def _layer_bytes(run: Run, shape: DecoderConfig, tokens: float, padded: float) -
 
     In float32, as plain torch keeps them: 7 · D numbers for a token (two norms with their inputs and results,
     o's input) and 4 · mlp (gate, its silu, up, their product); for each token of the `padded` sequences, which
-    share no prompt, attention's queries, keys, values and outputs. The fused pass in bfloat16 keeps gate and up
-    in two bytes, the residual stream in four (areal_q/models/fused/trunk.py)."""
+    share no prompt, attention's queries, keys, values and outputs; a process that shares them with others has
+    keys and values of one whole head at least. The fused pass in bfloat16 keeps gate and up in two bytes, the
+    residual stream in four (areal_q/models/fused/trunk.py)."""
     heads = shape.heads * shape.head_dim
     experts = shape.experts
     mlp = experts.mlp * experts.per_token if experts else shape.mlp
     fused = run.learner.products == "bfloat16" and run.learner.precision == "full"
     if fused and not isinstance(run.model, HfModel):
         return tokens * (4 * mlp + 16 * shape.width + 4 * heads), "N · (4 · mlp + 16 · D + 4 · q)"
-    attention = padded * 2 * (heads + shape.kv_heads * shape.head_dim)
+    kv_heads = max(shape.kv_heads, run.learner.context)
+    attention = padded * 2 * (heads + kv_heads * shape.head_dim)
     numbers = tokens * (7 * shape.width + 4 * mlp) + attention
     return 4 * numbers, "4 · N · (7 · D + 4 · mlp) + 4 · padded tokens · (q + k + v + out)"
 

@@ -40,6 +40,21 @@ class Bucket:
     """The first column of each sequence that is its segment's own, int64 [sequences]"""
     ends: np.ndarray
     """The column after each sequence's last, int64 [sequences]"""
+    queries: Tensor
+    """Indices into the tokens whose queries are given, those of the columns from `first` on, int64 [sequences,
+    columns]"""
+
+    def cut(self, begin: int, stop: int, of_token: Tensor) -> "Bucket":
+        """Returns what the queries in columns `begin` to before `stop` of `queries` need; the query of packed
+        token x is the one with the index of_token[x], int64 [T]."""
+        begin, stop = self.first + begin, self.first + stop
+        return Bucket(
+            rows=self.rows[:, :stop],
+            first=begin,
+            begins=self.begins.clip(begin, stop),
+            ends=self.ends.clip(begin, stop),
+            queries=of_token[self.rows[:, begin:stop]],
+        )
 
 
 @dataclass(frozen=True)
@@ -65,7 +80,8 @@ class PackedLayout:
     unpad: Tensor
     """Index of each packed token in the concatenation of the queries of all buckets, int64 [T]"""
     share: TokenShare | None = None
-    """The tokens that this rank computes; None for all. All else describes the whole batch"""
+    """The tokens that this rank computes; None for all. Then `buckets` and `unpad` are of the queries that it
+    computes, and all else describes the whole batch"""
 
     @property
     def longest(self) -> int:
@@ -73,7 +89,37 @@ class PackedLayout:
 
     def of_rank(self, share: TokenShare) -> "PackedLayout":
         """Returns the layout of the same batch for the rank that computes `share` of its tokens."""
-        return replace(self, positions=self.positions[share.own], share=share)
+        parts = [share.part_of(rank) for rank in range(share.size)]
+        found = {part: self._part(*part) for part in parts}
+        buckets, unpad, _ = found[parts[share.rank]]
+        return replace(
+            self,
+            positions=self.positions[share.own],
+            buckets=buckets,
+            unpad=unpad,
+            share=replace(share, queries=tuple(found[part][2] for part in parts)),
+        )
+
+    def _part(self, part: int, parts: int) -> tuple[tuple[Bucket, ...], Tensor, Tensor]:
+        """Returns the buckets of a part of the queries, their `unpad`, and the tokens whose queries they are,
+        ascending, int64 [n]."""
+        counts = [bucket.queries.numel() for bucket in self.buckets]
+        outputs = self.unpad.new_full((sum(counts),), -1)  # the token that takes it, if one does
+        outputs[self.unpad] = torch.arange(len(self.unpad), device=self.unpad.device)
+        cuts = [
+            (bucket, begin, stop, of_bucket.view_as(bucket.queries)[:, begin:stop].flatten())
+            for bucket, of_bucket in zip(self.buckets, outputs.split(counts), strict=True)
+            for begin, stop in _spans(bucket.queries.shape[1], part, parts)
+        ]
+        own = torch.cat([outputs[:0], *(tokens for *_, tokens in cuts)])
+        taken = (own >= 0).nonzero().squeeze(1)
+        unpad = taken[own[taken].argsort()]
+        tokens = own[unpad]
+        # Queries whose outputs no token takes are anyone's.
+        of_token = torch.zeros_like(self.unpad)
+        of_token[tokens] = torch.arange(len(tokens), device=tokens.device)
+        buckets = [bucket.cut(begin, stop, of_token) for bucket, begin, stop, _ in cuts]
+        return tuple(buckets) if len(tokens) else (), unpad, tokens
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> "PackedLayout":
@@ -108,8 +154,9 @@ class PackedLayout:
             width = longest - first
             queries[members] = offset + np.arange(len(members)) * width + at[members] - first
             offset += len(members) * width
-            on_device = rows.to(device, non_blocking=True)
-            buckets.append(Bucket(on_device, int(first), at[members], lengths[members]))
+            on_device, first = rows.to(device, non_blocking=True), int(first)
+            queries_of = on_device[:, first:]
+            buckets.append(Bucket(on_device, first, at[members], lengths[members], queries_of))
         return cls(
             lengths=tuple(lengths.tolist()),
             paths=paths,
@@ -123,6 +170,15 @@ def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Returns so many consecutive numbers from each start, one range after the other, int64 [Σ counts]."""
     before = counts.cumsum() - counts
     return np.repeat(starts - before, counts) + np.arange(counts.sum())
+
+
+def _spans(columns: int, part: int, parts: int) -> list[tuple[int, int]]:
+    """Returns the columns that a part of the queries has, as (first, end): of 2 · `parts` ranges the n-th from
+    the left and the n-th from the right, so that its queries see as many keys as another part's do."""
+    numbers = (part, part + 1, 2 * parts - part - 1, 2 * parts - part)
+    left, end, begin, right = (columns * number // (2 * parts) for number in numbers)
+    spans = [(left, right)] if part + 1 == parts else [(left, end), (begin, right)]
+    return [(first, end) for first, end in spans if first < end]
 
 
 def _depths(segments: Sequence[Segment]) -> list[int]:

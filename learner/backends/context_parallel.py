@@ -22,23 +22,26 @@ from learner.data.packing import PackedBatch
 
 
 def scores_over(
-    ranks: Ranks, batch: PackedBatch, scores: Callable[[PackedBatch], Mapping[str, Any]]
+    ranks: Ranks,
+    batch: PackedBatch,
+    heads: int,
+    scores: Callable[[PackedBatch], Mapping[str, Any]],
 ) -> dict[str, Any]:
     """Returns the scores [T] of all of the batch's response tokens by name, of which `scores` returns those of
-    a share. Collective over `ranks`, which share the batch's tokens."""
+    a share; the model has so many query `heads`. Collective over `ranks`, which share the batch's tokens."""
     if ranks.size == 1:
         return dict(scores(batch))
-    own, places = own_share(batch, ranks)
+    own, places = own_share(batch, ranks, heads)
     count = len(batch.targets)
     return {
         name: Joined.apply(score, places, count, ranks.group) for name, score in scores(own).items()
     }
 
 
-def own_share(batch: PackedBatch, ranks: Ranks) -> tuple[PackedBatch, Tensor]:
+def own_share(batch: PackedBatch, ranks: Ranks, heads: int) -> tuple[PackedBatch, Tensor]:
     """Returns `batch` with the inputs of this rank alone, and with the targets that they predict; and the
     places of these among all response tokens, int64 [t]. All other fields are those of the whole batch."""
-    share = TokenShare(ranks.rank, ranks.size, ranks.group, len(batch.token_ids))
+    share = TokenShare(ranks.rank, ranks.size, ranks.group, len(batch.token_ids), heads)
     first, end = share.own.start, share.own.stop
     places = ((batch.predict >= first) & (batch.predict < end)).nonzero().squeeze(1)
     own = replace(

@@ -162,7 +162,8 @@ class TorchPolicy:
             def scores(batch: PackedBatch) -> Scores:
                 return {"logprobs": token_logprobs(model, batch, self.temperature)[0]}
 
-            return scores_over(self.context, batches[number], scores)["logprobs"]
+            heads = model.config.heads
+            return scores_over(self.context, batches[number], heads, scores)["logprobs"]
 
         with nullcontext() if self.reference is not None else adapters_off(self.model):
             return list(self.threads.map(logprobs, len(batches)))
@@ -206,7 +207,7 @@ class TorchPolicy:
 
     def _scores(self, batch: PackedBatch) -> Scores:
         """Returns the present scores of the model, and of the critic, for each response token."""
-        return scores_over(self.context, batch, self._scores_of)
+        return scores_over(self.context, batch, self.shape.heads, self._scores_of)
 
     def _scores_of(self, batch: PackedBatch) -> Scores:
         routing = routing_for(self.model, batch, self.cfg.routing_replay)

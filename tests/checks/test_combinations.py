@@ -124,7 +124,6 @@ SHARING = {
         "",
     ),
     "context = 4 does not divide 1 processes": (4, 1, ""),
-    "context = 8: more than the model's 4 attention heads": (8, 0, ""),
     "context = 2: not with a mixture of experts": (2, 0, "model.experts=4"),
 }
 

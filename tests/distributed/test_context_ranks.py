@@ -27,6 +27,10 @@ SHAPES = {
     "one key head": {"heads": 4, "kv_heads": 1},
     # Neither kind of heads is divided evenly; of four ranks some use halves of two key heads.
     "a window, odd heads": {"heads": 6, "kv_heads": 3, "window": 4, "sliding": (0,)},
+    # Fewer heads than ranks: several of these compute a part of one's queries.
+    "one head": {"heads": 1, "kv_heads": 1},
+    # Of four ranks two have the same head, of two one has two.
+    "a window, three heads": {"heads": 3, "kv_heads": 3, "window": 4, "sliding": (0,)},
 }
 MORE = {
     "reference, entropy, recomputed": [

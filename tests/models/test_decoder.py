@@ -1,6 +1,7 @@
 """The packed decoder: against sequences run one by one, and against plain definitions."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from areal_q.models import Decoder, DecoderConfig, PackedLayout, init_weights, rope_tables
 from areal_q.models.layers.packed_attention import packed_attention
 from areal_q.models.layers.rope import apply_rope
+from areal_q.models.layers.token_share import TokenShare
 from areal_q.models.packed_layout import Segment
 
 SMALL = DecoderConfig(
@@ -190,6 +192,34 @@ def test_long_sequences_have_no_mask_of_their_square(
     slope = torch.randn_like(out)
     ours, theirs = (torch.autograd.grad((o * slope).sum(), (q, k, v)) for o in (out, expected))
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+FORESTS = {
+    **{kind: LONG[kind] for kind in ("a branch", "a branch, a window")},
+    "repeated prompts": ([Segment(9), Segment(3, 0, 7), Segment(12, 0, 7), Segment(4)], None),
+    "two tokens": ([Segment(2)], None),
+}
+
+
+@pytest.mark.parametrize("forest", FORESTS)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_ranks_that_have_the_same_head_divide_its_queries(forest: str, ranks: int) -> None:
+    """Their outputs are the whole batch's, and all do as much work, but for rounding."""
+    segments, window = FORESTS[forest]
+    whole = PackedLayout.of_forest(segments)
+    total = len(whole.positions)
+    q, k, v = torch.randn(3, total, 1, 4)
+    expected, found, works = packed_attention(q, k, v, whole, window), torch.zeros(total, 1, 4), []
+    for rank in range(ranks):
+        own = whole.of_rank(TokenShare(rank, ranks, None, total, heads=1))
+        assert own.share is not None
+        queries = own.share.queries[rank]
+        out = packed_attention(q[queries], k, v, replace(own, share=None), window)
+        found.index_add_(0, queries, out)
+        works.append(sum(whole.positions[queries].tolist()))
+        assert len(queries) <= total // ranks + 2 * len(segments)
+    torch.testing.assert_close(found, expected)
+    assert max(works) <= sum(works) / ranks + 3 * len(segments) * whole.longest
 
 
 @pytest.mark.parametrize("lengths", [[1], [7, 7, 7], [3, 40, 1, 9, 10, 38, 2]])

@@ -30,12 +30,12 @@ def packed_attention(
     token attends to it.
     """
     if layout.share is not None:
-        own = _whole_batch(*layout.share.gather_tokens(q, k, v), layout, window, scale)
-        return layout.share.gather_heads(own, q.shape[1])
-    return _whole_batch(q, k, v, layout, window, scale)
+        own = _of_buckets(*layout.share.gather_tokens(q, k, v), layout, window, scale)
+        return layout.share.gather_heads(own)
+    return _of_buckets(q, k, v, layout, window, scale)
 
 
-def _whole_batch(
+def _of_buckets(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -45,14 +45,14 @@ def _whole_batch(
 ) -> Tensor:
     outputs = []
     for bucket in layout.buckets:
-        queries = bucket.rows[:, bucket.first :]
         q_pad, k_pad, v_pad = (
             x.index_select(0, rows.flatten()).unflatten(0, rows.shape).transpose(1, 2)
-            for x, rows in ((q, queries), (k, bucket.rows), (v, bucket.rows))
+            for x, rows in ((q, bucket.queries), (k, bucket.rows), (v, bucket.rows))
         )
         out = _blockwise(q_pad, k_pad, v_pad, window, scale)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs).index_select(0, layout.unpad)
+    # A rank that computes no query takes part in the exchange of gradients all the same.
+    return torch.cat(outputs).index_select(0, layout.unpad) if outputs else q
 
 
 def _blockwise(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float | None) -> Tensor:

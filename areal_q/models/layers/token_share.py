@@ -7,11 +7,17 @@ A rank's tokens are consecutive, and so are its heads; ranks may have one more o
 and value heads each rank gets those that its query heads use, so that several ranks may get the same one.
 Everything but attention is computed token by token, by the rank that has the token.
 
-Notation: T tokens of the batch, t of a rank; H query heads, G key and value heads, h and g those of a rank.
+Where there are fewer heads than ranks, neighbours have the same one, and each computes a part of its queries
+(PackedLayout.of_rank). In place of a ring (arXiv 2310.01889), in which keys and values of all heads go round,
+each then holds one head's for all tokens: 2 · T · head_dim numbers in a layer, however many ranks there are.
+
+Notation: T tokens of the batch, t of a rank; H query heads, G key and value heads, h and g those of a rank; n
+queries that a rank computes of each of its heads.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,13 +27,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TokenShare:
-    """One rank's share of `total` packed tokens."""
+    """One rank's share of `total` packed tokens, whose attention has so many query `heads`."""
 
     rank: int
     size: int
     """Number of ranks that divide the tokens"""
     group: dist.ProcessGroup | None
     total: int
+    heads: int
+    queries: tuple[Tensor, ...] = ()
+    """The tokens whose queries each rank computes, ascending, int64 [n]; PackedLayout.of_rank finds them"""
 
     def tokens(self, rank: int) -> slice:
         """Returns the tokens of `rank`."""
@@ -38,55 +47,96 @@ class TokenShare:
         """The tokens of this rank."""
         return self.tokens(self.rank)
 
+    def heads_of(self, rank: int) -> slice:
+        """Returns the query heads of `rank`."""
+        if self.heads >= self.size:
+            return _part(self.heads, rank, self.size)
+        head = ((rank + 1) * self.heads - 1) // self.size  # the one of whose ranks this is one
+        return slice(head, head + 1)
+
+    def part_of(self, rank: int) -> tuple[int, int]:
+        """Returns which part, of how many, `rank` computes of the queries of its heads."""
+        same = [other for other in self._ranks if self.heads_of(other) == self.heads_of(rank)]
+        return same.index(rank), len(same)
+
     def gather_tokens(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns queries [T, h, head_dim] of this rank's heads, and the keys and values for them, [T, g,
+        """Returns queries [n, h, head_dim] of this rank's heads, and the keys and values for them, [T, g,
         head_dim] where each serves equally many of the queries' heads, else [T, h, head_dim]. q is [t, H,
         head_dim], k and v are [t, G, head_dim]. Collective, as is its gradient."""
-        heads, serves = q.shape[1], q.shape[1] // k.shape[1]
-        of_q = [_part(heads, rank, self.size) for rank in range(self.size)]
+        serves, width = q.shape[1] // k.shape[1], q.shape[2]
+        of_q = [self.heads_of(rank) for rank in self._ranks]
         of_k = [slice(at.start // serves, (at.stop - 1) // serves + 1) for at in of_q]
-        pairs = zip(of_q, of_k, strict=True)
-        sent = [torch.cat((q[:, a], k[:, b], v[:, b]), 1) for a, b in pairs]
+        sent = [
+            torch.cat([x.flatten() for x in (q[:, a].index_select(0, at), k[:, b], v[:, b])])
+            for at, a, b in zip(self._own_queries, of_q, of_k, strict=True)
+        ]
         mine, keys = of_q[self.rank], of_k[self.rank]
         h, g = mine.stop - mine.start, keys.stop - keys.start
-        received = _exchange(
-            sent, [(self._count(r), h + 2 * g, q.shape[2]) for r in self._ranks], self
-        )
-        q, k, v = torch.cat(received).split((h, g, g), 1)
+        each = [
+            (n * h * width, *[_count(self.tokens(rank)) * g * width] * 2)
+            for rank, n in enumerate(self._counts[self.rank])
+        ]
+        received = _exchange(sent, [sum(counts) for counts in each], self.group)
+        parts = received.split([count for counts in each for count in counts])
+        q, k, v = (torch.cat(parts[x::3]).view(-1, y, width) for x, y in enumerate((h, g, g)))
         if h != g * serves:
             used = torch.arange(mine.start, mine.stop, device=q.device) // serves - keys.start
             k, v = k.index_select(1, used), v.index_select(1, used)
         return q, k, v
 
-    def gather_heads(self, out: Tensor, heads: int) -> Tensor:
-        """Returns the outputs of all `heads` for this rank's tokens, [t, H, head_dim], from those of its heads
-        for all tokens, [T, h, head_dim]. Collective, as is its gradient."""
-        sent = [out[self.tokens(rank)] for rank in self._ranks]
-        parts = [_part(heads, rank, self.size) for rank in self._ranks]
-        shapes = [(self._count(self.rank), at.stop - at.start, out.shape[2]) for at in parts]
-        return torch.cat(_exchange(sent, shapes, self), 1)
+    def gather_heads(self, out: Tensor) -> Tensor:
+        """Returns the outputs of all heads for this rank's tokens, [t, H, head_dim], from those that it
+        computed, [n, h, head_dim]. Collective, as is its gradient."""
+        width = out.shape[2]
+        sent = out.split(self._counts[self.rank])
+        counts = [
+            len(at) * _count(self.heads_of(rank)) * width
+            for rank, at in enumerate(self._own_queries)
+        ]
+        received = _exchange([x.flatten() for x in sent], counts, self.group)
+        in_order = received.view(-1, width).index_select(0, self._order)
+        return in_order.view(-1, self.heads, width)
 
     @property
     def _ranks(self) -> range:
         return range(self.size)
 
-    def _count(self, rank: int) -> int:
-        at = self.tokens(rank)
-        return at.stop - at.start
+    @cached_property
+    def _counts(self) -> list[list[int]]:
+        """Number of the queries of each rank that belong to the tokens of each."""
+        ends = torch.tensor([self.tokens(rank).stop for rank in self._ranks])
+        before = [torch.searchsorted(queries.cpu(), ends) for queries in self.queries]
+        return [x.diff(prepend=x.new_zeros(1)).tolist() for x in before]
+
+    @cached_property
+    def _own_queries(self) -> list[Tensor]:
+        """The tokens of this rank whose queries each rank computes, counted from its first one."""
+        parts = zip(self.queries, self._counts, strict=True)
+        return [queries.split(counts)[self.rank] - self.own.start for queries, counts in parts]
+
+    @cached_property
+    def _order(self) -> Tensor:
+        """Where among the outputs that all ranks send is that of each token and head, int64 [t · H]."""
+        found = []
+        for rank, at in enumerate(self._own_queries):
+            of = self.heads_of(rank)
+            heads = torch.arange(of.start, of.stop, device=at.device)
+            found.append((at[:, None] * self.heads + heads).flatten())
+        return torch.cat(found).argsort()
 
 
 def _part(count: int, rank: int, size: int) -> slice:
     return slice(count * rank // size, count * (rank + 1) // size)
 
 
-def _exchange(
-    sent: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], share: TokenShare
-) -> list[Tensor]:
-    """Sends the n-th tensor to rank n, and returns what each rank sent here, which has the n-th of `shapes`."""
-    counts = [torch.Size(shape).numel() for shape in shapes]
-    flat = torch.cat([tensor.flatten() for tensor in sent])
-    received: Any = AllToAll.apply(flat, [x.numel() for x in sent], counts, share.group)
-    return [x.view(shape) for x, shape in zip(received.split(counts), shapes, strict=True)]
+def _count(at: slice) -> int:
+    return at.stop - at.start
+
+
+def _exchange(sent: Sequence[Tensor], counts: list[int], group: dist.ProcessGroup | None) -> Tensor:
+    """Sends the n-th flat tensor to rank n, and returns what all ranks sent here, so many numbers each."""
+    received: Any = AllToAll.apply(torch.cat(list(sent)), [len(x) for x in sent], counts, group)
+    return received
 
 
 class AllToAll(torch.autograd.Function):
