@@ -116,7 +116,7 @@ class TokenShare:
 
     @cached_property
     def _order(self) -> Tensor:
-        """Where among the outputs that all ranks send is that of each token and head, int64 [t · H]."""
+        """The places, among the outputs that all ranks send, of those of each token and head, int64 [t · H]."""
         found = []
         for rank, at in enumerate(self._own_queries):
             of = self.heads_of(rank)
