@@ -106,35 +106,33 @@ def fsdp_shard(
 
     model = decoder()
     critic = Critic(model, cfg.critic) if cfg.critic else None
-    shard(model, cfg, mesh)
-    _scatter_state(whole.model if whole else None, model)
-    materialise(model)
+    _shard_decoder(model, whole.model if whole else None, cfg, mesh)
     reference = None
     if cfg.reference_kl and not cfg.lora:
         reference = decoder().requires_grad_(False)
-        shard(reference, cfg, mesh)
-        _scatter_state(whole.reference if whole else None, reference)
-        materialise(reference)
+        _shard_decoder(reference, whole.reference if whole else None, cfg, mesh)
     if critic:
         _shard_critic(critic, cfg, mesh)
         _scatter_state(whole.critic if whole else None, critic)
     policy = FsdpShard(
-        model,
-        cfg,
-        begin.temperature,
-        begin.updates,
-        begin.skipped,
-        ranks=data,
-        context=context,
-        critic=critic,
-        reference=reference,
-    )
+        model, cfg, begin.temperature, begin.updates, begin.skipped,
+        ranks=data, context=context, critic=critic, reference=reference,
+    )  # fmt: skip
     if begin.moments:
         _scatter_moments(whole.optimizer if whole else None, policy.optimizer, ranks)
         if critic:
             whole_optimizer = whole.critic.optimizer if whole and whole.critic else None
             _scatter_moments(whole_optimizer, critic.optimizer, ranks)
     return policy
+
+
+def _shard_decoder(
+    model: Decoder, whole: Decoder | None, cfg: LearnerConfig, mesh: DeviceMesh
+) -> None:
+    """Makes `model` this rank's shard of rank 0's `whole` one. Collective."""
+    shard(model, cfg, mesh)
+    _scatter_state(whole, model)
+    materialise(model)
 
 
 def _data_and_context(cfg: LearnerConfig, ranks: Ranks) -> tuple[Ranks, Ranks]:
