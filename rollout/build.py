@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 
 from areal_q.checks.hub import fetched
-from areal_q.config import Run, ScriptedEngine, parse
+from areal_q.config import Run, parse
 from areal_q.config.tasks import chat_of
 from areal_q.errors import BufferUnavailable, ConfigError, RecordError, RunChanged, RunFinished
-from areal_q.tasks import Tokenizer, build_reward, build_tokenizer
+from areal_q.tasks import Tokenizer, build_tokenizer
 from buffer.redis_store import WorkerBuffer
 from buffer.weight_sync import WeightSource, WeightSubscriber
 from rollout.engines import build_engine
@@ -20,7 +20,7 @@ from rollout.environments.engine_client import EngineClient
 from rollout.environments.external import Episodes
 from rollout.environments.registry import build_environment
 from rollout.openai_server.app import Endpoint
-from rollout.worker import Worker, WorkerCapacity, first_error
+from rollout.worker import Worker, first_error
 
 logger = logging.getLogger(__name__)
 
@@ -146,15 +146,11 @@ async def _serve(
             buffer=buffer,
             subscriber=subscriber,
             tokenizer=parts.tokenizer,
-            reward=build_reward(run),
-            weight_format=run.rollout.format,
-            capacity=worker_capacity(run),
-            max_lag=run.learner.max_lag,
+            environment=parts.environment,
+            run=run,
+            run_id=info.run_id,
             observe=observe,
             source=source,
-            environment=parts.environment,
-            routes=run.learner.routing_replay,
-            run_id=info.run_id,
         )
         await worker.run(parts.endpoint.start if parts.endpoint else None)
     finally:
@@ -163,11 +159,3 @@ async def _serve(
         if subscriber:
             subscriber.close()
         await buffer.close()
-
-
-def worker_capacity(run: Run) -> WorkerCapacity:
-    """Returns the bounds on what a worker claims: enough responses to fill the engine and a quarter more, and
-    at least two groups."""
-    engine, size = run.rollout.engine, run.learner.group_size
-    slots = 256 if isinstance(engine, ScriptedEngine) else engine.slots
-    return WorkerCapacity(max(2 * size, slots * 5 // 4), slots, size)

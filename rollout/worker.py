@@ -28,11 +28,12 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import msgspec
 from msgspec.structs import replace
 
+from areal_q.config import Run, ScriptedEngine
 from areal_q.errors import RecordError
 from areal_q.messages import (
     LONGEST_NAME,
@@ -42,13 +43,11 @@ from areal_q.messages import (
     WorkerStatus,
 )
 from areal_q.system.command import escaped
-from areal_q.tasks import Reward, Tokenizer
+from areal_q.tasks import Tokenizer, build_reward
 from buffer.redis_store import Claim, WorkerBuffer
 from buffer.weight_sync import WeightSource, WeightSubscriber
 from rollout.engines.base import Engine
 from rollout.environments.base import Environment, Response, scored, with_shared_prompt
-from rollout.environments.engine_client import EngineClient
-from rollout.environments.single_turn import SingleTurn
 from rollout.loop_lag import LoopLag
 
 logger = logging.getLogger(__name__)
@@ -80,6 +79,13 @@ class WorkerCapacity(NamedTuple):
     """Number of rows in the engine"""
     group_size: int
     """Number of responses to each ticket"""
+
+    @classmethod
+    def of(cls, run: Run) -> Self:
+        """Returns enough responses to fill the engine and a quarter more, and at least two groups."""
+        engine, size = run.rollout.engine, run.learner.group_size
+        slots = 256 if isinstance(engine, ScriptedEngine) else engine.slots
+        return cls(max(2 * size, slots * 5 // 4), slots, size)
 
 
 @dataclass
@@ -113,27 +119,22 @@ class Worker:
         buffer: WorkerBuffer,
         subscriber: WeightSubscriber,
         tokenizer: Tokenizer,
-        reward: Reward,
-        weight_format: str,
-        capacity: WorkerCapacity,
-        max_lag: int,
+        environment: Environment,
+        run: Run,
+        run_id: str = "",
         observe: Callable[[dict[str, Any]], None] = lambda status: None,
         source: WeightSource | None = None,
-        environment: Environment | None = None,
-        routes: bool = False,
-        run_id: str = "",
+        capacity: WorkerCapacity | None = None,
     ) -> None:
-        self.name, self._run_id = name, run_id
+        self.name, self._run, self._run_id = name, run, run_id
         self._engine, self._buffer, self._subscriber = engine, buffer, subscriber
-        self._tokenizer, self._reward, self._format = tokenizer, reward, weight_format
+        self._tokenizer, self._environment = tokenizer, environment
+        self._reward = build_reward(run)
         self._observe = observe
         """Function that is called with the worker's status at every heartbeat"""
         self._source = source or WeightSource()
-        self._environment = environment or SingleTurn(EngineClient(engine, tokenizer))
-        self._routes = routes
-        """True if the learner needs the experts that tokens were sent to"""
-        self._capacity = capacity
-        self._max_lag = max_lag
+        self._capacity = capacity or WorkerCapacity.of(run)
+        self._max_lag = run.learner.max_lag
         """Largest version lag of another worker's tokens with which this worker continues a response"""
         self._in_flight: dict[asyncio.Task[None], GroupInFlight] = {}
         self._committing: set[asyncio.Task[None]] = set()
@@ -228,13 +229,13 @@ class Worker:
         ticket, responses = with_shared_prompt(ticket, work.responses)
         self._timeouts += sum(r.finish_reason == "timeout" for r in responses)
         scores = await scored(self._reward, ticket, responses, self._tokenizer)
-        wanted = self._routes and ticket.purpose == "train"
+        wanted = self._run.learner.routing_replay and ticket.purpose == "train"
         pairs = zip(responses, scores, strict=True)
         group = Group(
             ticket=ticket,
             worker=self.name,
             engine=self._engine.name,
-            weight_format=self._format,
+            weight_format=self._run.rollout.format,
             trajectories=[r.trajectory(i, s, routes=wanted) for i, (r, s) in enumerate(pairs)],
             started_s=started,
             finished_s=time.time(),

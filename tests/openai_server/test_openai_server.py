@@ -25,7 +25,6 @@ from areal_q.errors import ConfigError
 from areal_q.messages import Group, Ticket, VersionSpan
 from areal_q.tasks import (
     CharTokenizer,
-    build_reward,
     build_task,
     build_tokenizer,
     load_tokenizer,
@@ -36,7 +35,6 @@ from buffer.weight_sync import WeightServer, WeightSubscriber
 from learner.data.admission import Admission, AdmissionSettings
 from learner.heldout_eval import set_metrics
 from learner.measure.fidelity import FidelityMeter
-from rollout.build import worker_capacity
 from rollout.engines import build_engine
 from rollout.engines.base import Completion, Engine, Request
 from rollout.environments.engine_client import EngineClient
@@ -506,11 +504,8 @@ async def playing(
         buffer=mine,
         subscriber=subscriber,
         tokenizer=tokenizer,
-        reward=build_reward(run),
-        weight_format=run.rollout.format,
-        capacity=worker_capacity(run),
-        max_lag=run.learner.max_lag,
         environment=episodes,
+        run=run,
     )
     task = asyncio.create_task(worker.run())
     try:

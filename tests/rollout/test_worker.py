@@ -40,7 +40,6 @@ from areal_q.quant.state_dict import is_quantized
 from areal_q.tasks import (
     Problem,
     Score,
-    build_reward,
     build_score,
     build_task,
     build_tokenizer,
@@ -55,7 +54,7 @@ from learner.backends.single_device import token_logprobs
 from learner.data.packing import pack_samples, samples_of
 from learner.data.staleness import VersionHistory
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
-from rollout.build import EndpointAddress, serve, worker_capacity
+from rollout.build import EndpointAddress, serve
 from rollout.engines import build_engine
 from rollout.engines.base import Completion, Engine
 from rollout.engines.process.streaming_engine import StreamingEngine
@@ -144,11 +143,9 @@ async def working(
         buffer=buffer,
         subscriber=subscriber,
         tokenizer=side.tokenizer,
-        reward=build_reward(run),
-        weight_format=run.rollout.format,
-        capacity=limit or worker_capacity(run),
-        max_lag=run.learner.max_lag,
         environment=environment or build_environment(run, client),
+        run=run,
+        capacity=limit,
     )
     task = asyncio.create_task(worker.run(begin))
     try:
