@@ -37,54 +37,54 @@ _EXITS = (
 )
 
 
+Redis = Annotated[
+    str, typer.Option(help="URL of the buffer", envvar="REDIS_URL", callback=no_password)
+]
+RunName = Annotated[str, typer.Option(help="name of the run to work for")]
+Id = Annotated[str, typer.Option(help="unique name; default HOST-PID")]
+Metrics = Annotated[
+    str, typer.Option(metavar="[HOST:]PORT", help="serve Prometheus metrics; on loopback")
+]
+RELAY = "a relay's, instead of the learner's"
+Announce = Annotated[str | None, typer.Option(help=RELAY, envvar="AREAL_Q_ANNOUNCE")]
+Fetch = Annotated[str | None, typer.Option(help=RELAY, envvar="AREAL_Q_FETCH")]
+Keys = Annotated[
+    str | None,
+    typer.Option(help="directory of CURVE keys, before the settings'", envvar="AREAL_Q_KEYS"),
+]
+ServeAt = Annotated[
+    str,
+    typer.Option(
+        "--serve",
+        metavar="[HOST:]PORT",
+        help="serve OpenAI's API; on loopback",
+        envvar="AREAL_Q_SERVE",
+    ),
+]
+TOKEN = "file with the bearer token it asks for"
+ServeToken = Annotated[str | None, typer.Option(help=TOKEN, envvar="AREAL_Q_SERVE_TOKEN_FILE")]
+CONFIG = "a TOML file: what it asks for and cannot be done is refused at once"
+Config = Annotated[Path | None, typer.Option(help=CONFIG)]
+Client = Annotated[str, typer.Option(help="whose key in it")]
+FINISHED = "how long to wait, at the start, for a learner that goes on with a finished run; or inf"
+FinishedWait = Annotated[
+    float, typer.Option(metavar="SECONDS", help=FINISHED, envvar="AREAL_Q_FINISHED_WAIT")
+]
+
+
 def main(
-    redis: Annotated[
-        str, typer.Option(help="URL of the buffer", envvar="REDIS_URL", callback=no_password)
-    ],
-    run: Annotated[str, typer.Option(help="name of the run to work for")],
-    id: Annotated[str, typer.Option(help="unique name; default HOST-PID")] = "",
-    metrics: Annotated[
-        str, typer.Option(metavar="[HOST:]PORT", help="serve Prometheus metrics; on loopback")
-    ] = "",
-    announce: Annotated[
-        str | None,
-        typer.Option(help="a relay's, instead of the learner's", envvar="AREAL_Q_ANNOUNCE"),
-    ] = None,
-    fetch: Annotated[
-        str | None, typer.Option(help="a relay's, instead of the learner's", envvar="AREAL_Q_FETCH")
-    ] = None,
-    keys: Annotated[
-        str | None,
-        typer.Option(help="directory of CURVE keys, before the settings'", envvar="AREAL_Q_KEYS"),
-    ] = None,
-    serve_at: Annotated[
-        str,
-        typer.Option(
-            "--serve",
-            metavar="[HOST:]PORT",
-            help="serve OpenAI's API; on loopback",
-            envvar="AREAL_Q_SERVE",
-        ),
-    ] = "",
-    serve_token: Annotated[
-        str | None,
-        typer.Option(
-            help="file with the bearer token it asks for", envvar="AREAL_Q_SERVE_TOKEN_FILE"
-        ),
-    ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(help="a TOML file: what it asks for and cannot be done is refused at once"),
-    ] = None,
-    client: Annotated[str, typer.Option(help="whose key in it")] = "worker",
-    finished_wait: Annotated[
-        float,
-        typer.Option(
-            metavar="SECONDS",
-            help="how long to wait, at the start, for a learner that goes on with a finished run; or inf",
-            envvar="AREAL_Q_FINISHED_WAIT",
-        ),
-    ] = FINISHED_WAIT_S,
+    redis: Redis,
+    run: RunName,
+    id: Id = "",
+    metrics: Metrics = "",
+    announce: Announce = None,
+    fetch: Fetch = None,
+    keys: Keys = None,
+    serve_at: ServeAt = "",
+    serve_token: ServeToken = None,
+    config: Config = None,
+    client: Client = "worker",
+    finished_wait: FinishedWait = FINISHED_WAIT_S,
     watchdog: WatchdogSeconds = 0.0,
 ) -> None:
     """Generates for a run until it is finished, or until told to stop."""
