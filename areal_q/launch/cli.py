@@ -3,7 +3,7 @@
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -31,47 +31,48 @@ _ENGINES = {
 """The schedulers that have a use for an option, where not all have one."""
 
 
+Engine = Annotated[
+    Literal["slurm", "sky", "ray"],
+    typer.Argument(metavar="slurm|sky|ray", help="what starts jobs there"),
+]
+Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="a TOML file, or its name")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="a.b=c", help="settings on top")]
+Show = Annotated[bool, typer.Option("--print", help="write and print the scripts; submit nothing")]
+Nodes = Annotated[int, typer.Option(min=1, help="hosts of the learner")]
+_GPUS = "GPUs of the learner on each, with a process each; 0: a CPU"
+LearnerGpus = Annotated[int, typer.Option(min=0, help=_GPUS)]
+_WORKERS = "workers; of sky hosts with a worker on each GPU; -1: the settings'"
+Workers = Annotated[int, typer.Option(min=-1, help=_WORKERS)]
+WorkerGpus = Annotated[int, typer.Option(min=0, help="GPUs of each worker; 0: a CPU")]
+_TIME = "slurm: the time of a job, such as 24:00:00; then it goes on"
+Time = Annotated[str, typer.Option(help=_TIME)]
+Lines = Annotated[list[str] | None, typer.Option(help=_OPTION)]
+WorkerLines = Annotated[list[str] | None, typer.Option(help="slurm: one more, for workers alone")]
+Setup = Annotated[str, typer.Option(help="shell commands before each role")]
+PythonThere = Annotated[str, typer.Option(help="the interpreter there; default: this one")]
+_REDIS = "URL of a Redis that runs already; default: beside the learner"
+RedisUrl = Annotated[str, typer.Option(help=_REDIS, callback=no_password)]
+Gpu = Annotated[str, typer.Option(help="sky: the kind of GPU, such as H100")]
+Bucket = Annotated[str, typer.Option(help="sky: a bucket in which the run is kept")]
+
+
 def main(
-    engine: Annotated[
-        Literal["slurm", "sky", "ray"],
-        typer.Argument(metavar="slurm|sky|ray", help="what starts jobs there"),
-    ],
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="a TOML file, or its name")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="a.b=c", help="settings on top")
-    ] = None,
-    show: Annotated[
-        bool, typer.Option("--print", help="write and print the scripts; submit nothing")
-    ] = False,
-    learner_nodes: Annotated[int, typer.Option(min=1, help="hosts of the learner")] = 1,
-    learner_gpus: Annotated[
-        int, typer.Option(min=0, help="GPUs of the learner on each, with a process each; 0: a CPU")
-    ] = 0,
-    workers: Annotated[
-        int,
-        typer.Option(
-            min=-1, help="workers; of sky hosts with a worker on each GPU; -1: the settings'"
-        ),
-    ] = -1,
-    worker_gpus: Annotated[int, typer.Option(min=0, help="GPUs of each worker; 0: a CPU")] = 0,
-    time: Annotated[
-        str, typer.Option(help="slurm: the time of a job, such as 24:00:00; then it goes on")
-    ] = "",
-    option: Annotated[list[str] | None, typer.Option(help=_OPTION)] = None,
-    worker_option: Annotated[
-        list[str] | None, typer.Option(help="slurm: one more, for workers alone")
-    ] = None,
-    setup: Annotated[str, typer.Option(help="shell commands before each role")] = "",
-    python: Annotated[str, typer.Option(help="the interpreter there; default: this one")] = "",
-    redis: Annotated[
-        str,
-        typer.Option(
-            help="URL of a Redis that runs already; default: beside the learner",
-            callback=no_password,
-        ),
-    ] = "",
-    gpu: Annotated[str, typer.Option(help="sky: the kind of GPU, such as H100")] = "",
-    bucket: Annotated[str, typer.Option(help="sky: a bucket in which the run is kept")] = "",
+    engine: Engine,
+    config: Config,
+    overrides: Overrides = None,
+    show: Show = False,
+    learner_nodes: Nodes = 1,
+    learner_gpus: LearnerGpus = 0,
+    workers: Workers = -1,
+    worker_gpus: WorkerGpus = 0,
+    time: Time = "",
+    option: Lines = None,
+    worker_option: WorkerLines = None,
+    setup: Setup = "",
+    python: PythonThere = "",
+    redis: RedisUrl = "",
+    gpu: Gpu = "",
+    bucket: Bucket = "",
 ) -> None:
     """Start a run on a cluster by Slurm, SkyPilot or Ray: the learner on its hosts, workers on theirs.
 
@@ -97,15 +98,12 @@ def main(
         learner_options=tuple(option or ()),
         worker_options=(*(option or ()), *(worker_option or ())),
     )
-    match engine:
-        case "slurm":
-            paths, submit = slurm.write(cluster, time), _submit_to_slurm
-        case "sky":
-            paths, submit = sky.write(cluster, gpu, bucket), _submit_to_sky
-        case "ray":
-            paths, submit = ray_job.write(cluster), _submit_to_ray
+    if engine == "slurm":
+        paths = slurm.write(cluster, time)
+    else:
+        paths = sky.write(cluster, gpu, bucket) if engine == "sky" else ray_job.write(cluster)
     if not show:
-        return submit(paths)
+        return _submit(engine, paths)
     for path in paths:
         typer.echo(f"# {path}\n{path.read_text('utf-8')}")
 
@@ -121,22 +119,15 @@ def _check_options(engine: str, asked: Mapping[str, object], gpus: int) -> None:
         raise ConfigError("launch sky: GPUs need their kind as well, such as --gpu H100")
 
 
-def _submit_to_slurm(paths: list[Path]) -> None:
-    jobs = slurm.submit(paths)
-    typer.echo(f"submitted: {slurm.named(jobs)}; logs in {paths[0].parent}/logs")
-    typer.echo(f"scancel {' '.join(reversed(jobs))} ends it; launched again it goes on")
-
-
-def _submit_to_sky(paths: list[Path]) -> None:
-    _submit("sky", ["sky", "jobs", "launch", "--yes", "--detach-run", str(paths[0])])
-
-
-def _submit_to_ray(paths: list[Path]) -> None:
-    _submit("ray", ray_job.command(paths[0]))
-
-
-def _submit(engine: str, command: Sequence[str]) -> None:
-    """Runs a command of SkyPilot or Ray. Raises ConfigError if there is none here, or it fails."""
+def _submit(engine: str, paths: list[Path]) -> None:
+    """Hands the scripts to the scheduler. Raises ConfigError if SkyPilot or Ray is not here, or fails."""
+    if engine == "slurm":
+        jobs = slurm.submit(paths)
+        typer.echo(f"submitted: {slurm.named(jobs)}; logs in {paths[0].parent}/logs")
+        typer.echo(f"scancel {' '.join(reversed(jobs))} ends it; launched again it goes on")
+        return
+    command = ["sky", "jobs", "launch", "--yes", "--detach-run", str(paths[0])]
+    command = command if engine == "sky" else ray_job.command(paths[0])
     try:
         code = subprocess.run(command).returncode
     except FileNotFoundError as error:
