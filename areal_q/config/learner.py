@@ -329,9 +329,10 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
 
         Read by learner/build.py and learner/api/steps.py (VersionHistory), learner/measure/fidelity.py (weights
         to score with), learner/replay/replay_steps.py and areal_q/checks/memory.py (what they take). `max_lag`
-        itself is read by learner/data/group_reader.py (which groups are too old), rollout/build.py (whose
+        itself is read by learner/data/group_reader.py (which groups are too old), rollout/worker.py (whose
         responses a worker continues), areal_q/config/load.py (what workers are set up from),
-        areal_q/plan/speed.py and areal_q/plan/estimate.py (what is expected), learner/doctor/examine.py and
+        areal_q/observability/run_summary.py (which evaluations came too late), areal_q/plan/speed.py and
+        areal_q/plan/estimate.py (what is expected), learner/doctor/examine.py and
         learner/doctor/diagnosis/gap_rules.py."""
         return self.max_lag + 2
 
