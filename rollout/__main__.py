@@ -37,22 +37,22 @@ _EXITS = (
 )
 
 
-Redis = Annotated[
+_Redis = Annotated[
     str, typer.Option(help="URL of the buffer", envvar="REDIS_URL", callback=no_password)
 ]
-RunName = Annotated[str, typer.Option(help="name of the run to work for")]
-Id = Annotated[str, typer.Option(help="unique name; default HOST-PID")]
-Metrics = Annotated[
+_RunName = Annotated[str, typer.Option(help="name of the run to work for")]
+_Id = Annotated[str, typer.Option(help="unique name; default HOST-PID")]
+_Metrics = Annotated[
     str, typer.Option(metavar="[HOST:]PORT", help="serve Prometheus metrics; on loopback")
 ]
-RELAY = "a relay's, instead of the learner's"
-Announce = Annotated[str | None, typer.Option(help=RELAY, envvar="AREAL_Q_ANNOUNCE")]
-Fetch = Annotated[str | None, typer.Option(help=RELAY, envvar="AREAL_Q_FETCH")]
-Keys = Annotated[
+_RELAY = "a relay's, instead of the learner's"
+_Announce = Annotated[str | None, typer.Option(help=_RELAY, envvar="AREAL_Q_ANNOUNCE")]
+_Fetch = Annotated[str | None, typer.Option(help=_RELAY, envvar="AREAL_Q_FETCH")]
+_Keys = Annotated[
     str | None,
     typer.Option(help="directory of CURVE keys, before the settings'", envvar="AREAL_Q_KEYS"),
 ]
-ServeAt = Annotated[
+_ServeAt = Annotated[
     str,
     typer.Option(
         "--serve",
@@ -61,30 +61,30 @@ ServeAt = Annotated[
         envvar="AREAL_Q_SERVE",
     ),
 ]
-TOKEN = "file with the bearer token it asks for"
-ServeToken = Annotated[str | None, typer.Option(help=TOKEN, envvar="AREAL_Q_SERVE_TOKEN_FILE")]
-CONFIG = "a TOML file: what it asks for and cannot be done is refused at once"
-Config = Annotated[Path | None, typer.Option(help=CONFIG)]
-Client = Annotated[str, typer.Option(help="whose key in it")]
-FINISHED = "how long to wait, at the start, for a learner that goes on with a finished run; or inf"
-FinishedWait = Annotated[
-    float, typer.Option(metavar="SECONDS", help=FINISHED, envvar="AREAL_Q_FINISHED_WAIT")
+_TOKEN = "file with the bearer token it asks for"
+_ServeToken = Annotated[str | None, typer.Option(help=_TOKEN, envvar="AREAL_Q_SERVE_TOKEN_FILE")]
+_CONFIG = "a TOML file: what it asks for and cannot be done is refused at once"
+_Config = Annotated[Path | None, typer.Option(help=_CONFIG)]
+_Client = Annotated[str, typer.Option(help="whose key in it")]
+_FINISHED = "how long to wait, at the start, for a learner that goes on with a finished run; or inf"
+_FinishedWait = Annotated[
+    float, typer.Option(metavar="SECONDS", help=_FINISHED, envvar="AREAL_Q_FINISHED_WAIT")
 ]
 
 
 def main(
-    redis: Redis,
-    run: RunName,
-    id: Id = "",
-    metrics: Metrics = "",
-    announce: Announce = None,
-    fetch: Fetch = None,
-    keys: Keys = None,
-    serve_at: ServeAt = "",
-    serve_token: ServeToken = None,
-    config: Config = None,
-    client: Client = "worker",
-    finished_wait: FinishedWait = FINISHED_WAIT_S,
+    redis: _Redis,
+    run: _RunName,
+    id: _Id = "",
+    metrics: _Metrics = "",
+    announce: _Announce = None,
+    fetch: _Fetch = None,
+    keys: _Keys = None,
+    serve_at: _ServeAt = "",
+    serve_token: _ServeToken = None,
+    config: _Config = None,
+    client: _Client = "worker",
+    finished_wait: _FinishedWait = FINISHED_WAIT_S,
     watchdog: WatchdogSeconds = 0.0,
 ) -> None:
     """Generates for a run until it is finished, or until told to stop."""

@@ -31,48 +31,48 @@ _ENGINES = {
 """The schedulers that have a use for an option, where not all have one."""
 
 
-Engine = Annotated[
+_Engine = Annotated[
     Literal["slurm", "sky", "ray"],
     typer.Argument(metavar="slurm|sky|ray", help="what starts jobs there"),
 ]
-Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="a TOML file, or its name")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="a.b=c", help="settings on top")]
-Show = Annotated[bool, typer.Option("--print", help="write and print the scripts; submit nothing")]
-Nodes = Annotated[int, typer.Option(min=1, help="hosts of the learner")]
+_Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="a TOML file, or its name")]
+_Overrides = Annotated[list[str] | None, typer.Argument(metavar="a.b=c", help="settings on top")]
+_Show = Annotated[bool, typer.Option("--print", help="write and print the scripts; submit nothing")]
+_Nodes = Annotated[int, typer.Option(min=1, help="hosts of the learner")]
 _GPUS = "GPUs of the learner on each, with a process each; 0: a CPU"
-LearnerGpus = Annotated[int, typer.Option(min=0, help=_GPUS)]
+_LearnerGpus = Annotated[int, typer.Option(min=0, help=_GPUS)]
 _WORKERS = "workers; of sky hosts with a worker on each GPU; -1: the settings'"
-Workers = Annotated[int, typer.Option(min=-1, help=_WORKERS)]
-WorkerGpus = Annotated[int, typer.Option(min=0, help="GPUs of each worker; 0: a CPU")]
+_Workers = Annotated[int, typer.Option(min=-1, help=_WORKERS)]
+_WorkerGpus = Annotated[int, typer.Option(min=0, help="GPUs of each worker; 0: a CPU")]
 _TIME = "slurm: the time of a job, such as 24:00:00; then it goes on"
-Time = Annotated[str, typer.Option(help=_TIME)]
-Lines = Annotated[list[str] | None, typer.Option(help=_OPTION)]
-WorkerLines = Annotated[list[str] | None, typer.Option(help="slurm: one more, for workers alone")]
-Setup = Annotated[str, typer.Option(help="shell commands before each role")]
-PythonThere = Annotated[str, typer.Option(help="the interpreter there; default: this one")]
+_Time = Annotated[str, typer.Option(help=_TIME)]
+_Lines = Annotated[list[str] | None, typer.Option(help=_OPTION)]
+_WorkerLines = Annotated[list[str] | None, typer.Option(help="slurm: one more, for workers alone")]
+_Setup = Annotated[str, typer.Option(help="shell commands before each role")]
+_PythonThere = Annotated[str, typer.Option(help="the interpreter there; default: this one")]
 _REDIS = "URL of a Redis that runs already; default: beside the learner"
-RedisUrl = Annotated[str, typer.Option(help=_REDIS, callback=no_password)]
-Gpu = Annotated[str, typer.Option(help="sky: the kind of GPU, such as H100")]
-Bucket = Annotated[str, typer.Option(help="sky: a bucket in which the run is kept")]
+_RedisUrl = Annotated[str, typer.Option(help=_REDIS, callback=no_password)]
+_Gpu = Annotated[str, typer.Option(help="sky: the kind of GPU, such as H100")]
+_Bucket = Annotated[str, typer.Option(help="sky: a bucket in which the run is kept")]
 
 
 def main(
-    engine: Engine,
-    config: Config,
-    overrides: Overrides = None,
-    show: Show = False,
-    learner_nodes: Nodes = 1,
-    learner_gpus: LearnerGpus = 0,
-    workers: Workers = -1,
-    worker_gpus: WorkerGpus = 0,
-    time: Time = "",
-    option: Lines = None,
-    worker_option: WorkerLines = None,
-    setup: Setup = "",
-    python: PythonThere = "",
-    redis: RedisUrl = "",
-    gpu: Gpu = "",
-    bucket: Bucket = "",
+    engine: _Engine,
+    config: _Config,
+    overrides: _Overrides = None,
+    show: _Show = False,
+    learner_nodes: _Nodes = 1,
+    learner_gpus: _LearnerGpus = 0,
+    workers: _Workers = -1,
+    worker_gpus: _WorkerGpus = 0,
+    time: _Time = "",
+    option: _Lines = None,
+    worker_option: _WorkerLines = None,
+    setup: _Setup = "",
+    python: _PythonThere = "",
+    redis: _RedisUrl = "",
+    gpu: _Gpu = "",
+    bucket: _Bucket = "",
 ) -> None:
     """Start a run on a cluster by Slurm, SkyPilot or Ray: the learner on its hosts, workers on theirs.
 

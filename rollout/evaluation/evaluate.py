@@ -41,61 +41,61 @@ PLAIN_EVERY = 0.1
 INTERRUPTED = 130
 
 
-Model = Annotated[Path, typer.Argument(help="a run directory, or a model in Hugging Face layout")]
-Settings = Annotated[list[str] | None, typer.Argument(help="a.b=c, such as task.digits=3")]
-TaskName = Annotated[
+_Model = Annotated[Path, typer.Argument(help="a run directory, or a model in Hugging Face layout")]
+_Settings = Annotated[list[str] | None, typer.Argument(help="a.b=c, such as task.digits=3")]
+_TaskName = Annotated[
     str | None, typer.Option(help="type of task or name of a benchmark; default the run's own")
 ]
-Data = Annotated[
+_Data = Annotated[
     Path | None, typer.Option(help="a JSONL file: all of its problems, in place of held-out ones")
 ]
-PresetName = Annotated[
+_PresetName = Annotated[
     str | None, typer.Option(help=f"a paper's sampling settings: {', '.join(PRESETS)}")
 ]
-Problems = Annotated[int | None, typer.Option(min=1, help="at most so many")]
-Samples = Annotated[
+_Problems = Annotated[int | None, typer.Option(min=1, help="at most so many")]
+_Samples = Annotated[
     int | None, typer.Option(min=0, help="sampled answers to each problem, for avg@k and pass@k")
 ]
-Greedy = Annotated[bool, typer.Option(help="also ask for the most likely answer")]
-Temperature = Annotated[float | None, typer.Option(min=0.0, help="of samples")]
-TopP = Annotated[float | None, typer.Option(min=1e-6, max=1.0, help="of samples")]
-MaxTokens = Annotated[int | None, typer.Option(min=1, help="of an answer")]
-Format = Annotated[str, typer.Option(help="number format of the linear weights")]
-Show = Annotated[int, typer.Option(min=0, help="print so many answers")]
-Out = Annotated[Path | None, typer.Option(help="file of answers; default RUN/evals/… for a run")]
-KEEP = "ask the training problems, and write to --out those with such a share of right answers"
-Keep = Annotated[str | None, typer.Option(metavar="LOW..HIGH", help=KEEP)]
-OfSet = Annotated[
+_Greedy = Annotated[bool, typer.Option(help="also ask for the most likely answer")]
+_Temperature = Annotated[float | None, typer.Option(min=0.0, help="of samples")]
+_TopP = Annotated[float | None, typer.Option(min=1e-6, max=1.0, help="of samples")]
+_MaxTokens = Annotated[int | None, typer.Option(min=1, help="of an answer")]
+_Format = Annotated[str, typer.Option(help="number format of the linear weights")]
+_Show = Annotated[int, typer.Option(min=0, help="print so many answers")]
+_Out = Annotated[Path | None, typer.Option(help="file of answers; default RUN/evals/… for a run")]
+_KEEP = "ask the training problems, and write to --out those with such a share of right answers"
+_Keep = Annotated[str | None, typer.Option(metavar="LOW..HIGH", help=_KEEP)]
+_OfSet = Annotated[
     str | None, typer.Option("--set", help="one of the run's eval.sets, asked as that says")
 ]
-ServeAt = Annotated[
+_ServeAt = Annotated[
     str,
     typer.Option(
         "--serve", metavar="[HOST:]PORT", help="let agents play the problems here; on loopback"
     ),
 ]
-ServeToken = Annotated[str | None, typer.Option(help="file with the token that agents must send")]
+_ServeToken = Annotated[str | None, typer.Option(help="file with the token that agents must send")]
 
 
 def main(
-    model: Model,
-    settings: Settings = None,
-    task: TaskName = None,
-    data: Data = None,
-    preset: PresetName = None,
-    problems: Problems = None,
-    samples: Samples = None,
-    greedy: Greedy = True,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    max_tokens: MaxTokens = None,
-    format: Format = "bf16",
-    show: Show = 5,
-    out: Out = None,
-    keep: Keep = None,
-    of_set: OfSet = None,
-    serve_at: ServeAt = "",
-    serve_token: ServeToken = None,
+    model: _Model,
+    settings: _Settings = None,
+    task: _TaskName = None,
+    data: _Data = None,
+    preset: _PresetName = None,
+    problems: _Problems = None,
+    samples: _Samples = None,
+    greedy: _Greedy = True,
+    temperature: _Temperature = None,
+    top_p: _TopP = None,
+    max_tokens: _MaxTokens = None,
+    format: _Format = "bf16",
+    show: _Show = 5,
+    out: _Out = None,
+    keep: _Keep = None,
+    of_set: _OfSet = None,
+    serve_at: _ServeAt = "",
+    serve_token: _ServeToken = None,
 ) -> Evaluation:
     """Scores MODEL: greedy accuracy, and avg@k, pass@k and majority@k of sampled answers."""
     check_format(format, settings or [])
