@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import torch
 
 from areal_q.config import Run
+from areal_q.system.run_dir import recorded_settings
 from areal_q.tasks import build_tokenizer
 from bench.common import commit, device, number, publish, table, use_cores, versions
 from buffer.logs.trajectory_log import iter_log
@@ -29,7 +30,6 @@ from learner.data.packing import samples_of
 from learner.data.staleness import VersionHistory
 from learner.measure.token_recorder import TokenRecorder
 from learner.policy_update import update_policy
-from learner.replay.replay_steps import recorded_settings
 
 STEPS = 20
 REPEATS = 3

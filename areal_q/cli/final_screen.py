@@ -123,6 +123,4 @@ def _marked(text: str, correct: bool | None) -> Text:
 
 
 def _one_line(text: str) -> Text:
-    """Returns the text as one line. Of a long one the end is shown, since that is what is scored."""
-    flat = command.escaped(text.replace("\n", "⏎"))
-    return Text(flat if len(flat) <= 32 else "…" + flat[-31:])
+    return Text(command.one_line(text))

@@ -92,6 +92,12 @@ def escaped(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def one_line(text: str) -> str:
+    """Returns `text` as one printable line. Of a long one the end is shown, since that is what is scored."""
+    flat = escaped(text.replace("\n", "⏎"))
+    return flat if len(flat) <= 32 else "…" + flat[-31:]
+
+
 def page(width: int) -> Console:
     """Returns a console for text without colours, which is captured or goes to a notebook."""
     return _Console(width=width, color_system=None, force_terminal=False, force_jupyter=False)

@@ -46,7 +46,7 @@ from areal_q.config import (
 )
 from areal_q.config.objectives import parts_of
 from areal_q.config.tasks import chat_of
-from areal_q.errors import CheckpointError, ConfigError, TaskError
+from areal_q.errors import CheckpointError, ConfigError, LogError, TaskError
 from areal_q.plugins import absolute, digest_of
 from areal_q.system.files import replacing, try_lock
 
@@ -284,6 +284,13 @@ def keep_settings(directory: Path, run: Run) -> None:
         path.parent.mkdir(exist_ok=True)
         with replacing(path) as scratch:
             scratch.write_text(dump_toml(run), "utf-8")
+
+
+def recorded_settings(directory: Path) -> Run:
+    """Returns the settings of the run in `directory`. Raises LogError if there is no run."""
+    if not (directory / "config.toml").is_file():
+        raise LogError(f"{directory}: no such run")
+    return load(directory / "config.toml")
 
 
 def settings_of(directory: Path, step_settings: str) -> Run:

@@ -14,7 +14,7 @@ from areal_q.models import DecoderConfig
 from areal_q.observability.learning_faults import learning_faults
 from areal_q.observability.metrics_log import Record, read_metrics
 from areal_q.observability.run_summary import mean
-from areal_q.system.run_dir import METRICS_FILE
+from areal_q.system.run_dir import METRICS_FILE, recorded_settings
 from areal_q.tasks.stops import read_stops
 from buffer.logs.step_log import StepRecord, iter_steps
 from buffer.logs.trajectory_log import iter_log, logged_steps
@@ -23,7 +23,7 @@ from learner.doctor.diagnosis import TERMS, Case, Finding, LogFacts, TokenTable,
 from learner.doctor.probe import Probe
 from learner.publishing.version_builder import VersionSettings
 from learner.replay.compare import compare
-from learner.replay.replay_steps import Replay, recorded_settings
+from learner.replay.replay_steps import Replay
 
 WINDOW = 10
 """Number of the newest steps that are examined by default."""

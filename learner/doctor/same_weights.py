@@ -14,9 +14,9 @@ from rich.console import Console
 from areal_q.cli.launcher import launch
 from areal_q.config import dump_toml, override
 from areal_q.errors import CheckpointError
+from areal_q.system.run_dir import recorded_settings
 from buffer.redis_store import LearnerBuffer
 from learner import checkpoint
-from learner.replay.replay_steps import recorded_settings
 
 
 def same_weights_run(directory: Path, steps: int, console: Console) -> Path:

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from areal_q.errors import ConfigError
 from areal_q.system import command
+from areal_q.system.run_dir import recorded_settings
 
 First = Annotated[
     int | None, typer.Option("--from", min=0, help="first step; default: of the first checkpoint")
@@ -47,7 +48,8 @@ def main(
     """Re-runs the learner steps of RUN and compares them with what was recorded.
 
     With --set, what would have happened on the same samples: both histories side by side, in
-    RUN/replay/ as a figure and as CSV.
+    RUN/replay/ as a figure and as CSV. With --set reward.…, what the logged responses are worth
+    under another reward, without any step.
     """
     if step is not None:
         first, stop = step, step + 1
@@ -57,6 +59,8 @@ def main(
         )
     elif debug:
         raise ConfigError("--debug: say in which step, by --step N")
+    if settings and _rewards(directory, settings, first, stop, until_diverges or debug):
+        return
     # torch takes seconds to import; by now a wrong option has been refused.
     from learner.replay.replay_steps import Replay
     from learner.replay.tables import every_metric
@@ -71,6 +75,43 @@ def main(
     else:
         _verdict(replay, done, differing, console)
         raise typer.Exit(1 if differing else 0)
+
+
+def _rewards(
+    directory: Path, settings: list[str], first: int | None, stop: int | None, steps: bool
+) -> bool:
+    """Compares another reward with the logged one if `settings` ask for one. Returns False, and does nothing,
+    if they do not. `steps`: an option was given that is of learner steps."""
+    from learner.replay.rescored import (
+        asks_for_rewards,
+        most_table,
+        rescored,
+        rows_table,
+        write_rows,
+    )
+
+    recorded = recorded_settings(directory)
+    if not asks_for_rewards(recorded, settings):
+        return False
+    if steps:
+        raise ConfigError(
+            "--until-diverges, --debug: another reward is compared without learner steps"
+        )
+    found = rescored(directory, recorded, settings, first or 0, stop)
+    file, console = directory / "replay" / "rewards.csv", command.console()
+    write_rows(found, file)
+    ends = f"steps {found.rows[0].step}–{found.rows[-1].step}"
+    console.print(
+        f"{ends} with {', '.join(settings)}: other rewards of the responses that were learnt from"
+    )
+    console.print(rows_table(found))
+    if found.failure:
+        console.print(f"not scored, the last one: {found.failure}")
+    if found.most:
+        console.print(f"{len(found.most)} that differ most:")
+        console.print(most_table(found))
+    typer.echo(f"every step: {file}")
+    return True
 
 
 def _run(replay, console: Console, until_diverges: bool, debug: bool):

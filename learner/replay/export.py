@@ -51,8 +51,8 @@ def main(
 def best_step(directory: Path) -> int:
     """Returns the step of the best of the checkpoints that are there, by the metric `eval.best`, without one by
     the held-out accuracy. Raises LogError if there is no run, CheckpointError if none was evaluated."""
+    from areal_q.system.run_dir import recorded_settings
     from learner import checkpoint
-    from learner.replay.replay_steps import recorded_settings
 
     metric = recorded_settings(directory).eval.best or "eval/accuracy"
     steps = {int(p.name.removeprefix("step-")) for p in checkpoint.steps(directory / "checkpoints")}
@@ -76,8 +76,8 @@ def export(
     """
     from areal_q.models import DecoderConfig
     from areal_q.models.hf.checkpoint import meta_decoder
+    from areal_q.system.run_dir import recorded_settings
     from learner import checkpoint
-    from learner.replay.replay_steps import recorded_settings
     from learner.supervised.demonstrations import tokenizer_of
 
     run = recorded_settings(directory)

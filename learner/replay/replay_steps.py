@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from areal_q.config import Run, as_before, load, override
+from areal_q.config import Run, as_before, override
 from areal_q.errors import CheckpointError, ConfigError, LogError
 from areal_q.messages import Group
 from areal_q.models import DecoderConfig, new_decoder
@@ -26,6 +26,7 @@ from areal_q.system.run_dir import (
     LEARNERS_CODE,
     code_tables,
     differences,
+    recorded_settings,
     settings_of,
     with_digests,
 )
@@ -202,13 +203,6 @@ class Replay:
         if not self.publishes:
             names = [n for n in names if not n.startswith(checkpoint.STICKY)]
         return [n for n in names if n not in saved or n not in now or not _equal(saved[n], now[n])]
-
-
-def recorded_settings(directory: Path) -> Run:
-    """Returns the settings of the run in `directory`. Raises LogError if there is no run."""
-    if not (directory / "config.toml").is_file():
-        raise LogError(f"{directory}: no such run")
-    return load(directory / "config.toml")
 
 
 def with_settings(policy: TorchPolicy, run: Run) -> TorchPolicy:

@@ -3,24 +3,28 @@
 import csv
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 from rich.table import Table
 
 from areal_q.observability.metric_table import METRICS, Metric
 from areal_q.observability.plots import Curve, Panel, draw
-from learner.replay.replay_steps import Replayed
+
+if TYPE_CHECKING:
+    from learner.replay.replay_steps import Replayed
 
 MAX_ROWS = 20
+T = TypeVar("T")
 
 
-def compared(steps: Sequence[Replayed]) -> list[Metric]:
+def compared(steps: Sequence["Replayed"]) -> list[Metric]:
     """Returns the named metrics that a replay computes anew and that were recorded."""
     areas = ("train/", "mismatch/", "policy/", "teacher/")
     known = [metric for metric in METRICS if metric.name and metric.key.startswith(areas)]
     return [m for m in known if any(m.key in one.record.metrics for one in steps)]
 
 
-def side_by_side(steps: Sequence[Replayed], width: int) -> Table:
+def side_by_side(steps: Sequence["Replayed"], width: int) -> Table:
     """Returns a table of at most MAX_ROWS steps, evenly spaced from the first to the last, with as many of
     the compared metrics as fit into `width` characters."""
     columns = compared(steps)[: max(2, (width - 6) // 20)]
@@ -29,15 +33,20 @@ def side_by_side(steps: Sequence[Replayed], width: int) -> Table:
     for metric in columns:
         table.add_column(f"{metric.name}\nlogged", justify="right", style="dim", no_wrap=True)
         table.add_column("\nnow", justify="right", no_wrap=True)
-    count = min(MAX_ROWS, len(steps))
-    chosen = {round(i * (len(steps) - 1) / max(1, count - 1)) for i in range(count)}
-    for one in (steps[i] for i in sorted(chosen)):
+    for one in evenly(steps):
         pairs = ((one.record.metrics.get(m.key), one.metrics.get(m.key)) for m in columns)
         table.add_row(str(one.record.step), *(_number(x) for pair in pairs for x in pair))
     return table
 
 
-def every_metric(one: Replayed) -> Table:
+def evenly(rows: Sequence[T]) -> list[T]:
+    """Returns at most MAX_ROWS of `rows`, evenly spaced from the first to the last."""
+    count = min(MAX_ROWS, len(rows))
+    chosen = {round(i * (len(rows) - 1) / max(1, count - 1)) for i in range(count)}
+    return [rows[i] for i in sorted(chosen)]
+
+
+def every_metric(one: "Replayed") -> Table:
     """Returns a table of all metrics of one step."""
     table = Table(box=None, padding=(0, 1), header_style="bold")
     for title in ("metric", "logged", "now", "difference"):
@@ -49,7 +58,7 @@ def every_metric(one: Replayed) -> Table:
     return table
 
 
-def write_csv(steps: Sequence[Replayed], path: Path) -> None:
+def write_csv(steps: Sequence["Replayed"], path: Path) -> None:
     """Writes one line per step with every metric as logged (column `NAME`) and as replayed (`NAME,
     replayed`)."""
     names = sorted(
@@ -63,7 +72,7 @@ def write_csv(steps: Sequence[Replayed], path: Path) -> None:
             writer.writerow([one.record.step, *(x for pair in pairs for x in pair)])
 
 
-def draw_both(steps: Sequence[Replayed], title: str, path: Path) -> None:
+def draw_both(steps: Sequence["Replayed"], title: str, path: Path) -> None:
     """Draws a panel with both histories of each compared metric into the file `path`. Raises ConfigError
     without matplotlib."""
 

@@ -284,6 +284,18 @@ def test_other_settings_stop_at_the_first_difference_if_asked(run_dir, here):
     assert re.search(r"step 0 is the first that differs: \S+/\S+ [-\d.e]+ became", out)
 
 
+def test_the_runs_own_reward_scores_as_the_worker_did(run_dir):
+    """The text that is judged comes out of the log as it came out of the engine."""
+    main(run_dir, settings=["reward.correct=1"])
+    with (run_dir / "replay" / "rewards.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == list(range(STEPS))
+    written = [r for r in read_metrics(run_dir / "metrics.jsonl") if r["kind"] == "step"]
+    for row, line in zip(rows, written, strict=True):
+        assert float(row["alike"]) == 1
+        assert float(row["now"]) == pytest.approx(line["reward/mean"])
+
+
 def test_other_micro_batches_are_allowed_nothing_but_rounding(finished, here):
     code, out = here(finished, settings=["learner.microbatch_tokens=128"])
     assert code == 0, out
