@@ -10,7 +10,7 @@ from areal_q.errors import ConfigError, LogError
 from areal_q.models import DecoderConfig
 from areal_q.observability.metrics_log import read_metrics
 from areal_q.plan.hardware import Hardware
-from areal_q.plan.speed import Correction, Load, Split, learner_seconds, worker_rate
+from areal_q.plan.speed import Correction, Load, Split, learner_seconds, speed
 from areal_q.plan.wire import wire
 from areal_q.system.run_dir import METRICS_FILE
 
@@ -51,7 +51,7 @@ def measured(
     deltas = (rest[-1]["weights/delta_bytes"] - before["weights/delta_bytes"]) / len(rest)
     return load_, Correction(
         learner=busy_s / learner_seconds(run, shape, load_, on, split.learner_gpus)[0],
-        workers=rate / worker_rate(run, shape, load_, on, split.workers)[0] if rate else 1.0,
+        workers=rate / speed(run, shape, load_, on, split).worker_tokens_s if rate else 1.0,
         delta=deltas / wire(run, shape).delta if deltas else 1.0,
     )
 

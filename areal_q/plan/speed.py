@@ -1,12 +1,15 @@
 """How long a step takes, of the learner and of the workers, and what follows for idle shares and staleness.
 
     learner   FLOP of a step / (rate of products · the share that a whole step reaches)
-    workers   tokens of a step / (workers · tokens/s of one)
-    a step    the longer of both; with max_lag = 0 their sum, as each waits for the other
+    workers   tokens of a step, and of its part of an evaluation, / (workers · tokens/s of one)
+              + steps in which only the longest response is still drawn, unless there is other work meanwhile
+    a step    the longer of both; with max_lag = 0 their sum, as each waits for the other; on a processor no
+              less than both need of its cores
 
 A token's FLOP: 2 for each weight in a forward pass and 4 in the backward pass, attention beside it.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -29,6 +32,9 @@ SERVED_S = 5e-3
 PASS_LAYER_S = {"cpu": 7e-3, "gpu": 3e-3}
 """Seconds that Python and the launches of kernels take for a layer, forward and backward: 0.02 s of a step of
 0.6M parameters (bench/README.md), 0.15 of the 14,900 launches at 0.5B on an H100 (docs/gpu.md)"""
+RESPONSE_S = 1.1e-4
+"""Seconds of a worker for a response beside its products: its row's own work, record, reward, Redis. Busy
+workers of the quickstart drew 27,000 to 37,000 tokens/s in every format, 3.8 a response (bench/README.md)"""
 OPTIMIZER_BYTES = 28
 """Bytes read and written for a weight in an optimizer step: itself, its gradient, two moments"""
 
@@ -74,7 +80,7 @@ class Speed:
     learner_tokens_s: float
     """Response tokens that the learner could learn from per second."""
     worker_tokens_s: float
-    """Response tokens that one busy worker draws per second."""
+    """Response tokens, those of evaluations among them, that one busy worker draws per second."""
     learner_idle: float
     workers_idle: float
     lag: float
@@ -149,46 +155,82 @@ def learner_seconds(
 
 
 def worker_rate(
-    run: Run, shape: DecoderConfig, load: Load, on: Hardware, workers: int
+    run: Run,
+    shape: DecoderConfig,
+    load: Load,
+    on: Hardware,
+    workers: int,
+    rows: float = math.inf,
+    shared: int | None = None,
 ) -> tuple[float, str]:
-    """Returns the response tokens that one busy worker draws per second, and the formula."""
+    """Returns the response tokens that a worker draws per second with `rows` responses at once, by default as
+    many as it has, and the formula. `shared`: responses to a prompt, by default those of a group."""
     engine, device = run.rollout.engine, on.device
     if isinstance(engine, ScriptedEngine):
         return engine.tokens_per_s, "rollout.engine.tokens_per_s"
     outstanding = run.learner.max_outstanding * run.learner.group_size
-    rows = max(1.0, min(engine.slots, outstanding / workers))
+    rows = max(1.0, min(rows, engine.slots, outstanding / workers))
+    shared = shared or run.learner.group_size
     torch_engine = isinstance(engine, TorchEngine)
     codes = run.rollout.format in ("int8", "fp8", "fp8-channel") and (on.is_cpu or not torch_engine)
     rate = device.eight_bits if codes else device.bfloat16
     if on.is_cpu:
-        cores = (device.cores - run.learner.threads) / workers
-        kind, units, paths = "cpu", max(1.0, min(run.rollout.threads, cores)), 1
+        kind, units, paths = "cpu", _cores_of_worker(run, on, workers), 1
     else:
         units = paths = getattr(engine, "tensor_parallel", 1)
         kind = "torch on a GPU" if torch_engine else "served"
         kind += ", compiled" if getattr(engine, "compiled", False) else ""
     # The rows of one pass, of which transformers' engine makes one for each group
-    each = min(rows, run.learner.group_size) if isinstance(engine, HfEngine) else rows
-    flop, read = _decoding(run, shape, load.lengths, each, 4 if on.is_cpu else 2)
+    each = min(rows, shared) if isinstance(engine, HfEngine) else rows
+    flop, read = _decoding(run, shape, load.lengths, each, 4 if on.is_cpu else 2, shared)
     reading, multiplying = read / (device.bandwidth * paths), each * flop / (rate * units)
     share = DECODE_SHARE["cpu" if on.is_cpu else "gpu"]
     layers = LAYER_S[kind] * shape.layers + SERVED_S * kind.startswith("served")
     step = max(reading, multiplying) / share + layers
+    beside = each * RESPONSE_S / load.lengths.response
     told = (
         f"{each:,.0f} rows / (max(memory {reading * 1e3:.3g} ms, products {multiplying * 1e3:.3g} ms)"
-        f" / {share:g} + {layers * 1e3:.3g} ms between kernels)"
+        f" / {share:g} + {layers * 1e3:.3g} ms between kernels + {beside * 1e3:.3g} ms of records)"
     )
-    return each / step, told + ", a group at a time" * (each < rows)
+    return each / (step + beside), told + ", a group at a time" * (each < rows)
+
+
+def _cores_of_worker(run: Run, on: Hardware, workers: int) -> float:
+    cores = (on.device.cores - run.learner.threads) / workers
+    return max(1.0, min(run.rollout.threads, cores))
+
+
+def workers_seconds(
+    run: Run, shape: DecoderConfig, load: Load, on: Hardware, workers: int, waiting: bool
+) -> tuple[float, float, str]:
+    """Returns the seconds in which the workers are busy for a step, the response tokens that they draw then,
+    and the formula. If they are `waiting` for the next version, a step's last responses have them to
+    themselves: the longest is taken to reach max_tokens."""
+    response = load.lengths.response
+    rate, _ = worker_rate(run, shape, load, on, workers)
+    drawn = run.learner.groups * run.learner.group_size * response / load.useful
+    evaluated = run.eval.problems / run.eval.every * response
+    alone, _ = worker_rate(run, shape, load, on, workers, shared=1)
+    rest = max(0.0, run.rollout.sampling.max_tokens - response) if waiting else 0.0
+    last_s = rest / worker_rate(run, shape, load, on, workers, rows=1)[0]
+    seconds = drawn / (rate * workers) + evaluated / (alone * workers) + last_s
+    told = f"{drawn:,.0f} tokens / ({workers} · {rate:,.0f} /s)"
+    told += f" + {evaluated:,.0f} of evaluations / ({workers} · {alone:,.0f} /s)"
+    return (
+        seconds,
+        drawn + evaluated,
+        told + f" + {last_s:.2g} s of the longest response" * (rest > 0),
+    )
 
 
 def _decoding(
-    run: Run, shape: DecoderConfig, lengths: Lengths, rows: float, item: int
+    run: Run, shape: DecoderConfig, lengths: Lengths, rows: float, item: int, shared: int
 ) -> tuple[float, float]:
-    """Returns the FLOP of a token, its part of its group's prompt included, and the bytes that a step of `rows`
-    reads: weights, head, and keys and values of `item` bytes each."""
+    """Returns the FLOP of a token, its part of a prompt of `shared` responses included, and the bytes that a
+    step of `rows` reads: weights, head, and keys and values of `item` bytes each."""
     prompt, response = lengths.prompt, lengths.response
     weights, head = active_linears(shape), shape.vocab_size * shape.width
-    flop = 2 * (weights + head) + 2 * weights * prompt / (run.learner.group_size * response)
+    flop = 2 * (weights + head) + 2 * weights * prompt / (shared * response)
     flop += 4 * (prompt + response / 2) * shape.heads * shape.head_dim * shape.layers
     item = 1 if getattr(run.rollout.engine, "kv_cache", "auto") == "fp8" else item
     kv = 2 * shape.layers * shape.kv_heads * shape.head_dim * item
@@ -207,12 +249,20 @@ def speed(
     """Returns what is expected with `split`."""
     learner_s, of_learner = learner_seconds(run, shape, load, on, split.learner_gpus)
     learner_s *= correction.learner
-    one, of_worker = worker_rate(run, shape, load, on, split.workers)
-    one *= correction.workers
     cfg = run.learner
     tokens = cfg.groups * cfg.group_size * load.lengths.response
-    workers_s = tokens / load.useful / (one * split.workers)
+    _, of_worker = worker_rate(run, shape, load, on, split.workers)
+    each = (run, shape, load, on, split.workers)
+    workers_s, drawn, of_workers = workers_seconds(*each, waiting=cfg.max_lag == 0)
+    if cfg.max_lag and workers_s / correction.workers < learner_s:
+        workers_s, drawn, of_workers = workers_seconds(*each, waiting=True)
+    workers_s /= correction.workers
+    one = drawn / (workers_s * split.workers)
     step_s = learner_s + workers_s if cfg.max_lag == 0 else max(learner_s, workers_s)
+    if on.is_cpu:
+        busy = learner_s * min(cfg.threads, on.device.cores)
+        busy += workers_s * split.workers * _cores_of_worker(run, on, split.workers)
+        step_s = max(step_s, busy / on.device.cores)
     lag, of_lag = expected_lag(run, learner_s, workers_s, split.workers)
     return Speed(
         split,
@@ -227,8 +277,10 @@ def speed(
         {
             "learner's step": of_learner,
             "a worker": of_worker,
-            "workers' step": f"{tokens:,.0f} tokens / {load.useful:.2g} / ({split.workers} · {one:,.0f} /s)",
-            "a step": "learner + workers" if cfg.max_lag == 0 else "max(learner, workers)",
+            "workers' step": of_workers,
+            "a step": "learner + workers"
+            if cfg.max_lag == 0
+            else "max(learner, workers, what the cores do)",
             "staleness": of_lag,
         },
     )

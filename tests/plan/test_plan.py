@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from helpers.commands import run_here
 from helpers.kinds import HALF_A_BILLION, M20, QUICKSTART, SMOLLM2
+from helpers.paths import ROOT
 
 from areal_q.checks.memory import total
 from areal_q.checks.pass_memory import Lengths
@@ -28,6 +29,7 @@ from areal_q.plan.speed import (
     learner_seconds,
     speed,
     worker_rate,
+    workers_seconds,
 )
 from areal_q.plan.wire import wire
 from areal_q.system.run_dir import METRICS_FILE
@@ -133,6 +135,54 @@ def test_a_busy_worker_drew_what_is_expected_within_a_third(
     assert worker_rate(load(None, settings), shape, Load(lengths), on, 1)[0] == pytest.approx(
         rate, rel=0.34
     )
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "shape", "load_", "seconds"),
+    [
+        ("smollm2-sums", [], SMOLLM2, Load(Lengths(46, 11.9), 0.48), 1.0),
+        ("smollm2-sums", ["rollout.format=int4"], SMOLLM2, Load(Lengths(46, 11.9), 0.49), 1.59),
+        ("quickstart", [], QUICKSTART, Load(Lengths(6, 3.8)), 0.067),
+    ],
+)
+def test_workers_were_busy_as_expected_within_15_percent(
+    config: str, settings: list[str], shape: DecoderConfig, load_: Load, seconds: float
+):
+    """For a step and its part of an evaluation, on two cores with AVX512-BF16 and VNNI: docs/sizing.md."""
+    run = load(ROOT / "configs" / f"{config}.toml", [*settings, "learner.dtype=bfloat16"])
+    device = replace(cpu(245).device, bfloat16=490e9, eight_bits=980e9, bandwidth=20e9)
+    found = speed(run, shape, load_, Hardware(device, 1), Split(1, 1))
+    assert found.workers_s == pytest.approx(seconds, rel=0.15)
+
+
+def test_evaluations_and_the_longest_response_take_workers_time():
+    """An evaluation's prompts are nobody else's; of responses as long as they may be none is the longest."""
+    run = load(
+        None, [*SUMS, "rollout.sampling.max_tokens=24", "eval.every=10", "eval.problems=100"]
+    )
+    on = cpu(33.4)
+
+    def seconds(response: float, waiting: bool = False, *settings: str) -> tuple[float, float]:
+        other = (
+            load(None, [*SUMS, "rollout.sampling.max_tokens=24", *settings]) if settings else run
+        )
+        each = (other, SMOLLM2, Load(Lengths(46, response)), on, 1)
+        return workers_seconds(*each, waiting=waiting)[:2]
+
+    often = seconds(24, False, "eval.every=1", "eval.problems=100")
+    assert often[1] - seconds(24)[1] == pytest.approx(90 * 24)
+    rate = worker_rate(run, SMOLLM2, Load(Lengths(46, 24)), on, 1, shared=1)[0]
+    assert often[0] - seconds(24)[0] == pytest.approx(90 * 24 / rate)
+    assert seconds(24, waiting=True) == seconds(24)
+    one = 1 / worker_rate(run, SMOLLM2, Load(Lengths(46, 12)), on, 1, rows=1)[0]
+    assert seconds(12, waiting=True)[0] - seconds(12)[0] == pytest.approx(12 * one)
+
+
+def test_a_step_takes_what_both_need_of_the_cores():
+    run = load(None, [*SUMS, "learner.threads=2", "eval.every=1000"])
+    made = speed(run, SMOLLM2, Load(Lengths(46, 19)), cpu(33.4), Split(1, 1))
+    assert made.step_s == pytest.approx((2 * made.learner_s + made.workers_s) / 2)
+    assert made.step_s > max(made.learner_s, made.workers_s)
 
 
 def test_a_pass_for_each_group_gains_nothing_by_more_groups():
@@ -273,7 +323,7 @@ def logged_run(directory: Path, steps: int) -> Run:
     run = load(None, [*SUMS, "name=logged", f"root={directory.parent}"])
     load_, on = Load(Lengths(46, 19), 0.5), cpu(33.4)
     busy = 2 * learner_seconds(run, SMOLLM2, load_, on, 1)[0]
-    rate = worker_rate(run, SMOLLM2, load_, on, 1)[0] / 2
+    rate = speed(run, SMOLLM2, load_, on, Split(1, 1)).worker_tokens_s / 2
     directory.mkdir()
     (directory / "config.toml").write_text(dump_toml(run))
     records = [
