@@ -191,8 +191,8 @@ def _microbatches(
     cfg = backend.cfg
     more = cfg.critic or cfg.reference_kl or cfg.entropy_coef or cfg.router_aux_coef or cfg.teacher
     all_learn = bool(more or learns_without_advantage(cfg.objective))
-    useful = [sample for sample in samples if sample.advantage or all_learn]
-    others = [sample for sample in samples if not (sample.advantage or all_learn)]
+    useful = [sample for sample in samples if all_learn or sample.learns]
+    others = [sample for sample in samples if not (all_learn or sample.learns)]
     paths = paths_of(backend.shape)
     return [
         (

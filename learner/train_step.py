@@ -8,8 +8,9 @@ import numpy as np
 from areal_q.messages import Group
 from buffer.sampling.replay_pool import SampledGroups
 from learner.data.invalid_rewards import failure_metrics
-from learner.data.packing import Sample, is_uniform, samples_of
+from learner.data.packing import Sample, samples_of
 from learner.data.staleness import VersionHistory
+from learner.data.turn_rewards import is_uniform
 from learner.measure.token_recorder import TokenRecorder
 from learner.policy_update import PolicyUpdater
 

@@ -57,14 +57,19 @@ def rloo(rewards: Tensor, group_ids: Tensor, cfg: Rloo) -> Tensor:
 
 
 def reinforce_plus_plus(
-    rewards: Tensor, group_ids: Tensor, cfg: ReinforcePlusPlus, combine: Combine = alone
+    rewards: Tensor,
+    group_ids: Tensor,
+    cfg: ReinforcePlusPlus,
+    combine: Combine = alone,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """Returns [N] (a - mean) / (std + eps) over the batch, where a is r or r - group mean (arXiv 2501.03262).
 
     Mean and std are over responses; OpenRLHF takes them over tokens, which gives long responses more weight.
+    `weights` [N] are those of the rewards in them; 1 each if there are none.
     """
     raw = rewards if cfg.baseline == "none" else _centered(rewards, group_ids)[0]
-    return _normalized(raw, cfg.eps, combine)
+    return _normalized(raw, cfg.eps, combine, weights)
 
 
 GROUP_ADVANTAGES: dict[type, Callable[[Tensor, Tensor, Any], Tensor]] = {
@@ -82,25 +87,32 @@ def group_advantages(
     cfg: AdvantageConfig,
     combine: Combine = alone,
     sources: Sequence[str] = (),
+    weights: Tensor | None = None,
 ) -> Tensor:
     """Returns the advantages [N], at least float32, from rewards, float [N].
 
     `group_ids`, int64 [N] in 0 … K-1 in any order, says which group each response belongs to. Pass all
     responses of the step, or whole groups on each rank: a group must not be cut. `sources` [N] names the task
-    of each, for advantages by source. Raises ConfigError for GAE, which needs a critic.
+    of each, for advantages by source. `weights` [N] are what each counts where the whole batch is normalised.
+    Raises ConfigError for GAE, which needs a critic.
     """
     if isinstance(cfg, Gae):
         raise ConfigError("learner.advantage.type = 'gae' needs a critic: call gae() on tokens")
     rewards = rewards if rewards.dtype == torch.float64 else rewards.float()
     if isinstance(cfg, BySource):
-        return by_source(rewards, group_ids, cfg, combine, sources)
+        return by_source(rewards, group_ids, cfg, combine, sources, weights)
     if isinstance(cfg, ReinforcePlusPlus):
-        return reinforce_plus_plus(rewards, group_ids, cfg, combine)
+        return reinforce_plus_plus(rewards, group_ids, cfg, combine, weights)
     return GROUP_ADVANTAGES[type(cfg)](rewards, group_ids, cfg)
 
 
 def by_source(
-    rewards: Tensor, group_ids: Tensor, cfg: BySource, combine: Combine, sources: Sequence[str]
+    rewards: Tensor,
+    group_ids: Tensor,
+    cfg: BySource,
+    combine: Combine,
+    sources: Sequence[str],
+    weights: Tensor | None = None,
 ) -> Tensor:
     """Returns [N] the advantages of each task of a mixture, as if a batch held its responses alone."""
     names = sorted(cfg.sources)
@@ -112,7 +124,8 @@ def by_source(
         # Ranks sum over their batches together, also one that has no response to this task.
         if len(its) or isinstance(one, ReinforcePlusPlus):
             ids = group_ids[its].unique(return_inverse=True)[1]
-            advantages[its] = group_advantages(rewards[its], ids, one, combine)
+            own = None if weights is None else weights[its]
+            advantages[its] = group_advantages(rewards[its], ids, one, combine, weights=own)
     return advantages
 
 
@@ -164,13 +177,14 @@ def _centered(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(informative_groups(rewards, group_ids)[group_ids], centered, 0.0), sizes
 
 
-def _normalized(x: Tensor, eps: float, combine: Combine) -> Tensor:
+def _normalized(x: Tensor, eps: float, combine: Combine, weights: Tensor | None = None) -> Tensor:
     """Returns `x` with mean 0 and population variance 1 over all ranks; zeros if only rounding differs."""
     d = x.double()
-    count, total = combine(torch.stack([torch.ones_like(d).sum(), d.sum()]))
+    w = torch.ones_like(d) if weights is None else weights.to(d)
+    count, total = combine(torch.stack([w.sum(), (w * d).sum()]))
     mean = total / count.clamp(min=1)
     # The variance takes a second pass: E[x²] - mean² would lose a variance that is small beside the mean.
-    (squares,) = combine((d - mean).square().sum()[None])
+    (squares,) = combine((w * (d - mean).square()).sum()[None])
     std = (squares / count.clamp(min=1)).sqrt()
     if std <= 1e-12 * mean.abs():
         return torch.zeros_like(x)

@@ -27,11 +27,18 @@ from areal_q.messages.codec import (
     encode as encode,
     encode_group as encode_group,
 )
-from areal_q.messages.paths import parts as parts, with_teacher as with_teacher
+from areal_q.messages.paths import (
+    mean_of_turns as mean_of_turns,
+    parts as parts,
+    places as places,
+    rewards_of_turns as rewards_of_turns,
+    with_teacher as with_teacher,
+)
 from areal_q.messages.tokens import (
     Array as Array,
     Dtype as Dtype,
     FinishReason as FinishReason,
+    TurnReward as TurnReward,
     VersionSpan as VersionSpan,
     merge_spans as merge_spans,
 )

@@ -15,7 +15,15 @@ import msgspec
 import numpy as np
 
 from areal_q.errors import RecordError
-from areal_q.messages.tokens import Array, FinishReason, Tokens, VersionSpan, validate_tokens
+from areal_q.messages.tokens import (
+    Array,
+    FinishReason,
+    Tokens,
+    TurnReward,
+    VersionSpan,
+    validate_tokens,
+    validate_turn_rewards,
+)
 
 MOST_BRANCHES = 4096
 """Branches of one episode"""
@@ -40,6 +48,7 @@ class Branch(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     finish_reason: FinishReason
     """Why its last turn ended"""
     teacher_logprobs: Array | None = None
+    turn_rewards: tuple[TurnReward, ...] = ()
 
 
 def validate_branches(
@@ -62,6 +71,7 @@ def validate_branches(
                 f"{lengths[branch.parent]}"
             )
         validate_tokens(branch, place)
+        validate_turn_rewards(branch, place)
         if not (own := _drawn(branch.loss_mask)):
             raise RecordError(f"{place}: none of its tokens was drawn")
         drawn += own

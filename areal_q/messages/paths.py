@@ -28,6 +28,7 @@ def parts(prompt: np.ndarray, t: Trajectory) -> Iterator[tuple[np.ndarray, Traje
                 spans=branch.spans,
                 finish_reason=branch.finish_reason,
                 teacher_logprobs=branch.teacher_logprobs,
+                turn_rewards=branch.turn_rewards,
                 routes=None,
                 reward_notes={},
                 branches=(),
@@ -41,3 +42,32 @@ def with_teacher(t: Trajectory, logprobs: Sequence[np.ndarray]) -> Trajectory:
     pairs = zip(t.branches, others, strict=True)
     branches = tuple(replace(branch, teacher_logprobs=found) for branch, found in pairs)
     return replace(t, teacher_logprobs=own, branches=branches)
+
+
+def places(prompt_tokens: int, t: Trajectory) -> list[np.ndarray]:
+    """Returns for each path which of the episode's tokens it is made of, int64: these are numbered path by
+    path, each path's own, and the `prompt_tokens` before them are left out."""
+    found = [np.concatenate((np.full(prompt_tokens, -1), np.arange(t.num_tokens)))]
+    begin = t.num_tokens
+    for branch in t.branches:
+        end = begin + branch.response_ids.shape[0]
+        found.append(np.concatenate((found[branch.parent][: branch.at], np.arange(begin, end))))
+        begin = end
+    return [path[path >= 0] for path in found]
+
+
+def rewards_of_turns(t: Trajectory) -> np.ndarray:
+    """Returns float64 [all tokens] the rewards that turns were given, each at its last token, NaN elsewhere."""
+    found, begin = np.full(t.all_tokens, np.nan), 0
+    for path in (t, *t.branches):
+        for given in path.turn_rewards:
+            found[begin + given.token] = given.reward
+        begin += path.response_ids.shape[0]
+    return found
+
+
+def mean_of_turns(prompt_tokens: int, t: Trajectory) -> float:
+    """Returns the sum of the rewards of a path's turns, on the mean over the paths of the episode."""
+    rewards = np.nan_to_num(rewards_of_turns(t))
+    paths = places(prompt_tokens, t)
+    return sum(float(np.cumsum(rewards[path])[-1]) for path in paths) / len(paths)

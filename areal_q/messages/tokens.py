@@ -5,7 +5,7 @@ Notation: T response tokens.
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, get_args
 
 import msgspec
 import numpy as np
@@ -83,6 +83,18 @@ def merge_spans(spans: Iterable[VersionSpan]) -> list[VersionSpan]:
     return out
 
 
+LARGEST_REWARD = 1e15
+"""In magnitude: the variance of a group is a float32."""
+
+
+class TurnReward(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The reward of one turn, beside the episode's own."""
+
+    token: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+    """Place of the turn's last token among the own tokens of its path"""
+    reward: float
+
+
 class Tokens(Protocol):
     """Tokens with all that was recorded of each: a trajectory's own, or a branch's."""
 
@@ -94,6 +106,8 @@ class Tokens(Protocol):
     def loss_mask(self) -> Array: ...
     @property
     def spans(self) -> list[VersionSpan]: ...
+    @property
+    def turn_rewards(self) -> tuple[TurnReward, ...]: ...
 
 
 _COLUMNS = (("response_ids", "int32"), ("behavior_logprobs", "float32"), ("loss_mask", "uint8"))
@@ -125,3 +139,17 @@ def validate_tokens(t: Tokens, where: str) -> None:
         raise RecordError(
             f"{where}: version spans cover {sum(s.tokens for s in t.spans)} of {ids.size} tokens"
         )
+
+
+def validate_turn_rewards(t: Tokens, where: str) -> None:
+    """Raises RecordError, which begins with `where`, unless the rewards of turns stand at drawn tokens, one
+    after the other."""
+    mask, before = t.loss_mask.numpy(), -1
+    for token, reward in ((r.token, r.reward) for r in t.turn_rewards):
+        if not (before < token < len(mask) and mask[token]):
+            raise RecordError(
+                f"{where}: a turn's reward at token {token}, which was not drawn or is out of order"
+            )
+        if not abs(reward) <= LARGEST_REWARD:
+            raise RecordError(f"{where}, token {token}: reward is {reward}")
+        before = token

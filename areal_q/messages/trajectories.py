@@ -13,14 +13,14 @@ from areal_q.errors import RecordError
 from areal_q.messages.branches import Branch, validate_branches
 from areal_q.messages.tokens import (
     LARGEST_LOGPROB,
+    LARGEST_REWARD,
     Array,
     FinishReason,
+    TurnReward,
     VersionSpan,
     validate_tokens,
+    validate_turn_rewards,
 )
-
-LARGEST_REWARD = 1e15
-"""In magnitude: the variance of a group is a float32."""
 
 CHECKED_TOKENS = 16384
 """Tokens that are checked with one call. A call costs more than the tokens of a short response do, but to join
@@ -109,6 +109,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Sum of tokens = T."""
     finish_reason: FinishReason
     reward: float
+    """The whole one: the episode's own, which counts at the end of each path, and the sum of those of turns, on
+    the mean over the paths"""
     reward_parts: dict[str, float] = {}
     reward_notes: dict[str, str] = {}
     """Texts that the reward gave beside its numbers, such as a judge's words."""
@@ -125,7 +127,10 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     teacher_logprobs: Array | None = None
     """float32 [T] nats: log π_T of `learner.teacher`, which the learner adds; None without one."""
     branches: tuple[Branch, ...] = ()
-    """What else the episode drew (branches.py); all the fields above but the reward are of the first path."""
+    """What else the episode drew (branches.py); all the fields but the reward are of the first path."""
+    turn_rewards: tuple[TurnReward, ...] = ()
+    """Rewards that turns were given, in the order of their tokens; what the learner makes of them:
+    learner/data/turn_rewards.py"""
 
     @property
     def num_tokens(self) -> int:
@@ -230,6 +235,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
             if t.routes is not None:
                 tokens = prompt.shape[0] + t.num_tokens
                 _validate_routes(t.routes, tokens, f"{where}, trajectory {t.index}")
+            if t.turn_rewards:
+                validate_turn_rewards(t, f"{where}, trajectory {t.index}")
             if t.branches:
                 budget = self.ticket.sampling.max_tokens
                 place = f"{where}, trajectory {t.index}"

@@ -114,6 +114,7 @@ def _token_facts(t: Trajectory | Branch) -> _Row:
         "response_ids": t.response_ids.numpy().tolist(),
         "behavior_logprobs": t.behavior_logprobs.numpy().tolist(),
         "loss_mask": t.loss_mask.numpy().tolist(),
+        **({"turn_rewards": t.turn_rewards} if t.turn_rewards else {}),
     }
 
 
@@ -201,7 +202,7 @@ def _response(t: Trajectory, tokenizer: Tokenizer | None) -> Text:
     parts = ", ".join(f"{escaped(name)} {value:g}" for name, value in t.reward_parts.items())
     text = Text(f"response {t.index}  ", style="bold")
     reward = f"reward {t.reward:g} ({parts})" if t.valid else f"reward failed ({t.failure})"
-    text.append(f"{reward}, {t.finish_reason}", style="not bold")
+    text.append(f"{reward}, {t.finish_reason}{_of_turns(t)}", style="not bold")
     for name, note in t.reward_notes.items():
         text.append(f"\n{escaped(name)}: {escaped(note[:_MAX_TEXT])}", style="not bold")
     if tokenizer:
@@ -212,12 +213,17 @@ def _response(t: Trajectory, tokenizer: Tokenizer | None) -> Text:
 
 def _branch(number: int, branch: Branch, tokenizer: Tokenizer | None) -> Text:
     text = Text(f"branch {number}  ", style="bold")
-    said = f"after {branch.at} tokens of path {branch.parent}, {branch.finish_reason}"
+    said = f"after {branch.at} tokens of path {branch.parent}, {branch.finish_reason}{_of_turns(branch)}"
     text.append(said, style="not bold")
     if tokenizer:
         decoded = _decoded(tokenizer, branch.response_ids.numpy().tolist())
         text.append(f"\n{decoded[:_MAX_TEXT]}", style="not bold")
     return text
+
+
+def _of_turns(t: Trajectory | Branch) -> str:
+    found = ", ".join(f"{one.reward:g} at token {one.token}" for one in t.turn_rewards)
+    return f"; turns: {found}" if found else ""
 
 
 def _decoded(tokenizer: Tokenizer, ids: list[int]) -> str:

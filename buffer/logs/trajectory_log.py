@@ -16,6 +16,7 @@ from buffer.logs.trajectory_schema import (
     TRAJECTORY_LOG_FORMAT,
     groups_from_table,
     groups_to_table,
+    has_episodes,
 )
 
 
@@ -25,16 +26,16 @@ class TrajectoryLog(ParquetLog):
 
     def __init__(self, directory: str | Path, resume_at: int = 0) -> None:
         super().__init__(directory, TRAJECTORY_LOG_FORMAT, resume_at)
-        self._branched = False
-        """True since the first group with branches, so that they do not begin a part each time"""
+        self._episodes = False
+        """True since the first branch, or reward of a turn, so that they do not begin a part each time"""
 
     def append(self, step: int, version: int, groups: Sequence[Group]) -> None:
         """Queues the valid groups of one step in the order in which they were used. Steps must come in order;
         one without groups has no row. Waits only while the writer is QUEUE_STEPS behind."""
         if groups:
-            self._branched |= any(t.branches for group in groups for t in group.trajectories)
-            branched = self._branched
-            self.append_rows(lambda: groups_to_table(step, version, groups, branched))
+            self._episodes |= has_episodes(groups)
+            episodes = self._episodes
+            self.append_rows(lambda: groups_to_table(step, version, groups, episodes))
 
 
 def read_log(

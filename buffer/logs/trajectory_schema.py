@@ -9,7 +9,7 @@ Of the trajectory:  index, response_ids, behavior_logprobs, loss_mask, spans, fi
                     reward_parts, reward_notes, routes (raw little-endian bytes, empty where there are none),
                     routes_shape ([N, L, K]; [] where there are none), valid, failure (the cause; empty where
                     the reward did not fail), teacher_logprobs (empty without a teacher)
-Of its branches:    branches, a list of structs; the column is left out while no episode of the run has any
+Of an agent's:      branches and turn_rewards, lists of structs; left out while no episode of the run has either
 
 The names are those of areal_q.messages, which gives their units and shapes. After the first release a column
 that is added needs a default for the files that lack it, and a higher _SCHEMA_VERSION.
@@ -27,12 +27,12 @@ import pyarrow as pa
 from areal_q.config import Sampling
 from areal_q.decode_errors import in_words
 from areal_q.errors import RecordError
-from areal_q.messages import Array, Branch, Group, Ticket, Trajectory, VersionSpan
+from areal_q.messages import Array, Branch, Group, Ticket, Trajectory, TurnReward, VersionSpan
 from buffer.logs.parquet_log import LogFormat
 
 _SCHEMA_VERSION = 3
-_UNBRANCHED_VERSION = 2
-"""The version of a part without branches, which is as it was before there were any"""
+_PLAIN_VERSION = 2
+"""The version of a part without branches and rewards of turns, which is as it was before there were any"""
 _METADATA_KEY = b"areal-q-log-schema"
 
 _SAMPLING = pa.struct(
@@ -91,8 +91,9 @@ TRAJECTORY_SCHEMA = pa.schema(
         ("why", pa.string()),
         ("teacher_logprobs", pa.list_(pa.float32())),
     ],
-    metadata={_METADATA_KEY: str(_UNBRANCHED_VERSION)},
+    metadata={_METADATA_KEY: str(_PLAIN_VERSION)},
 )
+_TURN_REWARDS = pa.list_(pa.struct([("token", pa.int32()), ("reward", pa.float64())]))
 _BRANCHES = pa.list_(
     pa.struct(
         [
@@ -104,17 +105,19 @@ _BRANCHES = pa.list_(
             ("spans", _SPANS),
             ("finish_reason", pa.string()),
             ("teacher_logprobs", pa.list_(pa.float32())),
+            ("turn_rewards", _TURN_REWARDS),
         ]
     )
 )
-BRANCHED_SCHEMA = TRAJECTORY_SCHEMA.append(pa.field("branches", _BRANCHES)).with_metadata(
-    {_METADATA_KEY: str(_SCHEMA_VERSION)}
+EPISODE_SCHEMA = pa.schema(
+    [*TRAJECTORY_SCHEMA, ("branches", _BRANCHES), ("turn_rewards", _TURN_REWARDS)],
+    metadata={_METADATA_KEY: str(_SCHEMA_VERSION)},
 )
 TRAJECTORY_LOG_FORMAT = LogFormat(
-    BRANCHED_SCHEMA,
+    EPISODE_SCHEMA,
     _METADATA_KEY,
     _SCHEMA_VERSION,
-    dict.fromkeys(TRAJECTORY_SCHEMA.names, _UNBRANCHED_VERSION),
+    dict.fromkeys(TRAJECTORY_SCHEMA.names, _PLAIN_VERSION),
 )
 
 _TICKET_FIELDS = (
@@ -129,10 +132,10 @@ _TOKEN_FIELDS = ("response_ids", "behavior_logprobs", "loss_mask")
 
 
 def groups_to_table(
-    step: int, version: int, groups: Sequence[Group], branched: bool = False
+    step: int, version: int, groups: Sequence[Group], episodes: bool = False
 ) -> pa.Table:
-    """Returns the rows of one step's groups, in order, with the column `branches` if `branched` or one of them
-    has any. The groups must be valid (Group.validate)."""
+    """Returns the rows of one step's groups, in order, with the columns of agents' episodes if `episodes` or
+    one of them has anything there. The groups must be valid (Group.validate)."""
     rows = [(place, g, t) for place, g in enumerate(groups) for t in g.trajectories]
     tickets = [g.ticket for _, g, _ in rows]
     columns: dict[str, Any] = {
@@ -162,10 +165,16 @@ def groups_to_table(
     columns |= {name: [getattr(t, name) for _, _, t in rows] for name in _TRAJECTORY_FIELDS}
     columns |= {name: _lists([getattr(t, name) for _, _, t in rows]) for name in _TOKEN_FIELDS}
     schema = TRAJECTORY_SCHEMA
-    if branched or any(t.branches for _, _, t in rows):
-        schema = BRANCHED_SCHEMA
+    if episodes or has_episodes(groups):
+        schema = EPISODE_SCHEMA
         columns["branches"] = [[_branch_row(b) for b in t.branches] for _, _, t in rows]
+        columns["turn_rewards"] = [_turn_rewards_row(t.turn_rewards) for _, _, t in rows]
     return pa.Table.from_arrays([_column(columns[f.name], f) for f in schema], schema=schema)
+
+
+def has_episodes(groups: Sequence[Group]) -> bool:
+    """Returns True if any response has what only episodes have: branches, or rewards of turns."""
+    return any(t.branches or t.turn_rewards for group in groups for t in group.trajectories)
 
 
 def groups_from_table(table: pa.Table, validate: bool = True) -> list[Group]:
@@ -230,6 +239,7 @@ def _trajectory(row: dict[str, Any]) -> Trajectory:
         failure=row["failure"] or None,
         teacher_logprobs=Array.of(given, "float32") if given else None,
         branches=tuple(_branch(branch) for branch in row.get("branches", ())),
+        turn_rewards=_turn_rewards(row.get("turn_rewards", ())),
         **{name: row[name] for name in (*_TRAJECTORY_FIELDS, *_TOKEN_FIELDS)},
     )
 
@@ -241,6 +251,7 @@ def _branch_row(branch: Branch) -> dict[str, Any]:
         "spans": msgspec.to_builtins(branch.spans),
         "finish_reason": branch.finish_reason,
         "teacher_logprobs": _numbers(branch.teacher_logprobs),
+        "turn_rewards": _turn_rewards_row(branch.turn_rewards),
         **{name: getattr(branch, name).numpy() for name in _TOKEN_FIELDS},
     }
 
@@ -257,9 +268,20 @@ def _branch(row: dict[str, Any]) -> Branch:
             spans=[VersionSpan(**span) for span in row["spans"]],
             finish_reason=row["finish_reason"],
             teacher_logprobs=Array.of(given, "float32") if given else None,
+            turn_rewards=_turn_rewards(row["turn_rewards"]),
         )
     except (TypeError, ValueError) as error:
         raise RecordError(f"a branch lacks values: {error}") from error
+
+
+def _turn_rewards_row(found: Sequence[TurnReward]) -> list[dict[str, Any]]:
+    return [msgspec.structs.asdict(one) for one in found]
+
+
+def _turn_rewards(rows: Sequence[dict[str, Any]]) -> tuple[TurnReward, ...]:
+    if any(None in row.values() for row in rows):
+        raise RecordError("a turn's reward lacks values")
+    return tuple(TurnReward(**row) for row in rows)
 
 
 def _routes(row: dict[str, Any]) -> Array | None:

@@ -37,7 +37,7 @@ _TRAJECTORY = (
     "spans",
 )
 _TOKENS = ("response_ids", "behavior_logprobs", "loss_mask")
-_COLUMNS = [*_TICKET, *_GROUP, "prompt_ids", *_TRAJECTORY, *_TOKENS, "branches"]
+_COLUMNS = [*_TICKET, *_GROUP, "prompt_ids", *_TRAJECTORY, *_TOKENS, "branches", "turn_rewards"]
 
 Rows = tuple[pa.Table, pa.Table | None]
 
@@ -114,7 +114,7 @@ class Groups:
 
 def _with_branches(rows: pa.Table) -> pa.Table:
     """Returns the rows with the tokens of an episode's branches behind those of its first path, as the token
-    log has them. Notes say where each begins, and after what."""
+    log has them. Notes say where each begins, and after what, and which turns were given rewards."""
     if "branches" not in rows.column_names:
         return rows
     branches = rows["branches"].to_pylist()
@@ -128,11 +128,12 @@ def _with_branches(rows: pa.Table) -> pa.Table:
             rows.schema.get_field_index(name), field, pa.array(joined, field.type)
         )
     notes = [
-        [*own, *_places(len(ids) - sum(len(b["loss_mask"]) for b in others), others)]
-        for own, ids, others in zip(
+        [*own, *_places(len(ids) - sum(len(b["loss_mask"]) for b in others), others, turns)]
+        for own, ids, others, turns in zip(
             rows["reward_notes"].to_pylist(),
             rows["response_ids"].to_pylist(),
             branches,
+            rows["turn_rewards"].to_pylist(),
             strict=True,
         )
     ]
@@ -141,12 +142,19 @@ def _with_branches(rows: pa.Table) -> pa.Table:
     return rows.set_column(rows.schema.get_field_index("reward_notes"), field, column)
 
 
-def _places(begin: int, branches: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Yields for each branch its name, and where it begins, as a note."""
+def _places(
+    begin: int, branches: list[dict[str, Any]], turns: list[dict[str, Any]]
+) -> Iterator[tuple[str, str]]:
+    """Yields for each branch its name, and where it begins, as a note; then one of all rewards of turns, with
+    the first path's `turns`."""
+    told = [f"{turn['reward']:g} at token {turn['token']}" for turn in turns]
     for number, branch in enumerate(branches, 1):
         after = f"after {branch['at']} tokens of path {branch['parent']}, the prompt's included"
         yield f"branch {number}", f"from token {begin} on, {after}"
+        told += [f"{t['reward']:g} at token {begin + t['token']}" for t in branch["turn_rewards"]]
         begin += len(branch["loss_mask"])
+    if told:
+        yield "rewards of turns", ", ".join(told)
 
 
 def _trajectory(row: dict[str, Any]) -> dict[str, Any]:

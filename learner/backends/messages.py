@@ -3,6 +3,7 @@
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 
 from areal_q.messages import Array, Trajectory
 from learner.data.packing import Sample
@@ -14,23 +15,27 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     ticket: int
     prompt_ids: Array
     trajectory: Trajectory
-    advantage: float
+    advantage: float | Array
     lag: Array
     weight: float
     source: str
     shared: int
     branch: int
     share: float
+    of_turns: float
 
     @classmethod
     def of(cls, s: Sample) -> "Piece":
         prompt, lag = Array.of(s.prompt_ids, "int32"), Array.of(s.lag, "int64")
-        tree = s.source, s.shared, s.branch, s.share
-        return cls(s.ticket, prompt, s.trajectory, s.advantage, lag, s.weight, *tree)
+        advantage = s.advantage
+        if isinstance(advantage, np.ndarray):
+            advantage = Array.of(advantage, "float32")
+        tree = s.source, s.shared, s.branch, s.share, s.of_turns
+        return cls(s.ticket, prompt, s.trajectory, advantage, lag, s.weight, *tree)
 
     def sample(self) -> Sample:
         fields: dict[str, Any] = {name: getattr(self, name) for name in self.__struct_fields__}
-        arrays: dict[str, Any] = {"prompt_ids": self.prompt_ids.numpy(), "lag": self.lag.numpy()}
+        arrays: dict[str, Any] = {n: x.numpy() for n, x in fields.items() if isinstance(x, Array)}
         return Sample(**fields | arrays)
 
 

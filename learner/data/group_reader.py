@@ -12,9 +12,9 @@ from buffer.sampling.replay_pool import ReplayPool, SampledGroups
 from buffer.sampling.samplers import PooledGroup
 from learner.data.admission import Admission
 from learner.data.invalid_rewards import Failures
-from learner.data.packing import is_uniform
 from learner.data.staleness import VersionHistory
 from learner.data.starvation import Starvation, sentence
+from learner.data.turn_rewards import is_uniform
 
 logger = logging.getLogger(__name__)
 POLL_S = 0.2

@@ -14,12 +14,13 @@ import torch
 
 from areal_q.algorithms import group_advantages
 from areal_q.config import AdvantageConfig, Gae
-from areal_q.messages import Array, FinishReason, Group, Trajectory, parts
+from areal_q.messages import Array, FinishReason, Group, Trajectory, mean_of_turns, parts
 from areal_q.models import DecoderConfig, PackedLayout
 from areal_q.models.layers.moe import UNRECORDED
 from areal_q.models.packed_layout import Segment, ranges
 from buffer.sampling.replay_pool import SampledGroups
 from learner.data.staleness import VersionHistory
+from learner.data.turn_rewards import has_turns, returns_of, turn_advantages
 
 PATHS = 4
 """How many times the most tokens of a micro-batch its whole paths may have: a branch's queries are its own
@@ -40,10 +41,10 @@ class Sample:
     prompt_ids: np.ndarray
     """int32 [P]"""
     trajectory: Trajectory
-    advantage: float
-    """The advantage from rewards alone (for GAE, reward - mean reward), times `weight`. If it needs the
-    critic's values or the distance to the reference, learner/policy_advantages.py replaces it before the
-    update."""
+    advantage: float | np.ndarray
+    """The advantage of all tokens or, where turns have rewards, of each, [T]: from rewards alone (for GAE,
+    reward - mean reward), times `weight`. If it needs the critic's values or the distance to the reference,
+    learner/policy_advantages.py replaces it before the update."""
     lag: np.ndarray
     """int64 [T] number of versions by which the weights that drew each token are behind the learner's."""
     weight: float = 1.0
@@ -57,6 +58,8 @@ class Sample:
     """Number of the path in its episode: 0 is the first, k that of branch k, counted from 1."""
     share: float = 1.0
     """Share of the episode's tokens that count, in which this sample stands for the episode"""
+    of_turns: float = 0.0
+    """How much of the episode's reward is that of its turns, and not the episode's own"""
 
     @property
     def num_tokens(self) -> int:
@@ -67,6 +70,16 @@ class Sample:
     def own_tokens(self) -> int:
         """Returns the number of tokens of its path that are its own."""
         return self.num_tokens - self.shared
+
+    @property
+    def learns(self) -> bool:
+        """Returns True if any of its tokens has an advantage."""
+        return bool(np.any(self.advantage))
+
+    @property
+    def advantages(self) -> np.ndarray:
+        """Returns the advantage of each token of the response, [T]."""
+        return np.broadcast_to(self.advantage, self.trajectory.num_tokens)
 
     @cached_property
     def path(self) -> np.ndarray:
@@ -138,33 +151,44 @@ def samples_of(
     of_group = [i for i, group in enumerate(groups) for _ in group.valid_trajectories]
     trajectories = [t for group in groups for t in group.valid_trajectories]
     rewards = torch.tensor([t.reward for t in trajectories])
-    if isinstance(advantage, Gae):
-        advantages = rewards - rewards.mean()
-    else:
-        sources = [groups[i].ticket.source for i in of_group]
-        ids = torch.tensor(of_group)
-        advantages = group_advantages(rewards, ids, advantage, sources=sources)
     prompts = [group.ticket.prompt_ids.numpy() for group in groups]
+    sources = [groups[i].ticket.source for i in of_group]
+    turns = [
+        mean_of_turns(len(prompts[i]), t) if has_turns(t) else 0.0
+        for i, t in zip(of_group, trajectories, strict=True)
+    ]
+    advantages: Sequence[float | np.ndarray]
+    if isinstance(advantage, Gae):
+        advantages = (rewards - rewards.mean()).tolist()
+    elif any(map(has_turns, trajectories)):
+        pairs = zip(of_group, trajectories, strict=True)
+        found = [returns_of(len(prompts[i]), t) for i, t in pairs]
+        advantages = turn_advantages(found, of_group, advantage, sources=sources)
+    else:
+        ids = torch.tensor(of_group)
+        advantages = group_advantages(rewards, ids, advantage, sources=sources).tolist()
     weights = batch.weights or [1.0] * len(groups)
     spans = [span for t in trajectories for span in t.all_spans]
     lags = np.repeat([history.lag(span, version) for span in spans], [s.tokens for s in spans])
     by_response = np.split(lags, np.cumsum([t.all_tokens for t in trajectories])[:-1])
     samples: list[Sample] = []
-    columns = zip(of_group, trajectories, advantages.tolist(), by_response, strict=True)
-    for i, t, own, lag in columns:
+    columns = zip(of_group, trajectories, advantages, by_response, turns, strict=True)
+    for i, t, own, lag, of_turns in columns:
         ticket, weight = groups[i].ticket, weights[i]
-        whole = Sample(ticket.number, prompts[i], t, own * weight, lag, weight, ticket.source)
-        samples += _paths(whole, mask)
+        fields = ticket.number, prompts[i], t, own * weight, lag, weight, ticket.source
+        samples += _paths(Sample(*fields, of_turns=of_turns), mask)
     return [masked(s) if s.trajectory.finish_reason in mask else s for s in samples]
 
 
 def _paths(whole: Sample, mask: Sequence[FinishReason] = ()) -> list[Sample]:
-    """Returns a sample for each path of an episode, of which `whole` has all lags. Those that ended for a
-    reason in `mask` stand for nothing."""
+    """Returns a sample for each path of an episode, of which `whole` has all lags and advantages. Those that
+    ended for a reason in `mask` stand for nothing."""
     if not whole.trajectory.branches:
         return [whole]
     found = list(parts(whole.prompt_ids, whole.trajectory))
-    lags = np.split(whole.lag, np.cumsum([t.num_tokens for _, t in found])[:-1])
+    ends = np.cumsum([t.num_tokens for _, t in found])[:-1]
+    lags = np.split(whole.lag, ends)
+    advantages = np.split(np.broadcast_to(whole.advantage, len(whole.lag)), ends)
     counted = [int(np.count_nonzero(t.loss_mask.numpy())) for _, t in found]
     counted = [
         0 if t.finish_reason in mask else n for n, (_, t) in zip(counted, found, strict=True)
@@ -174,6 +198,7 @@ def _paths(whole: Sample, mask: Sequence[FinishReason] = ()) -> list[Sample]:
             whole,
             prompt_ids=before,
             trajectory=t,
+            advantage=advantages[branch] if np.ndim(whole.advantage) else whole.advantage,
             lag=lags[branch],
             shared=len(before) if branch else 0,
             branch=branch,
@@ -200,12 +225,6 @@ def masked(sample: Sample) -> Sample:
     none = Array.of(np.zeros(sample.trajectory.num_tokens), "uint8")
     trajectory = msgspec.structs.replace(sample.trajectory, loss_mask=none)
     return replace(sample, trajectory=trajectory, advantage=0.0)
-
-
-def is_uniform(group: Group) -> bool:
-    """Returns True if all rewards of the group are equal, so that every advantage would be 0 (DAPO's dynamic
-    sampling, arXiv 2503.14476 §3.2)."""
-    return len({t.reward for t in group.valid_trajectories}) == 1
 
 
 def microbatches(
@@ -282,12 +301,12 @@ def pack_samples(
         predict=tensor(layout.paths[ranges(firsts, lengths)], torch.int64),
         targets=tensor(joined("response_ids"), torch.int64),
         behavior_logprobs=tensor(joined("behavior_logprobs"), torch.float32),
-        advantages=tensor(spread([s.advantage for s in samples]), torch.float32),
+        advantages=tensor(np.concatenate([s.advantages for s in samples]), torch.float32),
         mask=tensor((joined("loss_mask") != 0) & own, torch.bool),
         version_lag=tensor(np.concatenate([sample.lag for sample in samples]), torch.int64),
         sequence_ids=tensor(spread(np.arange(len(samples))), torch.int64),
         responses=tuple((s.ticket, s.trajectory.index, s.branch) for s in samples),
-        learns=learns or any(sample.advantage for sample in samples),
+        learns=learns or any(sample.learns for sample in samples),
         routes=_routes(samples, layout, device),
         teacher_logprobs=tensor(joined("teacher_logprobs"), torch.float32) if taught else None,
         share=tensor(spread(shares), torch.float32) if any(x != 1 for x in shares) else None,

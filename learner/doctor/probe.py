@@ -157,7 +157,7 @@ class Probe:
             step=np.full(len(behavior), step), lag=np.concatenate([s.lag for s in samples]),
             position=np.concatenate([np.arange(n) for n in lengths]),
             response=np.repeat(np.arange(len(samples)) + self.responses, lengths),
-            advantage=np.repeat([s.advantage for s in samples], lengths),
+            advantage=np.concatenate([s.advantages for s in samples]),
             behavior=behavior, proximal=proximal, entropy=entropy, terms=terms,
         )  # fmt: skip
         return table.where((_tokens(samples, "loss_mask") != 0) & np.isfinite(behavior))

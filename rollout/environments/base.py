@@ -19,6 +19,7 @@ from areal_q.messages import (
     PartialResponse,
     Ticket,
     Trajectory,
+    TurnReward,
     VersionSpan,
     merge_spans,
 )
@@ -49,6 +50,8 @@ class Response:
     """Experts of the tokens of prompt and response, turn after turn, as in Completion.routes"""
     prompt: list[int] | None = None
     """The tokens before the response, where an agent brought its own; None means the ticket's"""
+    turn_rewards: dict[int, float] = field(default_factory=dict)
+    """Rewards that turns were given, by the place of their last token among `ids`"""
     branches: list["Response"] = field(default_factory=list)
     """What else the episode drew, with own tokens only (episode_tree.py); all above is of the first path"""
     parent: int = 0
@@ -60,6 +63,11 @@ class Response:
         """Returns all tokens so far, those of the prompt included."""
         prompt = ticket.prompt_ids.numpy().tolist() if self.prompt is None else self.prompt
         return [*prompt, *self.ids]
+
+    @property
+    def paths(self) -> list["Response"]:
+        """The first path, which has the branches, and these"""
+        return [self, *self.branches]
 
     @property
     def drawn(self) -> int:
@@ -118,6 +126,7 @@ class Response:
             valid=score.valid,
             failure=score.failure,
             routes=Array.of(self.routes) if routes and self.routes is not None else None,
+            turn_rewards=_turn_rewards(self),
             branches=tuple(
                 Branch(
                     parent=branch.parent,
@@ -127,6 +136,7 @@ class Response:
                     loss_mask=Array.of(branch.mask, "uint8"),
                     spans=list(branch.spans),
                     finish_reason=branch.finish_reason,
+                    turn_rewards=_turn_rewards(branch),
                 )
                 for branch in self.branches
             ),
@@ -163,6 +173,10 @@ class Response:
         )
 
 
+def _turn_rewards(path: Response) -> tuple[TurnReward, ...]:
+    return tuple(TurnReward(*found) for found in sorted(path.turn_rewards.items()))
+
+
 async def scored(
     reward: Reward, ticket: Ticket, responses: Sequence[Response], tokenizer: Tokenizer
 ) -> list[Score]:
@@ -187,7 +201,8 @@ def with_shared_prompt(ticket: Ticket, responses: list[Response]) -> tuple[Ticke
 
 def _after(ids: list[int], response: Response) -> Response:
     """Returns the response with `ids` before it, of the version that drew its first token."""
-    out = replace(response, ids=[], logprobs=[], mask=[], spans=[], prompt=None)
+    moved = {len(ids) + place: reward for place, reward in response.turn_rewards.items()}
+    out = replace(response, ids=[], logprobs=[], mask=[], spans=[], prompt=None, turn_rewards=moved)
     out.add_given(ids, response.spans[0])
     out.ids += response.ids
     out.logprobs += response.logprobs

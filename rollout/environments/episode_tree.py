@@ -27,6 +27,8 @@ class State(NamedTuple):
     messages: list[Message] | None = None
     tools: Sequence[Tool] = ()
     """Those that the model has read"""
+    id: str = ""
+    """The id of the turn's reply"""
 
 
 def path_of(response: Response, prompt: list[int], number: int) -> list[int]:
@@ -35,6 +37,13 @@ def path_of(response: Response, prompt: list[int], number: int) -> list[int]:
         return [*(prompt if response.prompt is None else response.prompt), *response.ids]
     branch = response.branches[number - 1]
     return [*path_of(response, prompt, branch.parent)[: branch.at], *branch.ids]
+
+
+def give_reward(response: Response, prompt: list[int], state: State, reward: float) -> None:
+    """Gives the turn that ended with `state` a reward, in place of an earlier one. `prompt` is the ticket's."""
+    path = response.paths[state.path]
+    before = path.at if state.path else len(path_of(response, prompt, 0)) - len(path.ids)
+    path.turn_rewards[state.length - 1 - before] = reward
 
 
 def record(response: Response, prompt: list[int], context: list[int], done: Completion) -> State:

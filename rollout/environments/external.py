@@ -20,15 +20,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from areal_q.config import External, LearnerConfig
 from areal_q.errors import RecordError
-from areal_q.messages import MOST_BRANCHES, FailureCause, Ticket
+from areal_q.messages import MOST_BRANCHES, FailureCause, Ticket, mean_of_turns
 from areal_q.tasks import Score
 from areal_q.tasks.base import Message, Tool
 from rollout.engines.base import Completion, TokenCallback
 from rollout.environments.base import Environment, Response
 from rollout.environments.engine_client import EngineClient
-from rollout.environments.episode_tree import State, path_of, record
+from rollout.environments.episode_tree import State, give_reward, path_of, record
 
 EPISODE = "ep-"
 """Beginning of every episode's id, which tells it from other keys"""
@@ -189,10 +191,11 @@ class Episodes(Environment):
         stop: tuple[str, ...] = (),
         on_token: TokenCallback | None = None,
         view: Callable[[Completion], Message] | None = None,
+        id: str = "",
     ) -> Completion:
         """Draws a turn after the tokens `context`, which are all that is before it, and records it; what of
         them was not recorded yet has loss mask 0. With it `said` is all that the agent has sent, and `view`
-        returns the turn as the message that the agent receives.
+        returns the turn as the message that the agent receives, whose reply has this `id`.
 
         Tokens, and text or messages, change together once the turn has ended, whether or not the agent still
         waits for it. A turn that fails or is cancelled leaves the episode as it was. Turns may be drawn at the
@@ -227,7 +230,7 @@ class Episodes(Environment):
             del episode.reserved[number]
             episode.freed.set()
             episode.seen_s = time.monotonic()
-        state = record(episode.response, episode.prompt, context, done)
+        state = record(episode.response, episode.prompt, context, done)._replace(id=id)
         episode.states.append(self._after(state, said, context, done, view))
         return done
 
@@ -261,14 +264,33 @@ class Episodes(Environment):
         before = tokenizer.decode(context) if said is None else said
         return state._replace(text=before + reply)
 
+    def reward_turn(self, episode: Episode, turn: int | str, reward: float) -> None:
+        """Gives a turn that has ended a reward, in place of an earlier one. `turn` is the id of its reply, or
+        its number in the order of their ends, -1 for the newest. Raises RecordError if there is none."""
+        try:
+            if isinstance(turn, str):
+                state = next(state for state in episode.states if state.id == turn)
+            else:
+                state = episode.states[turn]
+        except (StopIteration, IndexError):
+            ended = len(episode.states)
+            raise RecordError(f"no turn {turn!r} in this episode, of which {ended} ended") from None
+        give_reward(episode.response, episode.prompt, state, reward)
+
     def end(self, episode: Episode, reward: float, parts: dict[str, float]) -> None:
-        """Ends the episode with its reward; the group is committed once all of its episodes have ended. Raises
-        RecordError if the episode has no finished turn."""
-        if episode.busy or not episode.response.drawn:
+        """Ends the episode with its own reward, to which those of its turns are added; the group is committed
+        once all of its episodes have ended. Raises RecordError if the episode has no finished turn."""
+        response = episode.response
+        if episode.busy or not response.drawn:
             raise RecordError("the episode has no finished turn")
         correct = bool(parts.get("correct", reward >= 1))
         others = {name: value for name, value in parts.items() if name != "correct"}
-        self._settle(episode, Score(reward, correct, others))
+        score = Score(reward, correct, others)
+        if any(path.turn_rewards for path in response.paths):
+            prompt = len(path_of(response, episode.prompt, 0)) - len(response.ids)
+            of_turns = mean_of_turns(prompt, response.trajectory(episode.index, score))
+            score = replace(score, reward=reward + of_turns)
+        self._settle(episode, score)
 
     def fail(self, episode: Episode, cause: FailureCause, why: str = "") -> None:
         """Ends an episode that failed through no fault of the model: it has no reward and stays out of the
@@ -278,6 +300,8 @@ class Episodes(Environment):
             raise RecordError("a turn of this episode is under way")
         self.failure = f"{cause}: {why}" if why else cause
         if episode.response.drawn:
+            for path in episode.response.paths:  # its reward is the failure's
+                path.turn_rewards.clear()
             self._settle(episode, self._failed(cause))
         else:
             self._undrawn(episode, cause)

@@ -67,6 +67,8 @@ class Reply(msgspec.Struct, frozen=True):
 
     text: str = ""
     done: bool = False
+    reward: float = 0.0
+    """The reward of this turn"""
     score: Score | None = None
     cause: FailureCause | None = None
 
@@ -157,7 +159,7 @@ def _answer(episode: OwnEpisode, question: Question) -> Reply:
             return Reply(episode.call(name, arguments))
         case Step(text):
             found = episode.step(text)
-            return Reply(found.observation, found.done, found.score)
+            return Reply(found.observation, found.done, found.reward, found.score)
         case Judge(problem, completed):
             return Reply(score=episode.reward(problem, completed))
 

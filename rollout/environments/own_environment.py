@@ -75,6 +75,7 @@ class OwnTurns(Environment):
                 stops = self._client.stop_ids
                 await self._client.generate_turn(ticket, index, response, stops, 1)
             response.score = self._failed(failed, ticket)
+            response.turn_rewards.clear()
         except TaskError as error:
             raise RecordError(f"{self._cfg.path}: {error}") from error
         response.ended = place.ended = True
@@ -134,6 +135,7 @@ class OwnTurns(Environment):
             turn = Response(ids=drawn, mask=[1] * len(drawn))
             reply = await process.ask(Step(turn.text(self._tokenizer, ticket.sampling)))
             response.score = reply.score
+            response.turn_rewards[len(response.ids) - 1] = reply.reward
             goes_on &= not reply.done
             return [{"role": "user", "content": reply.text}] * goes_on, []
         answers, calls = list[Message](), list[Any]()

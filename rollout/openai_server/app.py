@@ -262,7 +262,7 @@ class Endpoint:
             if episode is not None:
                 turn = self._required().turn
                 asked = (episode, said, prompt, stops, body.limit, body.stops, on_token)
-                return [await turn(*asked, view=reply.message)]
+                return [await turn(*asked, view=reply.message, id=reply.id)]
             asked = Request(
                 prompt_ids=np.array(prompt, np.int32),
                 num_samples=body.n,
@@ -309,9 +309,11 @@ class Endpoint:
         episode = episodes.find(request.match_info["id"])
         if body.failed is not None:
             episodes.fail(episode, body.failed, body.why)
+        elif body.reward is not None and body.turn is not None:
+            episodes.reward_turn(episode, body.turn, body.reward)
         elif body.reward is not None:
             episodes.end(episode, body.reward, body.parts)
-        tokens = sum(len(path.ids) for path in (episode.response, *episode.response.branches))
+        tokens = sum(len(path.ids) for path in episode.response.paths)
         return self._json({"id": episode.id, "tokens": tokens})
 
     async def _drop(self, request: Any) -> Any:

@@ -72,6 +72,11 @@ class Reply:
         self._text: dict[int, str] = {}
         self._sent: dict[int, int] = {}
 
+    @property
+    def id(self) -> str:
+        """The reply's id, as the client receives it"""
+        return self._head["id"]
+
     def told(self, completion: Completion, index: int) -> Told:
         ids = completion.response_ids.tolist()
         text = cut_at_stop(self._decode(ids), self._hidden)

@@ -10,7 +10,8 @@ from areal_q.config.run import LARGEST_TEMPERATURE, LONGEST_STOP, MOST_STOPS
 from areal_q.config.struct_types import TokenId
 from areal_q.decode_errors import in_words, untyped
 from areal_q.errors import RecordError
-from areal_q.messages.trajectories import LARGEST_REWARD, FailureCause, Sentence
+from areal_q.messages.tokens import LARGEST_REWARD
+from areal_q.messages.trajectories import FailureCause, Name, Sentence
 from areal_q.tasks.base import Message as PlainMessage
 from areal_q.tasks.base import Tool
 from rollout.reply_formats.base import Part
@@ -177,10 +178,15 @@ class RewardBody(Struct):
     """The same in words, for the run's screen"""
     parts: Annotated[dict[_PartName, _Number], Meta(max_length=_MAX_PARTS)] = {}
     """Parts of the reward, whose means are metrics; `correct` counts as the accuracy"""
+    turn: int | Name | None = None
+    """The id of a reply, or its number among those of the episode, -1 for the newest: the reward is that turn's
+    alone, and the episode goes on"""
 
     def __post_init__(self) -> None:
         if (self.reward is None) == (self.failed is None):
             raise ValueError("an episode ends with either `reward` or `failed`")
+        if self.turn is not None and (self.failed is not None or self.parts):
+            raise ValueError("a turn has a `reward` alone")
 
 
 class Told(Struct, frozen=True, kw_only=True):

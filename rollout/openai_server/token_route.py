@@ -1,6 +1,5 @@
 """`POST /inference/v1/generate`, vLLM's route: token ids in; token ids, log-probs and versions out."""
 
-import uuid
 from typing import Any
 
 import msgspec
@@ -41,7 +40,7 @@ class TokenReply(Reply):
     def whole(self, told: list[Told]) -> dict[str, Any]:
         whole = super().whole(told)
         return {
-            "request_id": uuid.uuid4().hex,
+            "request_id": self.id,
             "prompt_token_ids": whole["prompt_token_ids"],
             "usage": whole["usage"],
             "choices": [_choice(one) for one in told],

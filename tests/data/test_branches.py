@@ -25,7 +25,7 @@ from areal_q.messages import (
 )
 from buffer.admin.tables import group_facts
 from buffer.logs.trajectory_log import TrajectoryLog, read_log
-from buffer.logs.trajectory_schema import groups_from_table, groups_to_table
+from buffer.logs.trajectory_schema import groups_from_table, groups_to_table, has_episodes
 
 MakeGroup = Callable[..., Group]
 
@@ -124,7 +124,8 @@ def test_branches_survive_the_wire_and_the_log(group: Group) -> None:
     assert decode_group(encode(group)) == group
     assert b"".join(encode_group(group)) == encode(group)
     table = groups_to_table(5, 7, [group])
-    assert ("branches" in table.column_names) == any(t.branches for t in group.trajectories)
+    for column in ("branches", "turn_rewards"):
+        assert (column in table.column_names) == has_episodes([group])
     assert groups_from_table(table) == [group]
 
 

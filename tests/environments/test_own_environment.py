@@ -184,6 +184,10 @@ async def test_turns_of_text_append_and_rewards_add_up(
     ) in here.engine.drawn:  # each turn is drawn after all that is recorded before it
         whole = response.context(here.ticket)
         assert whole[: len(prompt) + len(drawn)] == prompt + drawn
+        last = len(prompt) + len(drawn) - 1 - (len(whole) - len(response.ids))
+        right = CHARS.decode(drawn[:-1]) == "3"
+        assert response.turn_rewards.pop(last) == (1 if right else 0.25)
+    assert not response.turn_rewards
     # A response ends with the stop of its last turn, not with that of its first.
     assert response.text(CHARS, sampling) == text
 

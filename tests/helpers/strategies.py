@@ -17,6 +17,7 @@ from areal_q.messages import (
     PartialResponse,
     Ticket,
     Trajectory,
+    TurnReward,
     VersionSpan,
 )
 from areal_q.models import PackedLayout
@@ -58,6 +59,7 @@ def branched(draw, prompt: int, t: Trajectory) -> Trajectory:
     lengths, branches = [prompt + t.num_tokens], list[Branch]()
     for number in range(draw(st.integers(0, 3))):
         own, parent = draw(trajectories(0)), draw(st.integers(0, number))
+        own = draw(rewarded(own))
         mask = [*own.loss_mask.numpy().tolist()[:-1], 1]
         at = draw(st.integers(1, lengths[parent]))
         branches.append(
@@ -69,10 +71,20 @@ def branched(draw, prompt: int, t: Trajectory) -> Trajectory:
                 loss_mask=Array.of(mask, "uint8"),
                 spans=own.spans,
                 finish_reason=own.finish_reason,
+                turn_rewards=own.turn_rewards,
             )
         )
         lengths.append(at + own.num_tokens)
-    return replace(t, branches=tuple(branches))
+    return replace(draw(rewarded(t)), branches=tuple(branches))
+
+
+@st.composite
+def rewarded(draw, t: Trajectory) -> Trajectory:
+    """`t` with rewards of turns that end at some of its drawn tokens."""
+    drawn = np.flatnonzero(t.loss_mask.numpy()).tolist()
+    some = sorted(draw(st.sets(st.sampled_from(drawn)))) if drawn else []
+    rewards = st.integers(-3, 3).map(float)
+    return replace(t, turn_rewards=tuple(TurnReward(place, draw(rewards)) for place in some))
 
 
 @st.composite

@@ -235,3 +235,69 @@ async def test_an_end_is_refused_while_a_turn_is_under_way(world: Callable[..., 
         engine.wait = None
 
     await played(world("a", "b"), play)
+
+
+ASKED: dict[str, dict[str, Any]] = {
+    "chat/completions": {"messages": [said("user", "what?")]},
+    "completions": {"prompt": "what?"},
+    "responses": {"input": "what?"},
+    "messages": {"messages": [said("user", "what?")], "max_tokens": 90},
+    "inference/v1/generate": {"sampling_params": {"max_tokens": 90}},
+}
+
+
+@pytest.mark.parametrize("route", ASKED)
+async def test_a_reward_finds_its_turn_by_id_and_by_number(world: Callable[..., World], route: str):
+    """Of two turns that are drawn after the same, the second on a branch, and one that follows the second. A
+    later reward replaces an earlier one; those of a leaf count by their share of the paths."""
+    here, ids = world("a", "bc", "def"), list[str]()
+
+    async def play(agent: Agent) -> None:
+        url = f"/episodes/{agent.episode['id']}"
+        more = {"token_ids": agent.episode["prompt_token_ids"]} if "inference" in route else {}
+        for _ in range(2):
+            reply = await here.post(f"{url}/{route}", ASKED[route] | more)
+            ids.append(reply.get("request_id") or reply["id"])
+            agent.told.append(here.engine.drawn[-1])
+        follow = {"prompt": [*agent.told[-1][0], *agent.told[-1][1]]}
+        ids.append((await here.post(f"{url}/completions", follow))["id"])
+        agent.told.append(here.engine.drawn[-1])
+        for turn, reward in ((ids[0], 9), (ids[0], 0.5), (1, -1.0), (-1, 2)):
+            await here.post(f"{url}/reward", {"reward": reward, "turn": turn})
+        for wrong in (
+            {"reward": 1, "turn": "of nobody"},
+            {"reward": 1, "turn": 3},
+            {"reward": 1, "turn": 10**30},
+            {"reward": 1, "turn": True},
+            {"reward": 1, "turn": 0, "parts": {"x": 1}},
+            {"failed": "environment", "turn": 0},
+        ):
+            await here.post(f"{url}/reward", wrong, status=400)
+
+    record, agent = await played(here, play)
+    assert len({*ids}) == 3
+    assert [(r.token, r.reward) for r in record.turn_rewards] == [(len(agent.told[0][1]) - 1, 0.5)]
+    (branch,) = record.branches
+    second = branch.at + branch.response_ids.shape[0] - len(agent.told[2][1])
+    ends = [second - branch.at - 1, branch.response_ids.shape[0] - 1]
+    assert [(r.token, r.reward) for r in branch.turn_rewards] == [
+        *zip(ends, (-1.0, 2.0), strict=True)
+    ]
+    score = here.responses[0].score
+    assert score is not None and score.reward == 1.0 + (0.5 + (-1 + 2)) / 2 and score.correct
+
+
+async def test_a_failed_episode_has_no_rewards_of_turns(world: Callable[..., World]):
+    here = world("a", "b")
+    async with here.served() as create:
+        for _ in range(2):
+            agent = Agent(here, create, await here.post("/episodes"))
+            await agent.ask(said("user", "what?"))
+            url = f"/episodes/{agent.episode['id']}/reward"
+            await here.post(url, {"reward": 1, "turn": 0})
+            await here.post(url, {"failed": "environment"})
+        while not all(response.ended for response in here.responses):
+            await asyncio.sleep(0.01)
+    assert not any(
+        r.trajectory(0, Score.failed("environment")).turn_rewards for r in here.responses
+    )

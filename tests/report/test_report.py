@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from areal_q.config import Arithmetic, PretrainedModel, SmallModel, load
 from areal_q.errors import ConfigError, LogError, RecordError
-from areal_q.messages import Array, Branch, VersionSpan
+from areal_q.messages import Array, Branch, TurnReward, VersionSpan
 from areal_q.observability.metrics_log import read_metrics
 from buffer.logs.token_log import TokenLog, iter_tokens
 from buffer.logs.trajectory_log import TrajectoryLog, iter_log
@@ -302,8 +302,9 @@ def test_branches_come_behind_the_first_path(tmp_path, write_run, make_group):
         loss_mask=Array.of([0, 1], "uint8"),
         spans=[VersionSpan(2, 2, "c2")],
         finish_reason="stop",
+        turn_rewards=(TurnReward(1, -0.5),),
     )
-    grown = replace(first, branches=(branch,))
+    grown = replace(first, branches=(branch,), turn_rewards=(TurnReward(0, 2.0),))
     table = groups_to_table(1, 1, [replace(group, trajectories=[grown, second])])
     run = write_run(tmp_path / "run", 1)
     pq.write_table(table, run / "trajectories/part-000001.parquet")
@@ -314,7 +315,8 @@ def test_branches_come_behind_the_first_path(tmp_path, write_run, make_group):
     assert arrays["id"].tolist() == ids
     assert arrays["mask"].tolist() == [1, 1, 0, 1, 1, 1, 1]
     where = "from token 2 on, after 1 tokens of path 0, the prompt's included"
-    assert [t["notes"] for t in told] == [[["branch 1", where]], []]
+    turns = ["rewards of turns", "2 at token 0, -0.5 at token 3"]
+    assert [t["notes"] for t in told] == [[["branch 1", where], turns], []]
 
 
 @given(

@@ -50,9 +50,10 @@ class OwnEnvironment:
 
 
 class Stepped(msgspec.Struct, frozen=True):
-    """What `step` gave. `score` is of the whole episode so far."""
+    """What `step` gave. `score` is of the whole episode so far, `reward` of this turn."""
 
     observation: str
+    reward: float
     score: Score
     done: bool
 
@@ -140,7 +141,8 @@ class OwnEpisode:
                 raise ValueError("step gives (observation, reward, done), or Gymnasium's five")
         self._total += float(reward)
         parts = {str(n): v for n, v in info.items() if isinstance(v, str | Real) and n != "reward"}
-        return Stepped(_text(observation), as_score({**parts, "reward": self._total}), bool(done))
+        score = as_score({**parts, "reward": self._total})
+        return Stepped(_text(observation), float(reward), score, bool(done))
 
     def reward(self, problem: Problem, completed: Completed) -> Score:
         """Returns the reward of an episode with tools."""

@@ -21,7 +21,8 @@ from msgspec import json
 from msgspec.structs import replace
 
 from areal_q.errors import TaskError
-from areal_q.messages.trajectories import LARGEST_REWARD, LONGEST_NOTE
+from areal_q.messages.tokens import LARGEST_REWARD
+from areal_q.messages.trajectories import LONGEST_NOTE
 from areal_q.plugins import load_function, place_of, user_code
 from areal_q.tasks.base import Completed, Problem, Score
 

@@ -164,6 +164,7 @@ class MessagesReply(Reply):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._blocks = Blocks()
+        self._head |= {"id": f"msg_{self._head['id'].removeprefix('chatcmpl-')}"}
 
     def whole(self, told: list[Told]) -> dict[str, Any]:
         (one,) = told
@@ -203,7 +204,7 @@ class MessagesReply(Reply):
         return {"type": "error", "error": {"type": "api_error", "message": why}}
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
-        head = {"id": f"msg_{self._head['id'].removeprefix('chatcmpl-')}", "type": "message"}
+        head = {"id": self.id, "type": "message"}
         return {**head, "role": "assistant", "model": self._head["model"], "content": content}
 
     def _stopped(self, told: Told) -> dict[str, str | None]:
