@@ -137,18 +137,23 @@ RECIPES: dict[str, Callable[[Path, bool], tuple[bool, list[Step]]]] = {
 
 def requirements(*extras: str, alone: bool = False) -> list[str]:
     """Returns what areal-q needs with these extras, as pip takes it; `alone`: for them, beyond what it always
-    needs."""
+    needs. Raises ConfigError for an extra that its installation does not know, as it is older."""
     try:
         told = importlib.metadata.requires("areal-q") or []
     except importlib.metadata.PackageNotFoundError as error:
         raise ConfigError("setup: areal-q is not installed here: pip install -e . first") from error
-    found = []
+    found, missing = [], {*extras}
     for line in told:
         need, _, marker = (part.strip() for part in line.partition(";"))
         extra = re.search(r"""(?:\s*and\s*)?extra == ["'](.+?)["']""", marker)
         if extra[1] in extras if extra else not alone:
+            missing -= {extra[1]} if extra else set()
             rest = marker.replace(extra[0], "").strip() if extra else marker
             found.append(f"{need}; {rest}" if rest else need)
+    if missing:
+        raise ConfigError(
+            f"setup: areal-q was installed here before it had the extra {min(missing)}: pip install -e . again"
+        )
     return found
 
 

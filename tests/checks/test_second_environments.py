@@ -4,11 +4,13 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tomllib
 from pathlib import Path
 
 import pytest
 from helpers.commands import refused, run_here
 from helpers.paths import ROOT
+from packaging.requirements import Requirement
 
 from areal_q.checks import packages
 from areal_q.checks.packages import check_packages, python_with
@@ -80,7 +82,18 @@ def test_the_worker_itself_still_misses_its_package(tmp_path: Path):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("device", ["--cpu", "--gpu"])
-def test_commands_are_shown_and_none_is_run(tmp_path: Path, name: str, device: str):
+def test_commands_are_shown_and_none_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, device: str
+):
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    told = [
+        f'{Requirement(need)}{" and" if ";" in need else ";"} extra == "{extra}"'
+        for extra, needs in extras.items()
+        for need in needs
+    ]
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: told)
     done = run_here("setup", setup.main, name, device, "--print")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[0].endswith(f"venv --clear {tmp_path}/environments/{name}")
@@ -123,10 +136,18 @@ def test_an_environment_is_made_by_one_process_at_a_time(
 
 
 def test_verifiers_version_is_that_of_its_extra(monkeypatch: pytest.MonkeyPatch):
-    told = ['verifiers[openenv]<8,>=7; extra == "verifiers"', "torch>=2.11"]
+    extras = ['verifiers[openenv]<8,>=7; extra == "verifiers"', 'aiohttp; extra == "server"']
+    told = [*extras, "torch>=2.11"]
     monkeypatch.setattr("importlib.metadata.requires", lambda name: told)
     shown = run_here("setup", setup.main, "verifiers", "--print").stdout
-    assert "install -q 'verifiers[openenv]<8,>=7'\n" in shown and "torch" not in shown
+    assert "install -q 'verifiers[openenv]<8,>=7' aiohttp\n" in shown and "torch" not in shown
+
+
+def test_an_installation_without_the_extra_is_refused(monkeypatch: pytest.MonkeyPatch):
+    """It once made an environment without the package that it is for, and called it ready."""
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: ['aiohttp; extra == "server"'])
+    said = "installed here before it had the extra verifiers: pip install -e . again"
+    refused(run_here("setup", setup.main, "verifiers"), said)
 
 
 @pytest.mark.slow
