@@ -48,6 +48,9 @@ class Branch(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     finish_reason: FinishReason
     """Why its last turn ended"""
     teacher_logprobs: Array | None = None
+    routes: Array | None = None
+    """uint8 or uint16 [N, L, K]: the experts of the first N of its own tokens, as a trajectory has them of all
+    of the first path, N ≤ T - 1"""
     turn_rewards: tuple[TurnReward, ...] = ()
 
 

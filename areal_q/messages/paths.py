@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from msgspec.structs import replace
 
+from areal_q.messages.branches import Branch
 from areal_q.messages.tokens import Array
 from areal_q.messages.trajectories import Trajectory
 
@@ -15,9 +16,11 @@ def parts(prompt: np.ndarray, t: Trajectory) -> Iterator[tuple[np.ndarray, Traje
     the episode's, each once; so the notes on the reward are the first path's."""
     yield prompt, t
     paths = [np.concatenate((prompt, t.response_ids.numpy()))] if t.branches else []
+    routes = [t.routes.numpy() if t.branches and t.routes else None]
     for branch in t.branches:
         before = paths[branch.parent][: branch.at]
         paths.append(np.concatenate((before, branch.response_ids.numpy())))
+        routes.append(_routes(routes[branch.parent], branch))
         yield (
             before,
             replace(
@@ -29,11 +32,19 @@ def parts(prompt: np.ndarray, t: Trajectory) -> Iterator[tuple[np.ndarray, Traje
                 finish_reason=branch.finish_reason,
                 teacher_logprobs=branch.teacher_logprobs,
                 turn_rewards=branch.turn_rewards,
-                routes=None,
+                routes=None if routes[-1] is None else Array.of(routes[-1]),
                 reward_notes={},
                 branches=(),
             ),
         )
+
+
+def _routes(parent: np.ndarray | None, branch: Branch) -> np.ndarray | None:
+    """Returns the experts of a branch's path from its first token on: its parent's, and its own where nothing
+    is missing between."""
+    if parent is None or len(parent) < branch.at or branch.routes is None:
+        return None if parent is None else parent[: branch.at]
+    return np.concatenate((parent[: branch.at], branch.routes.numpy()))
 
 
 def with_teacher(t: Trajectory, logprobs: Sequence[np.ndarray]) -> Trajectory:

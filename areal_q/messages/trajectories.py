@@ -241,6 +241,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
                 budget = self.ticket.sampling.max_tokens
                 place = f"{where}, trajectory {t.index}"
                 validate_branches(t, t.branches, prompt.shape[0], budget, place)
+                for number, branch in enumerate(t.branches, 1):
+                    _validate_branch_routes(branch, t.routes, f"{place}, branch {number}")
         return self
 
     @property
@@ -312,6 +314,16 @@ def _validate_routes(routes: Array, tokens: int, where: str) -> None:
             f"N < {tokens} tokens"
         )
     routes.numpy()
+
+
+def _validate_branch_routes(branch: Branch, first: Array | None, where: str) -> None:
+    """Raises RecordError for routes of a branch that do not go on from those of the `first` path."""
+    if branch.routes is None:
+        return
+    _validate_routes(branch.routes, branch.response_ids.shape[0], where)
+    kind = first and (first.dtype, first.shape[1:])
+    if (branch.routes.dtype, branch.routes.shape[1:]) != kind:
+        raise RecordError(f"{where}: its routes are not of the kind of the first path's")
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -106,6 +106,8 @@ _BRANCHES = pa.list_(
             ("finish_reason", pa.string()),
             ("teacher_logprobs", pa.list_(pa.float32())),
             ("turn_rewards", _TURN_REWARDS),
+            ("routes", pa.binary()),
+            ("routes_shape", pa.list_(pa.int32())),
         ]
     )
 )
@@ -252,6 +254,8 @@ def _branch_row(branch: Branch) -> dict[str, Any]:
         "finish_reason": branch.finish_reason,
         "teacher_logprobs": _numbers(branch.teacher_logprobs),
         "turn_rewards": _turn_rewards_row(branch.turn_rewards),
+        "routes": bytes(branch.routes.data) if branch.routes else b"",
+        "routes_shape": list(branch.routes.shape) if branch.routes else [],
         **{name: getattr(branch, name).numpy() for name in _TOKEN_FIELDS},
     }
 
@@ -269,6 +273,7 @@ def _branch(row: dict[str, Any]) -> Branch:
             finish_reason=row["finish_reason"],
             teacher_logprobs=Array.of(given, "float32") if given else None,
             turn_rewards=_turn_rewards(row["turn_rewards"]),
+            routes=_routes(row),
         )
     except (TypeError, ValueError) as error:
         raise RecordError(f"a branch lacks values: {error}") from error

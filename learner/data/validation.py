@@ -51,13 +51,12 @@ def fits(config: DecoderConfig, learner: LearnerConfig) -> Callable[[Group], Non
 
 
 def _check_routes(t: Trajectory, config: DecoderConfig, where: str) -> None:
-    if t.routes is None:
-        return
     experts, layers = config.experts, len(config.sparse_layers)
-    if not experts or t.routes.shape[1:] != (layers, experts.per_token):
-        raise RecordError(f"{where}: routes {list(t.routes.shape)} of another model")
-    if t.routes.numpy().max() >= experts.count:
-        raise RecordError(f"{where}: routes to more than {experts.count} experts")
+    for routes in (path.routes for path in (t, *t.branches) if path.routes):
+        if not experts or routes.shape[1:] != (layers, experts.per_token):
+            raise RecordError(f"{where}: routes {list(routes.shape)} of another model")
+        if routes.numpy().max() >= experts.count:
+            raise RecordError(f"{where}: routes to more than {experts.count} experts")
 
 
 def check_data(directory: Path, cfg: TaskConfig | Sft, task: Task) -> None:

@@ -47,7 +47,8 @@ class Response:
     """Number of tokens drawn for a turn that was cut off, as its worker ended, and has to be continued"""
     ended: bool = False
     routes: np.ndarray | None = None
-    """Experts of the tokens of prompt and response, turn after turn, as in Completion.routes"""
+    """Experts of the tokens of prompt and response, turn after turn, as in Completion.routes; a branch's are of
+    its own tokens"""
     prompt: list[int] | None = None
     """The tokens before the response, where an agent brought its own; None means the ticket's"""
     turn_rewards: dict[int, float] = field(default_factory=dict)
@@ -125,7 +126,7 @@ class Response:
             reward_notes=score.notes,
             valid=score.valid,
             failure=score.failure,
-            routes=Array.of(self.routes) if routes and self.routes is not None else None,
+            routes=_routes(self) if routes else None,
             turn_rewards=_turn_rewards(self),
             branches=tuple(
                 Branch(
@@ -137,6 +138,7 @@ class Response:
                     spans=list(branch.spans),
                     finish_reason=branch.finish_reason,
                     turn_rewards=_turn_rewards(branch),
+                    routes=_routes(branch) if routes else None,
                 )
                 for branch in self.branches
             ),
@@ -171,6 +173,10 @@ class Response:
             ended=partial.ended,
             routes=None if partial.routes is None else partial.routes.numpy(),
         )
+
+
+def _routes(path: Response) -> Array | None:
+    return None if path.routes is None or not len(path.routes) else Array.of(path.routes)
 
 
 def _turn_rewards(path: Response) -> tuple[TurnReward, ...]:

@@ -62,8 +62,8 @@ def record(response: Response, prompt: list[int], context: list[int], done: Comp
         response.branches.append(path)
         number = len(response.branches)
     path.add_given(context[shared:], path.spans[-1] if path.spans else done.spans[0])
-    # Experts are recorded for the first path alone; a branch's are the learner's own.
-    path.add_drawn(replace(done, routes=None) if number else done)
+    # Those of the tokens that a branch shares are its parent's.
+    path.add_drawn(done if done.routes is None else replace(done, routes=done.routes[path.at :]))
     return State(number, len(context) + len(done.response_ids), None)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -11,30 +12,44 @@ import torch
 from helpers import engines
 from helpers.engines import ask
 from helpers.policies import pack_state, save_at
+from msgspec.structs import replace as replaced
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from areal_q.checks.model import check_experts
 from areal_q.config import LearnerConfig, TorchBackend, TorchEngine, load
 from areal_q.errors import ConfigError, RecordError
-from areal_q.messages import Array, Dtype, Group, decode_group, encode
+from areal_q.messages import (
+    Array,
+    Branch,
+    Dtype,
+    Group,
+    Trajectory,
+    VersionSpan,
+    decode_group,
+    encode,
+)
 from areal_q.models import Decoder, DecoderConfig, Experts, init_weights
 from areal_q.models.low_bit.engine_policy import engine_policy
 from areal_q.models.low_bit.published_state import published_state
 from areal_q.quant import FORMATS
+from areal_q.tasks import Score
 from areal_q.weights.version import WeightVersion
-from bench.records import drawn_trajectory
+from bench.records import drawn_trajectory, make_group, make_ticket
 from buffer.logs.trajectory_log import TrajectoryLog, read_log
+from buffer.logs.trajectory_schema import groups_from_table, groups_to_table
 from learner import checkpoint
 from learner.backends.data_parallel import ALONE
 from learner.backends.precision import PrecisionSettings, set_precision
 from learner.backends.routing_replay import balance_weights, routed, routing_for
 from learner.backends.single_device import TorchPolicy, token_logprobs
-from learner.data.packing import Sample
+from learner.data.packing import Sample, unlearnt_samples
 from learner.data.packing import pack_samples as pack_batch
 from learner.data.validation import fits
 from learner.policy_update import update_policy
 from rollout.engines import ENGINES, build_engine
 from rollout.engines.base import Completion
+from rollout.environments.base import Response
+from rollout.environments.episode_tree import record
 
 ROOM = LearnerConfig()
 EXPERTS = Experts(count=8, per_token=2, mlp=32, dense_layers=(1,))
@@ -192,6 +207,85 @@ def test_routes_go_through_message_and_log_bit_for_bit(
     log.append(0, 0, groups)
     log.close()
     assert read_log(tmp_path) == [(0, groups)]
+
+
+def tree(model: Decoder) -> tuple[list[int], Trajectory, list[Completion]]:
+    """The record of an episode of five turns, in a tree, with what the engine drew of them: prompt, record, and
+    turns. Each is asked for with all that it is drawn after, as an agent asks."""
+    prompt, response, turns = [1, 2, 4], Response(), list[Completion]()
+
+    def turn(context: list[int]) -> list[int]:
+        ((done,),) = generate(publish(model), [context], samples=1)
+        turns.append(done)
+        record(response, prompt, context, done)
+        return [*context, *done.response_ids.tolist()]
+
+    first = turn(prompt)
+    turn([*first, 9, 10])  # goes on on the first path
+    second = turn([*first[:5], 11, 12])  # a branch within the first turn,
+    turn([*second, 13])  # which goes on,
+    turn([*second[:7], 14, 15, 16])  # and has a branch of its own
+    return prompt, response.trajectory(0, Score(1.0, True), routes=True), turns
+
+
+def test_a_tree_is_replayed_on_the_routes_of_all_its_paths() -> None:
+    """Packed together and each path alone, the learner's log-probs are those with which each turn was drawn."""
+    model = decoder()
+    prompt, t, turns = tree(model)
+    assert [(b.parent, b.routes is not None) for b in t.branches] == [(0, True), (1, True)]
+    group = make_group(make_ticket(prompt_ids=Array.of(prompt, "int32"), group_size=1))
+    group = replaced(group, trajectories=[t])
+    sampling = replaced(group.ticket.sampling, max_tokens=1000)
+    group = replaced(group, ticket=replaced(group.ticket, sampling=sampling)).validate()
+    (read,) = groups_from_table(groups_to_table(0, 0, [group]))
+    assert read == decode_group(encode(group)) == group
+    fits(CONFIG, ROOM)(group)
+    found = unlearnt_samples([group])
+    for cuts in ([found], [[sample] for sample in found]):
+        batches = [pack_batch(cut) for cut in cuts]
+        logprobs = [token_logprobs(model, batch, 1.0, replay=True)[0] for batch in batches]
+        mask = torch.cat([batch.mask for batch in batches])
+        drawn = torch.cat([batch.behavior_logprobs for batch in batches])
+        assert int(mask.sum()) == sum(len(turn.response_ids) for turn in turns)
+        torch.testing.assert_close(torch.cat(logprobs)[mask], drawn[mask], atol=1e-4, rtol=0)
+        for batch in batches:
+            routing = routing_for(model, batch, replay=False)
+            model(batch.token_ids, batch.layout, routing)
+            assert routing is not None and batch.routes is not None
+            own = torch.stack([routing.own[layer] for layer in (0, 1)], 1)
+            assert torch.equal(own.sort(-1).values, batch.routes.sort(-1).values.long())
+    before = t.branches[1].routes
+    assert before is not None
+    others = replaced(t.branches[1], routes=Array.of((before.numpy() + 1) % 8))
+    changed = replaced(group, trajectories=[replaced(t, branches=(t.branches[0], others))])
+    batch = pack_batch(unlearnt_samples([changed]))
+    other, _ = token_logprobs(model, batch, 1.0, replay=True)
+    gap = (other - torch.cat(logprobs)).abs()
+    assert gap[batch.sequence_ids < 2].max() < 1e-4 < gap[batch.sequence_ids == 2].max()
+
+
+@pytest.mark.parametrize(
+    ("routes", "message"),
+    [
+        (np.zeros((2, 3, 2)), "not of the kind of the first path's"),
+        (np.zeros((4, 2, 2)), "N < 4 tokens"),
+        (np.full((2, 2, 2), 8), "more than 8 experts"),
+    ],
+)
+def test_wrong_routes_of_a_branch_are_refused(make_group, routes, message: str) -> None:
+    group = with_routes(make_group())
+    first, *others = group.trajectories
+    own: dict[str, Any] = {
+        "response_ids": Array.of([5] * 4, "int32"),
+        "spans": [VersionSpan(0, 4, "a")],
+    }
+    own |= {"behavior_logprobs": Array.of([-1.0] * 4, "float32"), "finish_reason": "stop"}
+    own |= {"loss_mask": Array.of([1] * 4, "uint8"), "routes": Array.of(routes, "uint8")}
+    tree = replaced(first, branches=(Branch(parent=0, at=1, **own),))
+    with pytest.raises(RecordError, match=message):
+        fits(replaced(CONFIG, vocab_size=100), ROOM)(
+            replaced(group, trajectories=[tree, *others]).validate()
+        )
 
 
 @pytest.mark.parametrize(("dtype", "tokens"), [("int8", None), ("uint8", 99), ("uint8", 0)])
