@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.policies import build_policy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -34,13 +35,16 @@ from areal_q.messages import (
 from areal_q.messages.tokens import LARGEST_REWARD
 from bench import records
 from buffer.admin.tables import group_facts, group_view
+from buffer.logs.trajectory_schema import groups_from_table, groups_to_table
 from buffer.sampling.replay_pool import SampledGroups
 from learner.backends.messages import Piece
 from learner.data.packing import Sample, pack_samples, samples_of
 from learner.data.staleness import VersionHistory
 from learner.data.turn_rewards import is_uniform, returns_of
+from learner.measure.token_recorder import TokenRecorder
 from learner.policy_advantages import with_advantages
-from learner.policy_update import loss_inputs
+from learner.policy_update import SingleProcessUpdater, loss_inputs
+from learner.train_step import train_step
 
 ESTIMATORS: list[AdvantageConfig] = [
     Grpo(),
@@ -275,6 +279,31 @@ def test_gae_finds_the_reward_of_a_turn_at_its_last_token(
     own = found.advantages.split([len(s.advantages) for s in samples])
     assert own[0].tolist() == [1.75, 1.75, 0, 1.25, 1.25]
     assert own[1].tolist() == [2.25, 2.25]
+
+
+@pytest.mark.parametrize("settings", [[], ["learner.advantage.type=gae", "learner.critic={}"]])
+def test_a_step_learns_the_same_from_the_log(make_run: Callable[..., Run], settings: list[str]):
+    """A replay's step, to the bit, with a token's advantage as the token log has it; without the rewards of
+    turns it learns something else."""
+    prompt = records.make_ticket().prompt_ids.shape[0]
+    first = replace(episode([0.5, 1]), branches=(branch(0, prompt + 2, 1, 2.0),), reward=2.0)
+    group = group_of(first, episode([0, 1, 0], own=1.0))
+    small = replace(group.ticket, prompt_ids=Array.of([1] * prompt, "int32"))
+    group = replace(group, ticket=small)
+    (read,) = groups_from_table(groups_to_table(0, 0, [group]))
+    bare = [replace(t, turn_rewards=(), branches=()) for t in group.trajectories]
+    run, found = make_run("learner.optimizer.warmup_steps=0", *settings), list[dict[str, Any]]()
+    for one in (group, read, replace(group, trajectories=bare)):
+        policy, recorder = build_policy(run), TokenRecorder()
+        batch = SampledGroups([one])
+        train_step(SingleProcessUpdater(policy), batch, VersionHistory(4), 1, recorder)
+        found.append({**policy.model.state_dict(), "advantages": recorder.scores().advantages})
+    for name, x in found[0].items():
+        assert np.array_equal(np.asarray(x), np.asarray(found[1][name]))
+    if not settings:
+        own = np.concatenate([s.advantages for s in sampled(group, run.learner.advantage)])
+        np.testing.assert_array_equal(found[0].pop("advantages"), own.astype(np.float32))
+        assert any(not np.array_equal(np.asarray(x), found[2][n]) for n, x in found[0].items())
 
 
 def test_penalties_come_off_the_episodes_own_reward(
