@@ -31,6 +31,7 @@ PROGRAMS = {
     "dc": "docker compose with a file of its own",
     "kubectl": "a cluster: tests/deploy",
     "for": "a loop around kubectl",
+    "~/.local/share/areal-q/verifiers/bin/python": "of verifiers: tests/environments",
     "do": "the same",
     "done": "the same",
     "torchrun": "several processes: tests/distributed",
