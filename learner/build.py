@@ -38,7 +38,7 @@ from buffer.logs.step_log import iter_steps
 from buffer.redis_store import START, LearnerBuffer
 from buffer.redis_store.lease import owner_of
 from buffer.sampling.replay_pool import ReplayPool
-from buffer.weight_sync import WeightServer
+from buffer.weight_sync import Endpoints, WeightServer
 from learner import checkpoint
 from learner.arithmetic import set_arithmetic
 from learner.backends.data_parallel import ALONE, Ranks
@@ -202,8 +202,8 @@ def build_learner(
         id = checkpoint.read_state(saved[-1]).run_id if saved else ""
         buffer.acquire(owner_of(run_dir.run_id(directory, id), directory), stop)
         learner = _build(
-            run, directory, buffer, task, tokenizer, own_sets, announce, fetch, resume, stop, ranks,
-            progress or Progress(),
+            run, directory, buffer, task, tokenizer, own_sets, Endpoints(announce, fetch), resume, stop,
+            ranks, progress or Progress(),
         )  # fmt: skip
         failed.pop_all()
     return learner
@@ -246,9 +246,19 @@ def _changed_settings(run: Run, directory: Path, start: int) -> str:
 
 
 def _publisher(
-    run: Run, policy: TorchPolicy, run_id: str, history: VersionHistory, server: WeightServer
-) -> WeightPublisher:
-    """Returns a publisher of `policy` that tells `history` each version, and hands it to `server`."""
+    run: Run,
+    policy: TorchPolicy,
+    buffer: LearnerBuffer,
+    history: VersionHistory,
+    serves_at: Endpoints,
+) -> tuple[WeightServer, WeightPublisher]:
+    """Returns a server, of which the workers are told, and a publisher of `policy` that hands each version to
+    it."""
+    server = WeightServer(*serves_at, run.broadcast)
+    endpoints = {
+        k: reached_at(v, run.broadcast.host) for k, v in server.endpoints._asdict().items()
+    }
+    buffer.publish_run(dump_toml(run), endpoints, workers_hash(run))
 
     def hand_over(made: WeightVersion) -> None:
         # The history must contain a version before a worker draws with it, or its tokens would count as stale.
@@ -256,69 +266,49 @@ def _publisher(
         server.publish(made)
 
     settings, smoothing = VersionSettings.of(run), policy.smoothing
-    builder = VersionBuilder(settings, policy.sticky, run_id, smoothing=smoothing, shared=True)
-    return WeightPublisher(builder, hand_over)
+    builder = VersionBuilder(
+        settings, policy.sticky, buffer.run_id, smoothing=smoothing, shared=True
+    )
+    return server, WeightPublisher(builder, hand_over)
 
 
 def _build(
-    run: Run,
-    directory: Path,
-    buffer: LearnerBuffer,
-    task: Task,
-    tokenizer: Tokenizer,
-    own_sets: Mapping[str, Sequence[Problem]],
-    announce: str,
-    fetch: str,
-    resume: bool,
-    stop: threading.Event,
-    ranks: Ranks,
-    progress: Progress,
-) -> Learner:
+    run: Run, directory: Path, buffer: LearnerBuffer, task: Task, tokenizer: Tokenizer,
+    own_sets: Mapping[str, Sequence[Problem]], serves_at: Endpoints, resume: bool, stop: threading.Event,
+    ranks: Ranks, progress: Progress,
+) -> Learner:  # fmt: skip
     metrics = MetricsLog(directory, began=command_began())
     if not resume:
         metrics.write("start", 0, {}, doing="loading the model")
     teacher = build_teacher(run, tokenizer, progress.beat, stop)
     policy, state = build_policy(run, directory, resume, task, tokenizer, metrics, stop)
-    start = state.step if state else 0
+    start, keep = state.step if state else 0, run.learner.versions_kept
     updater = updater_of(policy, run, ranks)
     if resume:
         metrics.rewind(start)
     records = read_metrics(directory / run_dir.METRICS_FILE) if resume else []
-    best = BestVersion(run, records)
     _note_beginning(run, directory, start, tokenizer, metrics)
     admission = build_admission(run, task, tokenizer, buffer, state, own_sets)
     buffer.checks = [admission.check, fits(policy.model.config, run.learner)]
-    logged = iter_steps(directory / "steps", start) if state else ()
-    recorded = {record.step + 1: record.digest for record in logged}
+    history, recorded = VersionHistory(keep), dict[int, str]()
     if state:
-        recorded |= buffer.unread_digests()
-    keep = run.learner.versions_kept
-    forks = forks_at(start, state.forks, keep) if state else []
-    history = VersionHistory(keep, state.digests if state else None, forks)
+        history = VersionHistory(keep, state.digests, forks_at(start, state.forks, keep))
+        logged = iter_steps(directory / "steps", start)
+        recorded = {r.step + 1: r.digest for r in logged} | buffer.unread_digests()
     uses = state.uses if state else None
     pool = ReplayPool(run.buffer, run.learner, run.seed, run.steps, buffer.position, uses)
-    weight_server = WeightServer(announce, fetch, run.broadcast)
-    endpoints = {
-        kind: reached_at(endpoint, run.broadcast.host)
-        for kind, endpoint in weight_server.endpoints._asdict().items()
-    }
-    buffer.publish_run(dump_toml(run), endpoints, workers_hash(run))
-    publisher = _publisher(run, policy, buffer.run_id, history, weight_server)
-    keep_checkpoints = run.checkpoint.keep, run.checkpoint.keep_every
-    checkpoints = CheckpointWriter(directory / "checkpoints", *keep_checkpoints)
-    policy.readers += [publisher.wait_until_read, checkpoints.wait_until_read]
+    weight_server, publisher = _publisher(run, policy, buffer, history, serves_at)
+    writer = CheckpointWriter(directory / "checkpoints", run.checkpoint)
+    policy.readers += [publisher.wait_until_read, writer.wait_until_read]
     metrics.also("progress", lambda _: progress.beat())
+    best = BestVersion(run, records)
     heldout = HeldOutEvaluation(admission, buffer, tokenizer, metrics, best)
     return Learner(
-        run=run, step=start, updater=updater, buffer=buffer, admission=admission,
-        group_reader=GroupReader(buffer, admission, history, run.learner, pool),
-        heldout=heldout, missed=heldout.missed(start, records),
-        history=history, replay_check=ReplayCheck(start, recorded),
-        fidelity=FidelityMeter(run.learner, run.rollout.format),
-        reward_check=RewardCheck(run, tokenizer),
-        buffer_metrics=BufferMetrics(buffer, run.rollout.environment, metrics),
-        publisher=publisher, weight_server=weight_server,
-        logs=StepLogs(run, directory, start, scores_here=ranks is ALONE),
-        metrics=metrics, checkpoints=checkpoints, progress=progress, teacher=teacher,
-        totals_before=dict(state.totals) if state else {},
+        run=run, step=start, updater=updater, buffer=buffer, admission=admission, history=history,
+        group_reader=GroupReader(buffer, admission, history, run.learner, pool), heldout=heldout,
+        missed=heldout.missed(start, records), replay_check=ReplayCheck(start, recorded), teacher=teacher,
+        fidelity=FidelityMeter(run.learner, run.rollout.format), reward_check=RewardCheck(run, tokenizer),
+        buffer_metrics=BufferMetrics(buffer, run.rollout.environment, metrics), publisher=publisher,
+        weight_server=weight_server, logs=StepLogs(run, directory, start, scores_here=ranks is ALONE),
+        metrics=metrics, progress=progress, checkpoints=writer, totals_before=state.totals if state else {},
     )  # fmt: skip

@@ -343,7 +343,7 @@ RANK = """
 import json, os, sys
 from pathlib import Path
 import msgspec, torch
-from areal_q.config import load
+from areal_q.config import CheckpointConfig, load
 from areal_q.tasks import build_tokenizer
 from learner import checkpoint
 from learner.build_policy import build_model
@@ -375,7 +375,7 @@ for job in sys.argv[1:]:
         found.append(updater.update([piece.sample() for piece in pieces]))
     state = checkpoint.State(step=9, position="0-1", cursor=1, outstanding=[], digests={},
                              updates=whole.updates, skipped=whole.skipped, model=model.config.to_hf())
-    writer = CheckpointWriter(directory / "checkpoints", 5)
+    writer = CheckpointWriter(directory / "checkpoints", CheckpointConfig(keep=5))
     writer.save(state, updater)
     writer.finish()
     writer.close()

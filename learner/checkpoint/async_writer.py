@@ -19,6 +19,7 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+from areal_q.config import CheckpointConfig
 from learner import checkpoint
 from learner.checkpoint.files import State
 from learner.policy_update import PolicyUpdater
@@ -26,10 +27,10 @@ from learner.policy_update import PolicyUpdater
 
 class CheckpointWriter:
     """Writes checkpoints to `directory`, where it keeps the one of the start, the newest `keep`, and one every
-    `keep_every` steps (0: none of these)."""
+    `keep_every` steps (0: none of these), as `cfg` says."""
 
-    def __init__(self, directory: Path, keep: int, keep_every: int = 0) -> None:
-        self._directory, self._keep, self._keep_every = directory, keep, keep_every
+    def __init__(self, directory: Path, cfg: CheckpointConfig) -> None:
+        self._directory, self._cfg = directory, cfg
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[tuple[State, Path]] | None = None
         self._read = threading.Event()
@@ -62,7 +63,7 @@ class CheckpointWriter:
         shares: list[Path],
         spared: frozenset[int],
     ) -> tuple[State, Path]:
-        keep = self._keep, self._keep_every
+        keep = self._cfg.keep, self._cfg.keep_every
         try:
             path = checkpoint.write(
                 self._directory, state, tensors, *keep, shares, self._read.set, spared

@@ -65,8 +65,7 @@ def build_supervised(
     if resume:
         metrics.rewind(start)
     write_stops(directory, tokenizer.stops)
-    keep = run.checkpoint.keep, run.checkpoint.keep_every
-    checkpoints = CheckpointWriter(directory / "checkpoints", *keep)
+    checkpoints = CheckpointWriter(directory / "checkpoints", run.checkpoint)
     policy.readers.append(checkpoints.wait_until_read)
     return SupervisedRun(
         run=run,

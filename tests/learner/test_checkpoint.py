@@ -23,6 +23,7 @@ from helpers.policies import build_policy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from areal_q.config import CheckpointConfig
 from areal_q.errors import CheckpointError
 from areal_q.system import files as system_files
 from learner import checkpoint
@@ -295,7 +296,7 @@ def test_a_checkpoint_from_before_a_field_was_added_restores(policy: TorchPolicy
 def test_a_checkpoint_holds_what_the_learner_held_when_it_began(
     make_samples: MakeSamples, policy: TorchPolicy, tmp_path: Path
 ):
-    writer = CheckpointWriter(tmp_path, keep=2)
+    writer = CheckpointWriter(tmp_path, CheckpointConfig())
     policy.readers.append(writer.wait_until_read)
     before = everything(policy)
     writer.save(state_at(1, policy), SingleProcessUpdater(policy))
@@ -321,7 +322,7 @@ def test_the_optimizer_waits_for_a_checkpoint_on_the_host(
         save_tensors(tensors, path)
 
     monkeypatch.setattr(files, "save_tensors", slow_disk)
-    writer = CheckpointWriter(tmp_path, keep=2)
+    writer = CheckpointWriter(tmp_path, CheckpointConfig())
     policy.readers.append(writer.wait_until_read)
     before = everything(policy)
     writer.save(state_at(1, policy), SingleProcessUpdater(policy))
@@ -351,7 +352,7 @@ def test_writing_a_checkpoint_copies_no_tensor(
         save_tensors(tensors, path)
 
     monkeypatch.setattr(files, "save_tensors", noted)
-    writer = CheckpointWriter(tmp_path, keep=2)
+    writer = CheckpointWriter(tmp_path, CheckpointConfig())
     writer.save(state_at(1, policy), SingleProcessUpdater(policy))
     assert writer.finish()
     writer.close()
@@ -370,7 +371,7 @@ def test_a_checkpoint_is_hashed_piece_by_piece(policy: TorchPolicy, tmp_path: Pa
 
 def test_a_failed_checkpoint_lets_the_optimizer_go_on(policy: TorchPolicy, tmp_path: Path):
     (tmp_path / "checkpoints").write_text("in the way")
-    writer = CheckpointWriter(tmp_path / "checkpoints", keep=2)
+    writer = CheckpointWriter(tmp_path / "checkpoints", CheckpointConfig())
     writer.save(state_at(1, policy), SingleProcessUpdater(policy))
     writer.wait_until_read()
     with pytest.raises(CheckpointError, match="checkpoints"):
@@ -388,7 +389,7 @@ def test_a_checkpoint_is_reported_only_once_it_stands_on_disk(
         sync(path)
 
     monkeypatch.setattr(system_files, "sync", slow_disk)
-    writer = CheckpointWriter(tmp_path, keep=2)
+    writer = CheckpointWriter(tmp_path, CheckpointConfig())
     writer.save(state_at(1, policy), SingleProcessUpdater(policy))
     assert writer.settle() is None
     assert checkpoint.steps(tmp_path) == []
@@ -400,7 +401,7 @@ def test_a_checkpoint_is_reported_only_once_it_stands_on_disk(
 
 def test_background_error_is_raised_by_the_next_call(policy: TorchPolicy, tmp_path: Path):
     (tmp_path / "checkpoints").write_text("in the way")
-    writer = CheckpointWriter(tmp_path / "checkpoints", keep=2)
+    writer = CheckpointWriter(tmp_path / "checkpoints", CheckpointConfig())
     writer.save(state_at(1, policy), SingleProcessUpdater(policy))
     with pytest.raises(CheckpointError, match="checkpoints"):
         writer.finish()
@@ -415,7 +416,7 @@ KILLED = """
 import itertools, os, shutil, signal, sys
 from pathlib import Path
 import torch
-from areal_q.config import load
+from areal_q.config import CheckpointConfig, load
 from areal_q.tasks import build_tokenizer
 from learner import checkpoint
 from learner.checkpoint import files
@@ -447,7 +448,7 @@ def save_killed_at(directory, operation, new_step, background):
     weights(2.0)
     sys.addaudithook(hook)
     if background:
-        writer = CheckpointWriter(directory, keep=2)
+        writer = CheckpointWriter(directory, CheckpointConfig())
         writer.save(state(new_step, 2), SingleProcessUpdater(policy))
         writer.wait_until_read()
         weights(3.0)  # what comes after is no part of it

@@ -48,7 +48,8 @@ policy.sticky = VersionSettings.of(run).new_ranges()
 checkpoints, step = directory / "checkpoints", 0
 if checkpoint.steps(checkpoints):
     step = checkpoint.restore(checkpoints, policy).step
-builder, writer = VersionBuilder(VersionSettings.of(run), policy.sticky), CheckpointWriter(checkpoints, 2)
+builder = VersionBuilder(VersionSettings.of(run), policy.sticky)
+writer = CheckpointWriter(checkpoints, run.checkpoint)
 policy.readers.append(writer.wait_until_read)
 steps = msgspec.msgpack.decode((directory / "samples").read_bytes(), type=list[list[Piece]])
 while True:
