@@ -34,12 +34,6 @@ def check_redis(url: str | None) -> Iterator[CheckResult]:
         fix = "is it running? REDIS_URL is redis://HOST:PORT; the password's file is REDIS_PASSWORD_FILE"
         yield CheckResult("redis", "error", f"not reachable: {error}", fix)
         return
-    yield from _of(info, took_s)
-    yield from _settings(client, info)
-    client.close()
-
-
-def _of(info: dict[str, Any], took_s: float) -> Iterator[CheckResult]:
     version = str(info["redis_version"])
     name = f"redis {info.get('valkey_version') or version}"
     if tuple(int(part) for part in version.split(".")[:2]) < MIN_VERSION:
@@ -51,6 +45,8 @@ def _of(info: dict[str, Any], took_s: float) -> Iterator[CheckResult]:
     yield CheckResult(name, "note" if slow else "ok", f"answers in {took_s * 1e3:.1f} ms", fix)
     if info.get("role") != "master":
         yield CheckResult(name, "error", "a replica: it takes no writes", "name the primary")
+    yield from _settings(client, info)
+    client.close()
 
 
 def _settings(client: redis.Redis, info: dict[str, Any]) -> Iterator[CheckResult]:

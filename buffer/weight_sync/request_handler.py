@@ -164,7 +164,10 @@ class RequestHandler:
         self._send(peer, messages.encode(reply))
 
     def _send_chunk(self, peer: bytes, request: FetchChunk) -> None:
-        memory = self._memory_of(request.digest)
+        held = self._versions.use(request.digest)
+        made = (made.result() for made in self._catch_ups.values() if made.done())
+        bodies = (memoryview(one.body) for one in made if one.digest == request.digest)
+        memory = held.memory if held else next(bodies, None)
         if memory is None:
             self._stats.gone += 1
             self._send(peer, messages.encode(Gone(digest=request.digest)))
@@ -179,14 +182,6 @@ class RequestHandler:
         self._send(peer, messages.encode(header), *frames)
         self._stats.chunks += 1
         self._stats.chunk_bytes += request.nbytes
-
-    def _memory_of(self, digest: str) -> memoryview | None:
-        if (held := self._versions.use(digest)) is not None:
-            return held.memory
-        for made in self._catch_ups.values():
-            if made.done() and made.result().digest == digest:
-                return memoryview(made.result().body)
-        return None
 
     def _describe(self, manifest: Manifest) -> HeldVersion:
         link = self._deltas.into(manifest.epoch, manifest.version)

@@ -127,7 +127,11 @@ class GroupReader:
         while not stop.is_set():
             meanwhile.look()
             self._admission.admit(version)
-            entries = self._read()
+            # As many as the pool asks for; it waits only if the pool has too few for a step.
+            missing, ahead = self._pool.missing, self._pool.ahead
+            entries = self._buffer.read(missing, timeout_s=POLL_S) if missing else []
+            if ahead and len(entries) == missing:
+                entries += self._buffer.read(ahead, timeout_s=0.0)
             if entries and self._starvation.over():
                 self._buffer.starves("")
             for entry in entries:
@@ -155,14 +159,6 @@ class GroupReader:
     def lag(self, group: Group, version: int) -> int:
         """Returns the largest lag of any token in `group`."""
         return max(self._history.lag(s, version) for t in group.trajectories for s in t.all_spans)
-
-    def _read(self) -> list[Entry]:
-        """Reads as many groups as the pool asks for, and waits only if it has too few for a step."""
-        missing, ahead = self._pool.missing, self._pool.ahead
-        entries = self._buffer.read(missing, timeout_s=POLL_S) if missing else []
-        if ahead and len(entries) == missing:
-            entries += self._buffer.read(ahead, timeout_s=0.0)
-        return entries
 
     def _offer(self, entry: Entry) -> None:
         group, number = entry.group, entry.group.ticket.number

@@ -9,7 +9,7 @@ import xxhash
 
 from areal_q.config import LearnerConfig, Mix, Python, Sft, TaskConfig
 from areal_q.errors import RecordError, TaskError
-from areal_q.messages import Array, Group, Trajectory
+from areal_q.messages import Array, Group
 from areal_q.models import DecoderConfig
 from areal_q.tasks import Task
 from areal_q.tasks.lazy import Lazy
@@ -23,6 +23,7 @@ def fits(config: DecoderConfig, learner: LearnerConfig) -> Callable[[Group], Non
     """Returns a check that raises RecordError for a group that does not fit a model of this `config`, or this
     learner: a token or route is out of range, or a prompt and its response have too many tokens."""
     most = min(learner.pass_tokens, config.max_positions)
+    experts, layers = config.experts, len(config.sparse_layers)
 
     def check(group: Group) -> None:
         where = f"group of ticket {group.ticket.number}"
@@ -37,7 +38,15 @@ def fits(config: DecoderConfig, learner: LearnerConfig) -> Callable[[Group], Non
                     f"{where}, trajectory {t.index}: {tokens} tokens with the prompt, more than "
                     f"the {most} that {learner.pass_limit} and the model's positions leave"
                 )
-            _check_routes(t, config, f"{where}, trajectory {t.index}")
+            for routes in (path.routes for path in (t, *t.branches) if path.routes):
+                if not experts or routes.shape[1:] != (layers, experts.per_token):
+                    raise RecordError(
+                        f"{where}, trajectory {t.index}: routes {list(routes.shape)} of another model"
+                    )
+                if routes.numpy().max() >= experts.count:
+                    raise RecordError(
+                        f"{where}, trajectory {t.index}: routes to more than {experts.count} experts"
+                    )
         drawn = [
             (t.index, path.response_ids) for t in group.trajectories for path in (t, *t.branches)
         ]
@@ -48,15 +57,6 @@ def fits(config: DecoderConfig, learner: LearnerConfig) -> Callable[[Group], Non
             )
 
     return check
-
-
-def _check_routes(t: Trajectory, config: DecoderConfig, where: str) -> None:
-    experts, layers = config.experts, len(config.sparse_layers)
-    for routes in (path.routes for path in (t, *t.branches) if path.routes):
-        if not experts or routes.shape[1:] != (layers, experts.per_token):
-            raise RecordError(f"{where}: routes {list(routes.shape)} of another model")
-        if routes.numpy().max() >= experts.count:
-            raise RecordError(f"{where}: routes to more than {experts.count} experts")
 
 
 def check_data(directory: Path, cfg: TaskConfig | Sft, task: Task) -> None:
