@@ -94,9 +94,9 @@ def read_status(client: redis.Redis, run: str) -> Status:
     )
 
 
-def groups(client: redis.Redis, run: str, after: str = START) -> Iterator[tuple[str, Group]]:
+def groups(client: redis.Redis, run: str) -> Iterator[tuple[str, Group]]:
     """Yields (entry id, group) of the committed groups in order, except those that are not valid."""
-    for entry, fields in pages(client, Keys(run).groups, after):
+    for entry, fields in pages(client, Keys(run).groups):
         try:
             yield entry, decode_group(fields.get(RECORD, b"")).validate()
         except RecordError:
@@ -124,10 +124,9 @@ def quarantine(client: redis.Redis, run: str) -> Iterator[RefusedRecord]:
         )
 
 
-def pages(
-    client: redis.Redis, stream: str, after: str = START
-) -> Iterator[tuple[str, dict[bytes, bytes]]]:
-    """Yields (entry id, fields) of a stream after `after`, reading ENTRIES_PER_PAGE entries at a time."""
+def pages(client: redis.Redis, stream: str) -> Iterator[tuple[str, dict[bytes, bytes]]]:
+    """Yields (entry id, fields) of a stream, reading ENTRIES_PER_PAGE entries at a time."""
+    after = START
     while after != END:
         page: Any = client.xrange(stream, min=f"({after}", count=ENTRIES_PER_PAGE)
         for entry, fields in page:

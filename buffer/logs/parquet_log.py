@@ -56,13 +56,10 @@ class ParquetLog:
     def __init__(self, directory: str | Path, format: LogFormat, resume_at: int = 0) -> None:
         self.directory = Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
-        unfinished = list(self.directory.glob(".part-*.parquet.tmp"))
-        for path in unfinished:
+        for path in self.directory.glob(".part-*.parquet.tmp"):
             logger.info("%s: unfinished, removed", path)
             path.unlink()
-        self.leftovers = len(unfinished)
-        """Number of unfinished parts of an earlier process, which were removed"""
-        self.dropped_rows = _drop_from(self.directory, format, resume_at)
+        _drop_from(self.directory, format, resume_at)
         found = _parts(self.directory)
         self._format = format
         self._number = int(found[-1].stem.removeprefix("part-")) + 1 if found else 0
@@ -158,14 +155,12 @@ class RowGroup(NamedTuple):
         return table
 
 
-def row_groups(
-    directory: Path, format: LogFormat, part: str = "part-*.parquet"
-) -> Iterator[RowGroup]:
-    """Yields the steps of a log, or of one part, in order. Each must be read before the next is requested.
+def row_groups(directory: Path, format: LogFormat) -> Iterator[RowGroup]:
+    """Yields the steps of a log in order. Each must be read before the next is requested.
 
     Raises RecordError for a part that is not a log of this format, or is of a newer version.
     """
-    for path in by_number(directory.glob(part)):
+    for path in _parts(directory):
         with open_part(path, format) as file:
             for i in range(file.num_row_groups):
                 yield RowGroup(step_of(file, i), path, file, i)
@@ -243,10 +238,9 @@ def _parts(directory: Path) -> list[Path]:
     return by_number(directory.glob("part-*.parquet"))
 
 
-def _drop_from(directory: Path, format: LogFormat, step: int) -> int:
-    """Deletes the rows of steps ≥ `step` and returns their number. The last part is changed first, so that
-    after a crash the log has no gap."""
-    dropped = 0
+def _drop_from(directory: Path, format: LogFormat, step: int) -> None:
+    """Deletes the rows of steps ≥ `step`. The last part is changed first, so that after a crash the log has no
+    gap."""
     for path in reversed(_parts(directory)):
         temporary = _unfinished(path)
         with open_part(path, format) as file:
@@ -254,8 +248,6 @@ def _drop_from(directory: Path, format: LogFormat, step: int) -> int:
             keep = [i for i in numbers if step_of(file, i) < step]
             if len(keep) == len(numbers):
                 break
-            kept = file.read_row_groups(keep).num_rows if keep else 0
-            dropped += file.metadata.num_rows - kept
             if keep:
                 with _writer(temporary, file.schema_arrow) as writer:
                     for i in keep:
@@ -265,4 +257,3 @@ def _drop_from(directory: Path, format: LogFormat, step: int) -> int:
         else:
             path.unlink()
             sync(directory)
-    return dropped

@@ -94,10 +94,8 @@ class RedisServer:
                     time.sleep(0.02)
         state = self.process.poll()
         what = "does not answer" if state is None else f"ended with status {state}"
-        raise BufferUnavailable(f"redis {what}; the end of {self.log}:\n{self.log_tail()}")
-
-    def log_tail(self, lines: int = 10) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+        end = "\n".join(self.log.read_text(errors="replace").splitlines()[-10:])
+        raise BufferUnavailable(f"redis {what}; the end of {self.log}:\n{end}")
 
     def stop(self) -> None:
         """Stops the server by SIGTERM, on which Redis flushes and syncs its append-only file. The files
