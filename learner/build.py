@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-import msgspec
 import typer
 
 from areal_q.checks.model import check_fit, longest_prompt
@@ -30,9 +29,7 @@ from areal_q.tasks import (
     check_characters,
     check_reward,
     columns_for,
-    stops_text,
 )
-from areal_q.tasks.stops import write_stops
 from areal_q.weights.version import WeightVersion
 from buffer.logs.step_log import iter_steps
 from buffer.redis_store import START, LearnerBuffer
@@ -56,7 +53,7 @@ from learner.measure.buffer_metrics import BufferMetrics
 from learner.measure.fidelity import FidelityMeter
 from learner.measure.replay_check import ReplayCheck
 from learner.measure.reward_check import RewardCheck
-from learner.measure.step_logs import StepLogs
+from learner.measure.step_logs import StepLogs, note_beginning
 from learner.policy_update import PolicyUpdater, SingleProcessUpdater
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
 from learner.publishing.weight_publisher import WeightPublisher
@@ -209,42 +206,6 @@ def build_learner(
     return learner
 
 
-def _note_beginning(
-    run: Run, directory: Path, start: int, tokenizer: Tokenizer, metrics: MetricsLog
-) -> None:
-    """Notes how responses end, and what is set otherwise than in the steps before `start`."""
-    write_stops(directory, tokenizer.stops)
-    ends = f"a response {stops_text(tokenizer.stops)}"
-    logger.info("%s", ends)
-    metrics.write("note", start, {}, message=ends)
-    if run.buffer.log:
-        if changed := _changed_settings(run, directory, start):
-            metrics.write("note", start, {}, message=changed)
-        run_dir.keep_settings(directory, run)
-
-
-def _changed_settings(run: Run, directory: Path, start: int) -> str:
-    """Returns a sentence on the settings that are others from step `start` on; empty if there are none."""
-    for record in iter_steps(directory / "steps", start - 1, start):
-        before = run_dir.settings_of(directory, record.settings)
-        old, new = (run_dir.flat(msgspec.to_builtins(settings)) for settings in (before, run))
-        code = {
-            key: new.get(key.removesuffix("digest") + "path")
-            for key in new
-            if key.endswith(".digest")
-        }
-        changed = [
-            f"{code[key]} is not what it was"
-            if code.get(key)
-            else f"{key} = {new.get(key)}, was {old.get(key)}"
-            for key in run_dir.differences(before, run)
-            if key not in ("name", "root")
-        ]
-        if changed:
-            return f"from step {start} on: {'; '.join(changed)}"
-    return ""
-
-
 def _publisher(
     run: Run,
     policy: TorchPolicy,
@@ -287,7 +248,7 @@ def _build(
     if resume:
         metrics.rewind(start)
     records = read_metrics(directory / run_dir.METRICS_FILE) if resume else []
-    _note_beginning(run, directory, start, tokenizer, metrics)
+    note_beginning(run, directory, start, tokenizer, metrics)
     admission = build_admission(run, task, tokenizer, buffer, state, own_sets)
     buffer.checks = [admission.check, fits(policy.model.config, run.learner)]
     history, recorded = VersionHistory(keep), dict[int, str]()

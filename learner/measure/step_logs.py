@@ -1,17 +1,25 @@
 """The logs of a learner's steps: groups, records and tokens, with all that a replay needs."""
 
+import logging
 from pathlib import Path
 
+import msgspec
 from msgspec.structs import replace
 
 from areal_q.config import Run, settings_hash
-from buffer.logs.step_log import StepLog, StepRecord
+from areal_q.observability.metrics_log import MetricsLog
+from areal_q.system import run_dir
+from areal_q.tasks import Tokenizer, stops_text
+from areal_q.tasks.stops import write_stops
+from buffer.logs.step_log import StepLog, StepRecord, iter_steps
 from buffer.logs.token_log import TokenLog
 from buffer.logs.trajectory_log import TrajectoryLog
 from buffer.sampling.replay_pool import SampledGroups
 from learner.arithmetic import machine_name
 from learner.data.staleness import VersionHistory
 from learner.measure.token_recorder import TokenRecorder
+
+logger = logging.getLogger(__name__)
 
 
 class StepLogs:
@@ -70,3 +78,39 @@ class StepLogs:
         for log in (self._groups, self._steps, self._tokens):
             if log:
                 log.close()
+
+
+def note_beginning(
+    run: Run, directory: Path, start: int, tokenizer: Tokenizer, metrics: MetricsLog
+) -> None:
+    """Notes how responses end, and what is set otherwise than in the steps before `start`."""
+    write_stops(directory, tokenizer.stops)
+    ends = f"a response {stops_text(tokenizer.stops)}"
+    logger.info("%s", ends)
+    metrics.write("note", start, {}, message=ends)
+    if run.buffer.log:
+        if changed := _changed_settings(run, directory, start):
+            metrics.write("note", start, {}, message=changed)
+        run_dir.keep_settings(directory, run)
+
+
+def _changed_settings(run: Run, directory: Path, start: int) -> str:
+    """Returns a sentence on the settings that are others from step `start` on; empty if there are none."""
+    for record in iter_steps(directory / "steps", start - 1, start):
+        before = run_dir.settings_of(directory, record.settings)
+        old, new = (run_dir.flat(msgspec.to_builtins(settings)) for settings in (before, run))
+        code = {
+            key: new.get(key.removesuffix("digest") + "path")
+            for key in new
+            if key.endswith(".digest")
+        }
+        changed = [
+            f"{code[key]} is not what it was"
+            if code.get(key)
+            else f"{key} = {new.get(key)}, was {old.get(key)}"
+            for key in run_dir.differences(before, run)
+            if key not in ("name", "root")
+        ]
+        if changed:
+            return f"from step {start} on: {'; '.join(changed)}"
+    return ""
