@@ -5,6 +5,7 @@ with what the learner does before that.
 """
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import msgspec
 from msgspec import Struct
@@ -284,8 +285,13 @@ def _together(run: Run) -> int:
 
 def check_teacher(path: str, tokenizer: Tokenizer) -> None:
     """Raises ConfigError unless the model in directory `path` reads the student's token ids, and
-    CheckpointError if it cannot be read."""
-    shape = load_config(path)
+    CheckpointError if it cannot be read, as one that is quantized."""
+    try:
+        shape = load_config(path)
+    except CheckpointError as error:
+        other = "; one that a server can read teaches from there: learner.teacher.type = 'server'"
+        there = (Path(path) / "config.json").exists()
+        raise CheckpointError(f"learner.teacher.path: {error}{other * there}") from error
     check_tensors(path, shape)
     own, probe = load_tokenizer(path), PROBE
     if isinstance(tokenizer, CharTokenizer):

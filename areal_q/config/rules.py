@@ -52,7 +52,8 @@ def _sampling(run: Run) -> Iterator[str]:
     if sampling.top_p < 1 or sampling.top_k or sampling.min_p:
         yield (
             "rollout.sampling.top_p, top_k and min_p must be 1.0, 0 and 0.0 in training: the learner scores "
-            "the whole distribution, so a truncated one would bias every ratio"
+            "the whole distribution, as a teacher does, so a truncated one would bias every ratio; a "
+            "temperature below 1 narrows what is drawn, and is scored as well"
         )
 
 

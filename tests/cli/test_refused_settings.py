@@ -252,7 +252,8 @@ def test_all_faults_are_reported_each_on_a_line(tmp_path: Path):
         "areal-q: error: on the command line: rollout.sampling.temperature = 0 draws the same response for a "
         "whole group",
         "areal-q: error: run.toml: rollout.sampling.top_p, top_k and min_p must be 1.0, 0 and 0.0 in training: "
-        "the learner scores the whole distribution, so a truncated one would bias every ratio",
+        "the learner scores the whole distribution, as a teacher does, so a truncated one would bias every "
+        "ratio; a temperature below 1 narrows what is drawn, and is scored as well",
         "areal-q: error: on the command line: model.heads = 4 is not a multiple of model.kv_heads = 3",
     ]
 

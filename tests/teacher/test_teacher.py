@@ -22,7 +22,14 @@ from areal_q.algorithms.kl import taught
 from areal_q.checks.memory import learner_memory
 from areal_q.checks.pass_memory import Lengths
 from areal_q.config import ModelTeacher, Run, ServerTeacher
-from areal_q.errors import ConfigError, RecordError, SettingsError, Stopped, TeacherUnavailable
+from areal_q.errors import (
+    CheckpointError,
+    ConfigError,
+    RecordError,
+    SettingsError,
+    Stopped,
+    TeacherUnavailable,
+)
 from areal_q.messages import Array, Group, VersionSpan
 from areal_q.models import Decoder, PackedLayout, load_config, save_decoder
 from areal_q.models.shape import shape_of
@@ -314,6 +321,19 @@ def test_a_server_that_cannot_teach_is_refused(served: FakeServer, answer: Any, 
     with pytest.raises(ConfigError, match=rf"learner\.teacher\.url: http://127.*{reason}"):
         Server(ServerTeacher(url=served.url, model="x"), lambda: None, Unhurried())
     assert len(served.asked) == 1, "it is not asked again"
+
+
+def test_a_quantized_model_is_sent_to_a_server(make_run: MakeRun, tmp_path: Path):
+    save_decoder(initial_model(make_run()), tmp_path / "big", CharTokenizer())
+    file = tmp_path / "big" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"bits": 4}}))
+    run = make_run(f"learner.teacher={{type='model', path='{tmp_path / 'big'}'}}")
+    with pytest.raises(CheckpointError, match=r"quantized already.*teacher\.type = 'server'"):
+        build_teacher(run, CharTokenizer(), lambda: None, threading.Event())
+    (tmp_path / "big" / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"^learner\.teacher\.path") as missing:
+        build_teacher(run, CharTokenizer(), lambda: None, threading.Event())
+    assert "server" not in str(missing.value)
 
 
 def test_a_model_with_another_tokenizer_is_refused(make_run: MakeRun, tmp_path: Path):
