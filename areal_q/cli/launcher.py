@@ -48,6 +48,7 @@ from areal_q.system.disk import DiskWatch, size
 from areal_q.system.processes import module_command
 from areal_q.system.run_dir import claimed, given_up, has_checkpoint, path_of
 from areal_q.system.socket_dir import socket_dir
+from areal_q.tasks import has_own_reward
 
 KILLED = 130
 """Exit code of a run that a second Ctrl-C ended"""
@@ -196,8 +197,9 @@ def launch(
 
 def _read_model(run: Run, view: View) -> None:
     """Says what a pretrained model is, as the learner will read it. Raises UserError for one, or for an
-    objective, advantage, order or environment of the user's own, that it or a worker would refuse."""
+    objective, advantage, order, environment or reward of the user's own, that it or a worker would refuse."""
     own = isinstance(run.rollout.environment, PythonEnvironment) or run.learner.has_own_code
+    own = own or has_own_reward(run)
     if not (isinstance(run.model, PretrainedModel) or own):
         return
     command = module_command("areal_q.checks")

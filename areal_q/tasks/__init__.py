@@ -13,7 +13,9 @@ from areal_q.tasks.grading.rewards import (
     check_reward,
     columns_for,
     columns_of_one,
+    has_own_reward,
     second_opinion,
+    try_start,
     unscored,
 )
 from areal_q.tasks.registry import (
@@ -53,6 +55,7 @@ __all__ = [
     "check_reward",
     "columns_for",
     "columns_of_one",
+    "has_own_reward",
     "judged_text",
     "load_tokenizer",
     "logged_response",
@@ -62,6 +65,7 @@ __all__ = [
     "stop_strings",
     "stops_text",
     "task_types",
+    "try_start",
     "unscored",
     "without_end",
 ]

@@ -1,5 +1,6 @@
 """The launcher, with a real Redis and small programs in the place of the learner and the workers."""
 
+import asyncio
 import json
 import os
 import shutil
@@ -22,9 +23,10 @@ from areal_q.cli import launcher
 from areal_q.cli.launcher import plan
 from areal_q.cli.live_view import PlainView, awaited
 from areal_q.config import Python, Run, TorchBackend, dump_toml, load
-from areal_q.errors import CheckpointError, ConfigError
+from areal_q.errors import CheckpointError, ConfigError, TaskError, UserError
 from areal_q.observability.progress import History
 from areal_q.system import disk, files, run_dir
+from areal_q.tasks import build_reward
 from buffer.redis_store.local_server import RedisServer
 
 CHILD = """
@@ -237,6 +239,20 @@ def test_a_start_that_failed_leaves_what_was_there(launched):
     assert earlier.read_text() == "# the earlier run"
     assert [path.name for path in earlier.parent.parent.iterdir()] == ["demo"]
     launched.assert_nothing_left()
+
+
+def test_a_reward_that_no_worker_can_load_is_refused_first(tmp_path):
+    """In the words of the worker, and an earlier run stays where it is."""
+    (tmp_path / "own.py").write_text("def reward(response, ansr):\n    return 1.0\n")
+    (tmp_path / "demo").mkdir()
+    run = load(None, [f"root={tmp_path}", "name=demo", f"reward.path={tmp_path}/own.py"])
+    with pytest.raises(TaskError, match=r"own\.py:1: a reward asks for ansr; there are ") as late:
+        asyncio.run(build_reward(run).start())
+    with pytest.raises(UserError) as early:
+        launcher.launch(run, False, partial(PlainView, console=Console(file=StringIO())))
+    assert early.value.lines() == late.value.lines()
+    assert {path.name for path in tmp_path.glob("demo*")} == {"demo"}
+    assert not [*(tmp_path / "demo").iterdir()]
 
 
 def test_a_full_disk_is_named_as_the_cause(tmp_path, monkeypatch):

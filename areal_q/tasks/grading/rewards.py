@@ -294,6 +294,23 @@ def check_reward(run: Run) -> None:
             digest_of(file)
 
 
+def has_own_reward(run: Run) -> bool:
+    """Returns True if some reward is in a file of the user's own that `check_reward` does not load."""
+    if isinstance(run.rollout.environment, External | PythonEnvironment):
+        return False  # the rewards are theirs
+    return any(run.of(name).reward.path for name in run.sources)
+
+
+async def try_start(run: Run) -> None:
+    """Starts the rewards as a worker does, and ends them. Raises TaskError or ConfigError for one that cannot
+    be loaded."""
+    reward = build_reward(run)
+    try:
+        await reward.start()
+    finally:
+        await reward.close()
+
+
 def _check_judge(cfg: RewardConfig) -> None:
     assert cfg.judge
     if cfg.path:
