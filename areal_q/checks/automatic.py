@@ -114,8 +114,11 @@ def _unsmoothed(run: Run) -> str:
         return "a small model has no outliers"
     if isinstance(run.model, HfModel):
         return "only our own decoder has scales by channel"
-    if _config_of(run).get("model_type") in OFFSET_NORMS:
+    family = _config_of(run).get("model_type")
+    if family in OFFSET_NORMS:
         return "its scales do not fit norms that multiply by 1 + w"
+    if family == "gpt_oss":
+        return "its scales do not fit experts whose products are clamped"
     if run.rollout.format not in WORTH_SMOOTHING:
         return f"{run.rollout.format} is no nearer to a pretrained model with it"
     if run.learner.precision != "full" or run.learner.lora:

@@ -1,9 +1,9 @@
-"""What a model that transformers computes, `model.type = "hf"`, ranks that share a micro-batch, and a
-model of ours whose norms multiply by 1 + w do not combine with."""
+"""What a model that transformers computes, `model.type = "hf"`, ranks that share a micro-batch, and models of
+ours of some families do not combine with."""
 
 from collections.abc import Iterator
 
-from areal_q.config import Muon, Run, ScriptedEngine, TorchBackend
+from areal_q.config import Muon, Run, ScriptedEngine, SglangEngine, TorchBackend, VllmEngine
 from areal_q.config.engines import HfEngine
 from areal_q.errors import ConfigError
 from areal_q.models import DecoderConfig
@@ -20,14 +20,24 @@ def check_foreign(run: Run, family: str, ranks: int = 1, rollouts: bool = True) 
         raise ConfigError(f"{family}, which transformers computes, is learnt by one process alone")
 
 
-def check_norms(run: Run, shape: DecoderConfig, rollouts: bool = True) -> None:
-    """Raises ConfigError, which names the first setting of `run` that scales norms by their weights alone, or
-    knows no second norms, where a model of this `shape` needs it. `rollouts` is as for `check_foreign`."""
-    if not shape.offset_norms:
+def check_family(run: Run, shape: DecoderConfig, rollouts: bool = True) -> None:
+    """Raises ConfigError, which names the first setting of `run` that a model of this `shape` does not combine
+    with: one that scales norms by their weights alone or a product that is clamped, or that knows no second
+    norms or no sinks. `rollouts` is as for `check_foreign`."""
+    if shape.offset_norms:
+        why = "whose norms multiply by 1 + w"
+    elif shape.stacked_experts:
+        why = "whose attention has sinks, and whose files stack experts that are clamped"
+    else:
         return
-    uaq, why = run.learner.uaq, "whose norms multiply by 1 + w"
+    uaq, engine = run.learner.uaq, run.rollout.engine
+    served = isinstance(engine, VllmEngine | SglangEngine) and shape.stacked_experts
     for setting, (is_set, instead) in {
-        f"learner.uaq = {uaq:g}": (uaq > 1, "learner.uaq = 1"),
+        f"learner.uaq = {uaq:g}": (uaq > 1 and shape.offset_norms, "learner.uaq = 1"),
+        f"rollout.engine.type = {engine.__struct_config__.tag!r}": (
+            rollouts and served,
+            "rollout.engine.type = 'torch'",
+        ),
         "rollout.smoothing": (
             rollouts and run.rollout.smooths is not None,
             "rollout.smoothing = 'off'",

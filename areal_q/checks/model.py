@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from areal_q.checks.automatic import settled
-from areal_q.checks.combinations import check_context, check_foreign, check_norms
+from areal_q.checks.combinations import check_context, check_family, check_foreign
 from areal_q.checks.machine import CheckResult
 from areal_q.checks.memory import cached_pages, memory_of, position_bytes
 from areal_q.config import (
@@ -169,7 +169,7 @@ def check_fit(
     if shape.foreign is not None:
         check_foreign(run, shape.family, ranks)
     elif isinstance(run.model, PretrainedModel):
-        check_norms(run, shape)
+        check_family(run, shape)
         check_tensors(run.model.path, shape)
     check_context(run, shape, ranks)
     check_experts(shape, run.learner)

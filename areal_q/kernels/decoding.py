@@ -80,6 +80,20 @@ def geglu(gate_up, y):
             y[t, i] = x / (float32(1.0) + exp(z)) * up[i]
 
 
+@kernel(void(F2, F2), fastmath=FMA)
+def clamped_swiglu(gate_up, y):
+    """Computes gpt-oss' y = (up + 1) · gate · σ(1.702 · gate), [T, M], from gate_up [T, 2 M], where `gate` is 7
+    at most and `up` within ±7."""
+    mlp, limit = y.shape[1], float32(7.0)
+    for t in range(y.shape[0]):
+        gate, up = gate_up[t, :mlp], gate_up[t, mlp:]
+        for i in range(mlp):
+            g, u = gate[i], up[i]
+            g = limit if g > limit else g
+            u = limit if u > limit else -limit if u < -limit else u
+            y[t, i] = (u + float32(1.0)) * (g / (float32(1.0) + exp(float32(-1.702) * g)))
+
+
 @kernel()
 def _largest(bits):
     """Returns the largest of the floats with these bits, NaN above all. Ordered as whole numbers they take LLVM
@@ -91,12 +105,13 @@ def _largest(bits):
 
 
 @kernel(fastmath=SUMS)
-def _softmax(w, first, last, length, scale):
+def _softmax(w, first, last, length, scale, sinks):
     """Turns the scores of positions `first` … length - 1, times `scale`, into their softmax, for each of G
-    queries. In w [pages, G, PAGE] each page's scores begin at 0; the last page is `last`."""
+    queries; `sinks` [G], which take a share, are scores of no position, or None. In w [pages, G, PAGE] each
+    page's scores begin at 0; the last page is `last`."""
     page = w.shape[2]
     for g in range(w.shape[1]):
-        top, total = float32(-np.inf), float32(0.0)
+        top, total = float32(-np.inf) if sinks is None else sinks[g], float32(0.0)
         for p in range(first // page, last + 1):
             seen = min(length, (p + 1) * page) - max(first, p * page)
             largest = _largest(w[p, g, :seen].view(int32)) * scale
@@ -106,6 +121,8 @@ def _softmax(w, first, last, length, scale):
             for i in range(len(row)):
                 row[i] = exp(row[i] * scale - top)
                 total += row[i]
+        if sinks is not None:
+            total += exp(sinks[g] - top)
         share = float32(1.0) / total
         for p in range(first // page, last + 1):
             row = w[p, g, : min(length, (p + 1) * page) - max(first, p * page)]
@@ -113,12 +130,16 @@ def _softmax(w, first, last, length, scale):
                 row[i] *= share
 
 
-@kernel(void(F3, F4, F4, I2, I1, nt.int64, nt.float32, F3), fastmath=SUMS)
-def decode_attention(qkv, keys, values, tables, positions, window, scale, out):
+@kernel(
+    [void(F3, F4, F4, I2, I1, nt.int64, nt.float32, sinks, F3) for sinks in (nt.none, F1)],
+    fastmath=SUMS,
+)
+def decode_attention(qkv, keys, values, tables, positions, window, scale, sinks, out):
     """Writes the new keys and values of qkv [R, heads + 2 · kv_heads, dim] into the cache [kv_heads, pages,
     PAGE, dim], and computes the attention of each row r, whose pages are tables[r], to its last `window`
-    positions up to positions[r]. The next head's keys and values come into the processor's cache meanwhile: it
-    would itself look for them after a page's last position."""
+    positions up to positions[r]. `sinks` [heads] are scores of no position, or None. The next head's keys and
+    values come into the processor's cache meanwhile: it would itself look for them after a page's last
+    position."""
     kv_heads, page, heads, dim = keys.shape[0], keys.shape[2], out.shape[1], out.shape[2]
     group = heads // kv_heads
     w = np.empty((tables.shape[1], group, page), float32)
@@ -139,7 +160,7 @@ def decode_attention(qkv, keys, values, tables, positions, window, scale, out):
                 skip = max(first - p * page, 0)
                 seen, ahead = min(length - p * page, page) - skip, tables[row, min(p, end)]
                 dots(keys[h, tables[r, p], skip:], qkv[r, mine], seen, w[p], keys[head, ahead])
-            _softmax(w, first, last, length, scale)
+            _softmax(w, first, last, length, scale, None if sinks is None else sinks[mine])
             for p in range(first // page, last + 1):
                 skip = max(first - p * page, 0)
                 seen, ahead = min(length - p * page, page) - skip, tables[row, min(p, end)]

@@ -23,15 +23,18 @@ FAMILIES = {
     "smollm3": "SmolLM3ForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
 }
 """The class of transformers by `model_type`."""
 _TIED = {"smollm3": True, "gemma3_text": True}
 """The families whose head is the embedding where config.json does not say."""
 OFFSET_NORMS = {"gemma3_text"}
 """The families whose norms multiply by 1 + w, where w is the weight in their files."""
+_SIZES = {"gpt_oss": {"rms_norm_eps": 1e-5, "head_dim": 64, "num_key_value_heads": 8}}
+"""Sizes of a family where config.json does not say, other than those of most"""
 MOST_LAYERS, MOST_EXPERTS = 1000, 100_000
 """Bounds on a whole model: even an empty one of more takes long to build."""
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "clamped_silu"]
 Rope = Literal["model", "window"]
 Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 _Id = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -98,7 +101,8 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
     and in what any family may have: biases, layers that see a window alone, and layers without RoPE. Gemma 3 is
     Qwen3 with a second norm behind attention and behind the MLP, norms that multiply by 1 + w, embeddings times
     √width, the tanh form of GELU in place of SiLU, its own scale of the scores, and a base of RoPE for the
-    layers that see a window.
+    layers that see a window. gpt-oss is a mixture whose router and experts have biases, with a clamped
+    activation, and a sink for each head of attention: a learnt score of no token.
     """
 
     family: str
@@ -155,7 +159,19 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
 
     @property
     def activation(self) -> Activation:
+        if self.family == "gpt_oss":
+            return "clamped_silu"
         return "gelu_tanh" if self.family == "gemma3_text" else "silu"
+
+    @property
+    def sinks(self) -> bool:
+        """True if each head of attention has a learnt score that takes a share from all tokens."""
+        return self.family == "gpt_oss"
+
+    @property
+    def stacked_experts(self) -> bool:
+        """True if files have all experts of a layer in one tensor (areal_q/models/hf/stacked_experts.py)."""
+        return self.family == "gpt_oss"
 
     @property
     def embedding_scale(self) -> float | None:
@@ -211,6 +227,8 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
         for layer in range(self.layers):
             at = f"model.layers.{layer}."
             found[f"{at}input_layernorm.weight"] = (width,)
+            if self.sinks:
+                found[f"{at}self_attn.sinks"] = (self.heads,)
             for name, rows in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
                 found[f"{at}self_attn.{name}.weight"] = (rows, width)
                 if self.qkv_bias:
@@ -225,8 +243,11 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
                 found[f"{at}pre_feedforward_layernorm.weight"] = (width,)
             if self.experts and self.experts.has(layer):
                 found[f"{at}mlp.gate.weight"] = (self.experts.count, width)
+                if self.mlp_bias:
+                    found[f"{at}mlp.gate.bias"] = (self.experts.count,)
                 for expert in range(self.experts.count):
-                    found |= _mlp(f"{at}mlp.experts.{expert}.", width, self.experts.mlp)
+                    of_expert = f"{at}mlp.experts.{expert}."
+                    found |= _mlp(of_expert, width, self.experts.mlp, self.mlp_bias)
             else:
                 found |= _mlp(f"{at}mlp.", width, self.mlp, self.mlp_bias)
             if self.outer_norms:
@@ -250,7 +271,7 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
             raise CheckpointError(f"model_type = {family!r}: must be text")
         if family not in FAMILIES:
             raise NotOurs(f"model_type {family!r} is none of {', '.join(FAMILIES)}")
-        sizes = _read(hf, _Sizes)
+        sizes = _read(_SIZES.get(family, {}) | hf, _Sizes)
         unknown = [name for name, asked in not_implemented(family, hf).items() if asked]
         if unknown:
             kind = CheckpointError if hf.get("quantization_config") else NotOurs
@@ -284,7 +305,7 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
             sliding=sliding,
             window_theta=window_theta if sliding else None,
             query_scalar=sizes.query_pre_attn_scalar if family == "gemma3_text" else None,
-            experts=_experts(hf) if family == "qwen3_moe" else None,
+            experts=_experts(family, hf),
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -318,6 +339,8 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
         """Returns what the families that have a choice say of biases, windows and layers without RoPE."""
         if self.family == "gemma3_text":
             return self._gemma_to_hf()
+        if self.family == "gpt_oss":
+            return self._gpt_oss_to_hf()
         of_family: dict[str, Any] = {"hidden_act": "silu"}
         if self.family not in ("qwen2", "mistral"):
             of_family |= {"attention_bias": self.qkv_bias, "mlp_bias": self.mlp_bias}
@@ -350,6 +373,15 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
             "query_pre_attn_scalar": self.query_scalar,
         }
 
+    def _gpt_oss_to_hf(self) -> dict[str, Any]:
+        return {
+            "hidden_act": "silu",
+            "attention_bias": self.qkv_bias,
+            "sliding_window": self.window,
+            "layer_types": self._layer_types(),
+            "rope_scaling": self.rope_scaling or {"rope_type": "default"},
+        }
+
     def _eos_to_hf(self) -> int | list[int] | None:
         if len(self.eos_ids) > 1:
             return list(self.eos_ids)
@@ -359,6 +391,11 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
     def _experts_to_hf(self) -> dict[str, Any]:
         if self.experts is None:
             return {}
+        if self.family == "gpt_oss":
+            return {
+                "num_local_experts": self.experts.count,
+                "num_experts_per_tok": self.experts.per_token,
+            }
         return {
             "num_experts": self.experts.count,
             "num_experts_per_tok": self.experts.per_token,
@@ -384,9 +421,15 @@ def _mlp(at: str, width: int, mlp: int, bias: bool = False) -> dict[str, tuple[i
     return found
 
 
-def _experts(hf: dict[str, Any]) -> Experts:
-    """Returns the experts that `hf` describes. Raises CheckpointError if a token asks for more experts than
-    there are, or the numbers are otherwise not valid."""
+def _experts(family: str, hf: dict[str, Any]) -> Experts | None:
+    """Returns the experts that `hf` describes; None for a family without. Raises CheckpointError if a token
+    asks for more experts than there are, or the numbers are otherwise not valid."""
+    if family == "gpt_oss":  # all its layers have experts, as wide as it says of an MLP
+        own = {"moe_intermediate_size": hf["intermediate_size"], "norm_topk_prob": True}
+        own |= {"decoder_sparse_step": 1, "mlp_only_layers": None}
+        hf = {"num_experts_per_tok": 4} | hf | own
+    elif family != "qwen3_moe":
+        return None
     sizes = _read(hf, _ExpertSizes)
     count = sizes.num_local_experts or sizes.num_experts
     if count is None:

@@ -156,6 +156,8 @@ class Attention(nn.Module):
         self.observe: Callable[[Tensor, Tensor, Tensor], None] | None = None
         """Function that is called with q, k and v as attention uses them, to measure them; None for none"""
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        self.sinks = nn.Parameter(torch.zeros(config.heads)) if config.sinks else None
+        """Scores that take a share of each head's softmax from all tokens, float [heads]; None for none"""
         self.q_proj = Linear(config.width, queries, bias=config.qkv_bias)
         self.k_proj = Linear(config.width, keys, bias=config.qkv_bias)
         self.v_proj = Linear(config.width, keys, bias=config.qkv_bias)
@@ -175,7 +177,10 @@ class Attention(nn.Module):
         k = apply_rope(self.k_norm(k), cos, sin)
         if self.observe:
             self.observe(q, k, v)
-        mixed = packed_attention(q, k, v, layout, self.window, self.scale)
+        sinks = self.sinks
+        if sinks is not None and self.o_proj.rounds_rest:
+            sinks = straight(sinks)
+        mixed = packed_attention(q, k, v, layout, self.window, self.scale, sinks)
         return self.o_proj(mixed.flatten(-2))
 
 
@@ -199,5 +204,5 @@ def init_weights(model: Decoder, seed: int) -> None:
             std = residual_std if into_residual else usual_std
             p.copy_(torch.empty(p.shape).normal_(0.0, std, generator=generator))
         else:
-            zero = name.endswith(".bias") or model.config.offset_norms
+            zero = name.endswith((".bias", ".sinks")) or model.config.offset_norms
             p.fill_(0.0 if zero else 1.0)

@@ -18,8 +18,10 @@ from areal_q.errors import CheckpointError, NotOurs
 
 Table = dict[str, Any]
 CONTEXT = "original_max_position_embeddings"
-_BASES = {"smollm3": 2_000_000.0, "gemma3_text": 1_000_000.0}
+_BASES = {"smollm3": 2_000_000.0, "gemma3_text": 1_000_000.0, "gpt_oss": 150_000.0}
 """θ where config.json has none: transformers' default of the family; elsewhere 10,000."""
+_STRETCHED = {"gpt_oss": {"rope_type": "yarn", "factor": 32.0, "truncate": False, CONTEXT: 4096}}
+"""The ways to stretch where config.json has none; of the other families, none"""
 WINDOW_THETA = 10_000.0
 """The same of Gemma's layers that see a window alone"""
 
@@ -113,10 +115,12 @@ def read_rope(hf: Table) -> tuple[float, Table | None]:
     """Returns θ and the table of a way to stretch, if there is one, with transformers' precedence:
     `rope_scaling` before `rope_parameters`, and a θ in either before `rope_theta`. Raises CheckpointError for
     values that are not valid or a kind that is not implemented."""
-    rope = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
+    family = hf.get("model_type", "")
+    rope = hf.get("rope_scaling") or hf.get("rope_parameters") or _STRETCHED.get(family, {})
+    rope = dict(rope)
     if any(isinstance(value, dict) for value in rope.values()):
         raise NotOurs("RoPE of a kind of layer each is not implemented")
-    base = _BASES.get(hf.get("model_type", ""), 10_000.0)
+    base = _BASES.get(family, 10_000.0)
     theta = float(rope.pop("rope_theta", None) or hf.get("rope_theta") or base)
     if not 1 < theta < math.inf:
         raise CheckpointError(f"rope_theta = {theta}")

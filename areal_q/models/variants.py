@@ -9,6 +9,9 @@ SILU = ("silu", "swish")
 """The two names by which config.json calls the same activation"""
 TANH = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
 """Those of GELU's tanh form"""
+ALPHA, LIMIT = 1.702, 7.0
+"""Numbers of gpt-oss' clamped SwiGLU, (up + 1) · gate · σ(ALPHA · gate), where gate is LIMIT at most and up
+within ±LIMIT"""
 _WINDOW_BY_LAYER = ("qwen2", "qwen3", "smollm3")
 """Families in which some layers may see a window and others all."""
 
@@ -19,18 +22,24 @@ def not_implemented(family: str, hf: dict[str, Any]) -> dict[str, bool]:
     kinds = {*(hf.get("layer_types") or ())} - {"full_attention", "sliding_attention"}
     slides = "sliding_attention" in (hf.get("layer_types") or ())
     by_layer = family in _WINDOW_BY_LAYER and hf.get("use_sliding_window")
-    by_layer = by_layer or family == "gemma3_text"
+    by_layer = by_layer or family in ("gemma3_text", "gpt_oss")
     name, known = ("hidden_activation", TANH) if family == "gemma3_text" else ("hidden_act", SILU)
     of_gemma = ("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention")
+    quantized = hf.get("quantization_config")
+    read = family == "gpt_oss" and isinstance(quantized, dict) and quantized.get("quant_method")
+    clamped = {"swiglu_alpha": ALPHA, "swiglu_limit": LIMIT}
     return {
         f"{name} {hf.get(name)!r}": hf.get(name, known[0]) not in known,
         **{key: family == "gemma3_text" and bool(hf.get(key)) for key in of_gemma},
+        **{
+            f"{key} {hf.get(key)!r}": family == "gpt_oss" and hf.get(key, usual) != usual
+            for key, usual in clamped.items()
+        },
         f"layer_types {', '.join(sorted(map(str, kinds)))}": bool(kinds),
         "layer_types sliding_attention": slides and not by_layer,
         "is_causal false": hf.get("is_causal", True) is False,
-        "quantization_config, weights that are quantized already,": bool(
-            hf.get("quantization_config")
-        ),
+        "quantization_config, weights that are quantized already,": bool(quantized)
+        and read != "mxfp4",
     }
 
 
@@ -38,6 +47,9 @@ def biases_of(family: str, hf: dict[str, Any]) -> dict[str, Any]:
     """Returns which linears have biases. A flag that transformers does not read in a family is passed over."""
     if family in ("qwen2", "mistral"):
         return {"qkv_bias": family == "qwen2"}
+    if family == "gpt_oss":
+        attention = bool(hf.get("attention_bias", True))
+        return {"qkv_bias": attention, "o_bias": attention, "mlp_bias": True}
     qkv = bool(hf.get("attention_bias", family == "seed_oss"))
     out = bool(hf.get("attention_out_bias")) if family == "seed_oss" else qkv
     has_mlp = family in ("llama", "smollm3", "seed_oss") and bool(hf.get("mlp_bias"))
@@ -61,10 +73,10 @@ def windows_of(
     """Returns the window and the layers that see no more than it. A window that is not switched on, or begins
     after the last layer, is none. `layer_types` takes precedence over `max_window_layers`. Raises
     CheckpointError for a window that is no number."""
-    switched = family in ("mistral", "gemma3_text") or (
+    switched = family in ("mistral", "gemma3_text", "gpt_oss") or (
         hf.get("use_sliding_window") and family not in ("llama", "seed_oss")
     )
-    usual = None if family == "smollm3" else 4096
+    usual = {"smollm3": None, "gpt_oss": 128}.get(family, 4096)
     window = hf.get("sliding_window", usual) if switched else None
     if window is None:
         return None, ()
@@ -80,6 +92,8 @@ def windows_of(
     elif family == "gemma3_text":
         every = hf.get("sliding_window_pattern") or 6
         sliding = tuple(i for i in range(layers) if (i + 1) % every)
+    elif family == "gpt_oss":
+        sliding = tuple(range(0, layers, 2))
     else:
         sliding = tuple(range(hf.get("max_window_layers", 28), layers))
     return (window, sliding) if sliding else (None, ())

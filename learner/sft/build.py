@@ -6,7 +6,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from areal_q.checks.combinations import check_context, check_foreign, check_norms
+from areal_q.checks.combinations import check_context, check_family, check_foreign
 from areal_q.checks.model import check_experts, check_format, check_vocabulary
 from areal_q.config import PretrainedModel, Run, Sft
 from areal_q.models.hf.weight_files import check_tensors
@@ -95,7 +95,7 @@ def _data(
     if shape.foreign is not None:
         check_foreign(run, shape.family, ranks.size, rollouts=False)
     elif isinstance(run.model, PretrainedModel):
-        check_norms(run, shape, rollouts=False)
+        check_family(run, shape, rollouts=False)
         check_tensors(run.model.path, shape)
     check_context(run, shape, ranks.size)
     check_experts(shape, run.learner)

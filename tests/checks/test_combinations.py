@@ -5,7 +5,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from helpers.kinds import VOCAB, character_tokenizer, config_of, foreign_model, write_foreign
+from helpers.kinds import VOCAB, config_of, foreign_model, write_foreign
 
 from areal_q.checks.automatic import settled
 from areal_q.checks.combinations import check_context, check_foreign
@@ -147,25 +147,40 @@ def test_transformers_models_share_no_tokens(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "complaint"),
+    ("family", "setting", "complaint"),
     [
-        ("learner.uaq=1.5", r"learner\.uaq = 1\.5: not with gemma3_text, whose norms multiply by"),
-        ("rollout.smoothing.alpha=0.5", r"rollout\.smoothing: not with gemma3_text, whose norms"),
-        ("learner.backend.type=megatron", r"learner\.backend\.type = 'megatron': not with gemma3_"),
+        (
+            "gemma3_text",
+            "learner.uaq=1.5",
+            r"learner\.uaq = 1\.5: not with gemma3_text, whose norms",
+        ),
+        (
+            "gemma3_text",
+            "rollout.smoothing.alpha=0.5",
+            r"smoothing: not with gemma3_text, whose no",
+        ),
+        (
+            "gemma3_text",
+            "learner.backend.type=megatron",
+            r"'megatron': not with gemma3_text, whose",
+        ),
+        ("gpt_oss", "rollout.smoothing.alpha=0.5", r"smoothing: not with gpt_oss, whose attention"),
+        ("gpt_oss", "learner.backend.type=megatron", r"type = 'megatron': not with gpt_oss, whose"),
+        ("gpt_oss", "rollout.engine.type=vllm", r"engine\.type = 'vllm': not with gpt_oss, whose"),
+        ("gpt_oss", "rollout.engine.type=sglang", r"type = 'sglang': not with gpt_oss, whose"),
     ],
 )
-def test_what_scales_norms_is_refused_where_they_add_one(
-    tmp_path: Path, setting: str, complaint: str
+def test_what_would_change_a_family_s_function_is_refused(
+    tmp_path: Path, family: str, setting: str, complaint: str
 ) -> None:
-    """Unless it is refused, the function of the model would change without a word."""
-    sizes = {"num_attention_heads": 4, "num_hidden_layers": 2, "hidden_size": 32}
-    shape = {"vocab_size": VOCAB, "head_dim": 8, "num_key_value_heads": 2, **sizes}
-    foreign_model(config_of("gemma3_text", shape)).save_pretrained(tmp_path / "gemma")
-    character_tokenizer().save_pretrained(tmp_path / "gemma")
-    assert check_model(run_of(tmp_path / "gemma"))
+    """Unless it is refused, the function of the model would change without a word, or an engine not start."""
+    write_foreign(tmp_path / family, family)
+    assert check_model(run_of(tmp_path / family)).shape.sinks == (family == "gpt_oss")
     with pytest.raises(UserError, match=complaint):
-        check_model(run_of(tmp_path / "gemma", *setting.split()))
-    with pytest.raises(
-        ValueError, match=r"what feeds .*feedforward_layernorm\.weight is not known"
-    ):
-        pairs_of(load_config(tmp_path / "gemma").tensors())
+        check_model(run_of(tmp_path / family, *setting.split()))
+
+
+def test_what_feeds_gemma_s_further_norms_is_not_known(tmp_path: Path) -> None:
+    write_foreign(tmp_path, "gemma3_text")
+    with pytest.raises(ValueError, match=r"what feeds .*feedforward_layernorm\.weight is not know"):
+        pairs_of(load_config(tmp_path).tensors())

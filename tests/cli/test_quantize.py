@@ -50,6 +50,18 @@ def test_checkpoint_names_every_linear_left_unquantized(tmp_path, format):
     assert set(table[LEFT_OUT[table["quant_method"]]]) == left
 
 
+@pytest.mark.parametrize("format", ["bf16", "int8", "fp8"])
+def test_experts_in_one_tensor_are_refused_unwritten(tmp_path, format):
+    experts = Experts(count=4, per_token=2, mlp=32)
+    more = {"family": "gpt_oss", "tied": False, "experts": experts, "mlp_bias": True}
+    save_decoder(Decoder(msgspec.structs.replace(CONFIG, **more)), tmp_path / "source")
+    ends = [str(tmp_path / "source"), str(tmp_path / "made")]
+    result = CliRunner().invoke(app, ["quantize", *ends, "--format", format])
+    assert isinstance(result.exception, ConfigError)
+    assert "gpt_oss: its files have all experts of a layer in one tensor" in str(result.exception)
+    assert not (tmp_path / "made").exists()
+
+
 @pytest.mark.parametrize("format", ["int4", "int4-fp8"])
 def test_groups_that_nothing_loads_are_refused_unwritten(tmp_path, format):
     save_decoder(Decoder(CONFIG), tmp_path / "source")

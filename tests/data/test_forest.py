@@ -42,6 +42,13 @@ MODELS = {
     "sliding window": {"window": 4, "sliding": (1,)},
     "no positions in a layer": {"unrotated": (0,)},
     "experts": {"family": "qwen3_moe", "experts": Experts(count=5, per_token=2, mlp=8)},
+    "sinks": {
+        "family": "gpt_oss",
+        "experts": Experts(count=5, per_token=2, mlp=8),
+        "mlp_bias": True,
+        "window": 4,
+        "sliding": (1,),
+    },
 }
 STAR = [(99, 0, 1, 20), *[(0, 20, 20, 1)] * 8]
 """A path with eight branches of one token at its end, which alone are few tokens"""

@@ -21,7 +21,7 @@ from areal_q.kernels.cpu_math import exp
 from areal_q.linear.cpu_linear import cpu_linear
 from areal_q.linear.quantized_linear import Fp8GroupLinear, Fp8RowLinear, Int8Linear
 from areal_q.models.config import DecoderConfig
-from areal_q.models.layers.mlp import ACTIVATIONS
+from areal_q.models.layers.mlp import GATED
 from areal_q.quant.activations import (
     dequantize_groups,
     quantize_groups_e4m3,
@@ -127,8 +127,8 @@ def test_norm_and_gated_products_are_the_plain_ones(rows, width):
     torch.manual_seed(width)
     x, weight = 3 * torch.randn(rows, 2 * width), torch.randn(2 * width)
     close(FUSED.rms_norm(x, weight, 1e-6), TORCH.rms_norm(x, weight, 1e-6))
-    x[0, 0], x[0, 1] = 300.0, -300.0  # the exponential overflows
-    for activation in ACTIVATIONS:
+    x[0, 0], x[0, 1] = 300.0, -300.0  # the exponential overflows, and gpt-oss clamps
+    for activation in GATED:
         close(FUSED.gated(x, activation), TORCH.gated(x, activation))
 
 
@@ -146,8 +146,9 @@ def test_rotation_is_the_plain_one_and_leaves_values_alone(dim, normed):
     assert torch.equal(fused[:, 6:], qkv[:, 6:]) and not torch.equal(fused[:, :6], qkv[:, :6])
 
 
+@pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 8), (3, 3, 32), (8, 1, 20)])
-def test_decode_attention_is_the_plain_one_and_caches_the_same(heads, kv_heads, dim):
+def test_decode_attention_is_the_plain_one_and_caches_the_same(heads, kv_heads, dim, sinks):
     torch.manual_seed(heads)
     config = DecoderConfig(
         family="llama", vocab_size=9, width=heads * dim, layers=2, heads=heads,
@@ -157,11 +158,14 @@ def test_decode_attention_is_the_plain_one_and_caches_the_same(heads, kv_heads, 
     tables = 1 + torch.randperm(6 * 7).view(6, 7)
     cached = [torch.randn(2, kv_heads, 43, PAGE, dim) for _ in range(2)]
     qkv = 2 * torch.randn(6, heads + 2 * kv_heads, dim)
+    scores = 5 * torch.randn(heads) if sinks else None
+    if scores is not None:
+        scores[0] = 200.0  # all else vanishes beside it
     outs, caches = [], []
     for ops in (FUSED, TORCH):
         cache = KVCache(config, "cpu")
         cache.layers = [layer.clone() for layer in cached]
-        outs.append(ops.decode(cache, tables, positions, 100)(1, qkv))
+        outs.append(ops.decode(cache, tables, positions, 100)(1, qkv, scores))
         caches.append(cache.layers[1])
     close(outs[0], outs[1])
     assert torch.equal(caches[0], caches[1]) and not torch.equal(caches[0], cached[1])

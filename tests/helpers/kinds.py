@@ -2,7 +2,8 @@
 
 VARIANTS are transformers' configurations of what the decoder has: families, biases, windows, ways to stretch
 RoPE. Each takes a shape of two layers or more. FAMILIES are tiny models of
-families that it does not have, and of one that it has and whose cache of windows tests of the others use.
+families that it does not have, and of two that it has: tests of the others use their cache of windows, and
+experts in one tensor.
 """
 
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
@@ -46,7 +48,7 @@ YARN: dict[str, Any] = {
 }
 WINDOW: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 4}
 BIASES: dict[str, Any] = {"attention_bias": True, "mlp_bias": True}
-
+EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 NO_PAD: dict[str, Any] = {"pad_token_id": None}
 
 VARIANTS: dict[str, Callable[..., PreTrainedConfig]] = {
@@ -99,6 +101,15 @@ VARIANTS: dict[str, Callable[..., PreTrainedConfig]] = {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e4},
             "sliding_attention": {"rope_type": "default", "rope_theta": 5e4},
         },
+    ),
+    "gpt_oss": lambda **shape: GptOssConfig(**shape | NO_PAD, **EXPERTS, sliding_window=4),
+    "gpt_oss, yarn, no biases of attention, windows in layer 1": lambda **shape: GptOssConfig(
+        **shape | NO_PAD,
+        **EXPERTS,
+        attention_bias=False,
+        sliding_window=4,
+        rope_parameters=YARN,
+        layer_types=["full_attention", "sliding_attention"] * (shape["num_hidden_layers"] // 2),
     ),
     "seed_oss, all biases": lambda **shape: SeedOssConfig(
         **shape, attention_out_bias=True, mlp_bias=True
@@ -175,7 +186,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
         "shared_expert_intermediate_size": 24,
     },
-    "gpt_oss": _SHAPE | _HEADS | _NARROW | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": _SHAPE | _HEADS | _NARROW | EXPERTS,
     "deepseek_v3": _SHAPE | {
         "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "kv_lora_rank": 16,
         "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,

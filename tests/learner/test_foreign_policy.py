@@ -11,6 +11,7 @@ from helpers.policies import save_at
 
 from areal_q.config import HfModel, ModelConfig, PretrainedModel, Run
 from areal_q.models import load_model
+from areal_q.models.hf.stacked_experts import unstacked
 from learner import checkpoint
 from learner.backends.single_device import TorchPolicy
 from learner.policy_update import update_policy
@@ -41,6 +42,8 @@ def test_both_have_the_same_log_probs_loss_and_gradient(
         if key in told[0]:
             assert told[1][key] == pytest.approx(told[0][key], rel=1e-4, abs=1e-6), key
     other = theirs.model.state_dict()
+    if ours.model.config.stacked_experts:
+        other = unstacked(other)
     for name, weight in ours.model.state_dict().items():
         torch.testing.assert_close(other[name], weight, atol=1e-5, rtol=0, msg=name)
 

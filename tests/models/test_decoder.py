@@ -158,16 +158,18 @@ LONG = {
 }
 
 
+@pytest.mark.parametrize("sunk", [False, True])
 @pytest.mark.parametrize("kind", LONG)
 def test_long_sequences_have_no_mask_of_their_square(
-    kind: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, sunk: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And equal the softmax over what each token sees, gradient included."""
+    """And equal the softmax over what each token sees, and a sink if there is one, gradient included."""
     segments, window = LONG[kind]
     monkeypatch.setattr("areal_q.models.layers.packed_attention.MASK", 64 * 700)
     layout = PackedLayout.of_forest(segments)
     torch.manual_seed(0)
     q, k, v = (torch.randn(len(layout.positions), 2, 4, requires_grad=True) for _ in range(3))
+    sinks = torch.randn(2, requires_grad=True) if sunk else None
     kept: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -176,7 +178,7 @@ def test_long_sequences_have_no_mask_of_their_square(
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        out = packed_attention(q, k, v, layout, window)
+        out = packed_attention(q, k, v, layout, window, sinks=sinks)
     rows = max(bucket.rows.shape[1] - bucket.first for bucket in layout.buckets)
     assert max(kept.values()) < 4 * rows * layout.longest / 2
     assert sum(kept.values()) < 4 * rows * layout.longest
@@ -186,11 +188,15 @@ def test_long_sequences_have_no_mask_of_their_square(
         for place, token in enumerate(path.tolist()):
             sees[token, path[max(0, place + 1 - (window or place + 1)) : place + 1]] = True
     scores = torch.einsum("qhd,khd->hqk", q, k) / 2
-    weights = scores.masked_fill(~sees, -torch.inf).softmax(-1)
+    scores = scores.masked_fill(~sees, -torch.inf)
+    learnt, weights = (q, k, v), scores.softmax(-1)
+    if sinks is not None:
+        sink = sinks.view(2, 1, 1).expand(2, len(q), 1)
+        learnt, weights = (*learnt, sinks), torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
     expected = torch.einsum("hqk,khd->qhd", weights, v)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     slope = torch.randn_like(out)
-    ours, theirs = (torch.autograd.grad((o * slope).sum(), (q, k, v)) for o in (out, expected))
+    ours, theirs = (torch.autograd.grad((o * slope).sum(), learnt) for o in (out, expected))
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
@@ -220,6 +226,21 @@ def test_ranks_that_have_the_same_head_divide_its_queries(forest: str, ranks: in
         assert len(queries) <= total // ranks + 2 * len(segments)
     torch.testing.assert_close(found, expected)
     assert max(works) <= sum(works) / ranks + 3 * len(segments) * whole.longest
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_sinks_have_the_gradient_of_finite_differences(window: int | None) -> None:
+    """In float64, with four heads to two of keys and values."""
+    torch.manual_seed(0)
+    layout = PackedLayout.of([3, 1, 6])
+    shapes = (10, 4, 8), (10, 2, 8), (10, 2, 8), (4,)
+    parts = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+    def attend(*parts: torch.Tensor) -> torch.Tensor:
+        q, k, v, sinks = parts
+        return packed_attention(q, k, v, layout, window, 0.3, sinks)
+
+    assert torch.autograd.gradcheck(attend, parts, fast_mode=True)
 
 
 @pytest.mark.parametrize("lengths", [[1], [7, 7, 7], [3, 40, 1, 9, 10, 38, 2]])

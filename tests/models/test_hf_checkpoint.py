@@ -81,11 +81,12 @@ def make() -> Callable[[], Decoder]:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_names_and_shapes_are_those_of_the_model(family: str, tied: bool) -> None:
-    """In the model's order; of 4 layers the second has experts, and the last is told to have none."""
+    """In the model's order; of 4 layers the second has experts, and the last is told to have none. gpt-oss' all
+    have them."""
     table = SHAPE | {"model_type": family, "num_hidden_layers": 4, "tie_word_embeddings": tied}
     table |= {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     config = DecoderConfig.from_hf(table | {"decoder_sparse_step": 2, "mlp_only_layers": [3]})
-    assert config.sparse_layers == ((1,) if family == "qwen3_moe" else ())
+    assert config.sparse_layers == {"qwen3_moe": (1,), "gpt_oss": (0, 1, 2, 3)}.get(family, ())
     state = Decoder(config).state_dict()
     assert [*config.tensors().items()] == [(name, tuple(t.shape)) for name, t in state.items()]
     assert config.weights == sum(t.numel() for t in state.values())
@@ -110,13 +111,17 @@ def test_a_mixture_with_windows_is_read_as_it_is_written() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_a_config_leaves_out_is_transformers_default(family: str, tmp_path: Path) -> None:
-    """A head that is the embedding, and the base of RoPE."""
+    """A head that is the embedding, and RoPE; in gpt-oss, windows and a norm's eps too."""
     theirs = CONFIG_MAPPING[family]()
     table = SHAPE | {"model_type": family, "num_experts": 3, "num_experts_per_tok": 2}
     config = DecoderConfig.from_hf(table | {"moe_intermediate_size": 24})
     assert config.tied == theirs.tie_word_embeddings
     ropes = theirs.rope_parameters
     assert config.rope_theta == ropes.get("full_attention", ropes)["rope_theta"]
+    if family == "gpt_oss":
+        assert ropes.items() >= (config.rope_scaling or {"none": 0}).items()
+        assert (config.window, config.sliding) == (theirs.sliding_window, (0,))
+        assert config.norm_eps == theirs.rms_norm_eps
     if "sliding_attention" in ropes:
         assert config.window_theta == ropes["sliding_attention"]["rope_theta"]
         assert (config.window, config.query_scalar) == (4096, theirs.query_pre_attn_scalar)

@@ -17,6 +17,7 @@ from areal_q.models.hf.causal_lm import (
     without_values,
 )
 from areal_q.models.hf.foreign_files import load_foreign_config
+from areal_q.models.hf.stacked_experts import is_packed, is_whole, stacked, unstacked
 from areal_q.models.hf.weight_files import (
     WEIGHTS,
     check_tensors,
@@ -64,8 +65,10 @@ def load_decoder(path: str | Path) -> Decoder:
     for file in weight_files(Path(path)):
         with opened(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118
-                found[name] = tensors.get_tensor(name).float()
-                if not _finite(found[name]):
+                tensor = tensors.get_tensor(name)
+                packed = config.stacked_experts and is_packed(name)
+                found[name] = tensor if packed else tensor.float()
+                if not (is_whole(name, tensor) if packed else _finite(found[name])):
                     raise CheckpointError(f"{file}: {name} holds NaN or an infinity")
     derived = {name: found.pop(name) for name in [*found] if is_derived(name, config)}
     head = derived.get("lm_head.weight")
@@ -73,6 +76,8 @@ def load_decoder(path: str | Path) -> Decoder:
         raise CheckpointError(
             f"{path}: lm_head.weight is not the embedding, though config.json says tie_word_embeddings"
         )
+    if config.stacked_experts:
+        found = unstacked(found)
     model = meta_decoder(config)
     model.load_state_dict(found, assign=True)
     return model.requires_grad_(True)
@@ -109,6 +114,8 @@ def save_decoder(
         if isinstance(model, HfDecoder):
             model.save(part, state)
         else:
+            if model.config.stacked_experts:
+                state = stacked(state, model.config)
             save_tensors(state, part / WEIGHTS, metadata={"format": "pt"})
             table = model.config.to_hf() | {"torch_dtype": str(dtype).removeprefix("torch.")}
             (part / "config.json").write_text(json.dumps(table, indent=2) + "\n")

@@ -83,6 +83,7 @@ QUANTIZATION_CONFIGS: dict[str, _Table | None] = {
     },
 }
 """The `quantization_config` of each format, without the list of layers that it excludes; bf16 needs none."""
+STACKED = "its files have all experts of a layer in one tensor, which no format is written as"
 LEFT_OUT = {
     "compressed-tensors": "ignore",
     "fp8": "ignored_layers",
@@ -97,7 +98,7 @@ def write_checkpoint(
     """Writes published `tensors` and the `config.json` of `model` into `directory`, which must exist.
 
     `torch_dtype` is that of the embedding. Raises CheckpointError for a format without a public layout, and for
-    an architecture that is not implemented.
+    an architecture that is not implemented or whose files have no matrix for each expert.
     """
     if format not in QUANTIZATION_CONFIGS:
         known = ", ".join(QUANTIZATION_CONFIGS)
@@ -105,6 +106,8 @@ def write_checkpoint(
             f"format {format!r} has no checkpoint layout; those that have: {known}"
         )
     shape = DecoderConfig.from_hf(model)
+    if shape.stacked_experts:
+        raise CheckpointError(f"{shape.family}: {STACKED}")
     config = shape.to_hf()
     rest = tensors["model.embed_tokens.weight"].dtype
     config["torch_dtype"] = str(rest).removeprefix("torch.")

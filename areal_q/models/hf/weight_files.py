@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from areal_q.errors import CheckpointError
 from areal_q.models.config import DecoderConfig
+from areal_q.models.hf.stacked_experts import stored_shapes
 from areal_q.tasks.encoding.hf_tokenizer import check_whole
 
 WEIGHTS = "model.safetensors"
@@ -55,7 +56,7 @@ def check_tensors(path: str | Path, config: DecoderConfig) -> None:
         raise CheckpointError(
             f"{path}: config.json says {config.layers} layers, and there are {len(found)} tensors"
         )
-    wanted = {name: [*shape] for name, shape in config.tensors().items()}
+    wanted = {name: [*shape] for name, shape in stored_shapes(config, found).items()}
     for name, (file, shape) in found.items():
         if name not in wanted:
             raise CheckpointError(f"{file}: unexpected tensor {name}")

@@ -1,8 +1,8 @@
 """Mixtures of experts: a router, the experts that it chooses for each token, and their replay.
 
-    p = softmax(W_r · x)          in float32, over all E experts
+    p = softmax(W_r · x + b_r)    in float32, over all E experts (gpt-oss alone has b_r)
     S = the K largest of p        or, with routing replay, those of the rollout
-    g_e = p_e / Σ_{j∈S} p_j       for e ∈ S (not divided if the model says so)
+    g_e = p_e / Σ_{j∈S} p_j       for e ∈ S (not divided if the model says so); gpt-oss' softmax over S alone
     y = Σ_{e∈S} g_e · expert_e(x)
 
 **Routing replay** (R3, arXiv 2510.11370): now and then a quantized engine and the learner rank two experts
@@ -12,7 +12,8 @@ through the gates.
 
 Weights have the names of Hugging Face's checkpoints, with a 2-D matrix for each linear layer of each expert, so
 that formats, UAQ, Muon and sharding can treat them as ordinary linear layers. transformers 5 fuses them when it
-loads a checkpoint, and splits them when it saves one.
+loads a checkpoint, and splits them when it saves one; gpt-oss' files have them fused
+(areal_q/models/hf/stacked_experts.py).
 
 Notation: T tokens, D width, E experts, K experts for each token, L sparse layers.
 """
@@ -64,14 +65,14 @@ class Router(Linear):
     """The router of a sparse layer, with weight [E, D]. It computes in float32 whatever the model's dtype, and
     is never quantized."""
 
-    def __init__(self, width: int, experts: int) -> None:
-        super().__init__(width, experts, bias=False)
-
     def forward(self, input: Tensor) -> Tensor:
         """Returns each token's distribution over the experts, float32 [T, E]."""
-        weight = straight(self.weight) if self.rounds_rest else self.weight
+        weight, bias = self.weight, self.bias
+        if self.rounds_rest:
+            weight, bias = straight(weight), None if bias is None else straight(bias)
         with torch.autocast(input.device.type, enabled=False):
-            return F.linear(input.float(), weight.float()).softmax(-1)
+            bias = None if bias is None else bias.float()
+            return F.linear(input.float(), weight.float(), bias).softmax(-1)
 
 
 class SparseMlp(nn.Module):
@@ -81,8 +82,9 @@ class SparseMlp(nn.Module):
         """Builds the mixture of sparse layer number `layer`, which counts the sparse layers alone."""
         super().__init__()
         self.shape, self.layer = experts, layer
-        self.gate = Router(config.width, experts.count)
-        self.experts = nn.ModuleList(Mlp(config.width, experts.mlp) for _ in range(experts.count))
+        self.gate = Router(config.width, experts.count, bias=config.mlp_bias)
+        of_each = config.width, experts.mlp, config.mlp_bias, config.activation
+        self.experts = nn.ModuleList(Mlp(*of_each) for _ in range(experts.count))
 
     def forward(self, x: Tensor, routing: Routing | None = None) -> Tensor:
         probs = self.gate(x)

@@ -20,19 +20,22 @@ def packed_attention(
     layout: PackedLayout,
     window: int | None = None,
     scale: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Returns the causal attention within each sequence, [T, heads, head_dim], of each token to the `window`
     last ones, its own included; None: to all before it. Products of queries and keys are multiplied by `scale`,
-    None: by head_dim^(-1/2).
+    None: by head_dim^(-1/2). `sinks` [heads] are scores that take a share of each head's softmax from all
+    tokens; not where ranks divide the tokens.
 
     q is [T, heads, head_dim], k and v are [T, kv_heads, head_dim]; where ranks divide the tokens, T are this
     rank's, and they compute some heads of all tokens each. Padding is at the end of a sequence, so that no real
     token attends to it.
     """
     if layout.share is not None:
-        own = _of_buckets(*layout.share.gather_tokens(q, k, v), layout, window, scale)
+        assert sinks is None
+        own = _of_buckets(*layout.share.gather_tokens(q, k, v), layout, window, scale, None)
         return layout.share.gather_heads(own)
-    return _of_buckets(q, k, v, layout, window, scale)
+    return _of_buckets(q, k, v, layout, window, scale, sinks)
 
 
 def _of_buckets(
@@ -42,6 +45,7 @@ def _of_buckets(
     layout: PackedLayout,
     window: int | None,
     scale: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     outputs = []
     for bucket in layout.buckets:
@@ -49,13 +53,20 @@ def _of_buckets(
             x.index_select(0, rows.flatten()).unflatten(0, rows.shape).transpose(1, 2)
             for x, rows in ((q, bucket.queries), (k, bucket.rows), (v, bucket.rows))
         )
-        out = _blockwise(q_pad, k_pad, v_pad, window, scale)
+        out = _blockwise(q_pad, k_pad, v_pad, window, scale, sinks)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     # A rank that computes no query takes part in the exchange of gradients all the same.
     return torch.cat(outputs).index_select(0, layout.unpad) if outputs else q
 
 
-def _blockwise(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float | None) -> Tensor:
+def _blockwise(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int | None,
+    scale: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
     """Returns the attention of the last positions, whose queries [sequences, heads, queries, head_dim] are
     given, to those that `visible` says. What needs a mask is computed block by block of queries, each with the
     keys that it can see: masks, as numbers that are added to the products, then have a block's rows in place
@@ -65,7 +76,7 @@ def _blockwise(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float
     maskless = queries == keys and (window is None or window >= keys)
     block = max(1, MASK // keys)
     if maskless or queries <= block:
-        return _attention(q, k, v, visible(queries, keys, window, q.device), scale)
+        return _attention(q, k, v, visible(queries, keys, window, q.device), scale, sinks)
     reach = keys if window is None else min(keys, block + window - 1)
     mask = visible(block, reach, window, q.device)
     assert mask is not None
@@ -77,7 +88,8 @@ def _blockwise(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float
         seen = slice(first, offset + end)
         # The mask's last row is a position that sees as far back as the keys reach, or the window.
         rows = mask[block - (end - start) :, reach - (offset + end - first) :]
-        outputs.append(_attention(q[:, :, start:end], k[:, :, seen], v[:, :, seen], rows, scale))
+        part = q[:, :, start:end], k[:, :, seen], v[:, :, seen]
+        outputs.append(_attention(*part, rows, scale, sinks))
     return torch.cat(outputs, 2)
 
 
@@ -92,7 +104,14 @@ def visible(
     return seen if window is None else seen.triu(keys - queries + 1 - window)
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
     """Returns the attention, each tensor [sequences, heads, length, head_dim]: causal without a mask, else to
     what `mask`, bool or added to the products, [queries, keys] says.
 
@@ -101,20 +120,41 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: floa
     way can be repeated.
     """
     if not (q.is_cuda and torch.get_deterministic_debug_mode() == 1):
-        return _sdpa(q, k, v, mask, scale)
+        return sdpa(q, k, v, mask, scale, sinks)
     if mask is not None:
         with sdpa_kernel(SDPBackend.MATH):
-            return _sdpa(q, k, v, mask, scale)
+            return sdpa(q, k, v, mask, scale, sinks)
     q, k, v = Determinism.apply("warn", q, k, v)  # pyright: ignore[reportGeneralTypeIssues]
-    out = _sdpa(q, k, v, None, scale)
+    out = sdpa(q, k, v, None, scale, sinks)
     return Determinism.apply("error", out)[0]  # pyright: ignore[reportOptionalSubscript]
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    causal = mask is None
-    return F.scaled_dot_product_attention(
+def sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Returns torch's attention, as `_attention` has it; what `mask` has before its last two dimensions is as
+    in torch.
+
+    A sink is the score of one more key, before all others, whose value is 0. That key is 0 but for a channel of
+    its own, in which the queries have the sinks: so every kernel of torch's has it, gradient included."""
+    causal, before = mask is None, int(mask is None)
+    if sinks is not None:
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        scores = (sinks / scale).to(q.dtype).view(-1, 1, 1).expand(*q.shape[:-1], 1)
+        q = F.pad(torch.cat((q, scores), -1), (0, 0, before, 0))  # causally, it is a token
+        k, v = F.pad(k, (0, 1, 1, 0)), F.pad(v, (0, 1, 1, 0))
+        k[..., 0, -1] = 1
+        if mask is not None:
+            mask = F.pad(mask, (1, 0), value=mask.dtype == torch.bool)
+    out = F.scaled_dot_product_attention(
         q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=True
     )
+    return out if sinks is None else out[..., before:, :-1]
 
 
 class Determinism(torch.autograd.Function):

@@ -33,6 +33,8 @@ class Layer:
     qkv_bias: Tensor | None
     head_norm: Tensor | None
     """Factors of the RMSNorms over the heads of q and k, float32 [heads + kv_heads, head_dim]"""
+    sinks: Tensor | None
+    """Scores that take a share of each head's softmax from all tokens, float32 [heads]"""
     o: Linear
     o_bias: Tensor | None
     mlp_norm: Tensor
@@ -62,11 +64,13 @@ class SparseMlp:
 
     router: Tensor
     """Weight of the router over E experts, float32 [E, D]"""
+    bias: Tensor | None
+    """float32 [E]"""
     experts: list[Mlp]
     shape: Experts
 
     def __call__(self, x: Tensor, add: Tensor, routes: list[Tensor] | None) -> Tensor:
-        probs = F.linear(x, self.router).softmax(-1)
+        probs = F.linear(x, self.router, self.bias).softmax(-1)
         taken = probs.topk(self.shape.per_token, dim=-1).indices
         if routes is not None:
             routes.append(taken)
@@ -130,7 +134,7 @@ class InferenceModel:
         def sparse(experts: Experts) -> SparseMlp:
             router = tensors[f"{layer}.mlp.gate.weight"].float()
             each = [mlp(f"mlp.experts.{i}") for i in range(experts.count)]
-            return SparseMlp(router, each, experts)
+            return SparseMlp(router, bias("mlp.gate"), each, experts)
 
         def bias(*names: str) -> Tensor | None:
             """Returns the biases that the config names; None if the first linear has none."""
@@ -156,6 +160,7 @@ class InferenceModel:
             qkv=linear(*qkv),
             qkv_bias=bias(*qkv),
             head_norm=head_norm,
+            sinks=tensors[f"{layer}.self_attn.sinks"].float() if self.config.sinks else None,
             o=linear("self_attn.o_proj"),
             o_bias=bias("self_attn.o_proj"),
             mlp_norm=self._factors(tensors, f"{layer}.{self.config.mlp_norm}"),
@@ -189,7 +194,7 @@ class InferenceModel:
             qkv = layer.qkv(self._norm(x, layer.input_norm), layer.qkv_bias)
             qkv = qkv.view(-1, rotated + c.kv_heads, c.head_dim)
             ops.rotate(qkv, rotated, layer.head_norm, c.norm_eps, *turned)
-            x = self._rest(layer, x, attend(index, qkv), routes)
+            x = self._rest(layer, x, attend(index, qkv, layer.sinks), routes)
         return x
 
     def _rest(

@@ -11,16 +11,17 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from areal_q.config.engines import PAGE, pages_of
 from areal_q.models.config import DecoderConfig
+from areal_q.models.layers.packed_attention import sdpa
 from rollout.engines.reference.page_pool import NOTHING, PagePool
 
-Attend = Callable[[int, Tensor], Tensor]
-"""Function that computes the attention of one layer: (layer, qkv [T, heads + 2 · kv_heads, head_dim]) →
-[T, heads · head_dim]. The heads of q come first, then those of k, then those of v."""
+Attend = Callable[[int, Tensor, Tensor | None], Tensor]
+"""Function that computes the attention of one layer: (layer, qkv [T, heads + 2 · kv_heads, head_dim], sinks
+[heads] or None) → [T, heads · head_dim]. The heads of q come first, then those of k, then those of v. Sinks are
+scores that take a share of each head's softmax from all tokens."""
 
 
 class KVCache:
@@ -136,7 +137,7 @@ class DecodeAttention:
         """What is added to scores [kv_heads · R, 1, L], by window."""
         self.scale = cache.config.attention_scale
 
-    def __call__(self, layer: int, qkv: Tensor) -> Tensor:
+    def __call__(self, layer: int, qkv: Tensor, sinks: Tensor | None) -> Tensor:
         c, rows = self.cache.config, len(qkv)
         q, k, v = self.cache.split(qkv)
         self.cache.put(layer, k, v, self.at)
@@ -145,7 +146,11 @@ class DecodeAttention:
         q = q.view(rows, c.kv_heads, -1, c.head_dim).transpose(0, 1).flatten(0, 1)
         mask = self._mask(c.window_of(layer))
         scores = torch.baddbmm(mask, q, keys.transpose(1, 2), alpha=self.scale)
-        out = torch.bmm(scores.softmax(-1), values)
+        weights = scores.softmax(-1)
+        if sinks is not None:
+            sums = scores.logsumexp(-1, keepdim=True).unflatten(0, (c.kv_heads, rows))
+            weights *= torch.sigmoid(sums - sinks.view(c.kv_heads, 1, -1, 1)).flatten(0, 1)
+        out = torch.bmm(weights, values)
         return out.view(c.kv_heads, rows, -1).transpose(0, 1).reshape(rows, -1)
 
     def _mask(self, window: int | None) -> Tensor:
@@ -208,14 +213,13 @@ class PrefillAttention:
         self.masks: dict[int | None, Tensor] = {}
         """What the queries see, bool [N, 1, P, L], by window."""
 
-    def __call__(self, layer: int, qkv: Tensor) -> Tensor:
+    def __call__(self, layer: int, qkv: Tensor, sinks: Tensor | None) -> Tensor:
         q, k, v = self.cache.split(qkv)
         self.cache.put(layer, k, v, self.at, whole=True)
         keys, values = self.cache.read(layer, self.pages, self.length).transpose(1, 2)
         mask = self._mask(self.cache.config.window_of(layer))
         q = q[self.pad].transpose(1, 2)
-        scale = self.cache.config.attention_scale
-        out = F.scaled_dot_product_attention(q, keys, values, mask, scale=scale, enable_gqa=True)
+        out = sdpa(q, keys, values, mask, self.cache.config.attention_scale, sinks)
         return out.transpose(1, 2).flatten(0, 1).flatten(1).index_select(0, self.unpad)
 
     def _mask(self, window: int | None) -> Tensor:
@@ -232,8 +236,8 @@ def combined_attention(decode: Attend, prefill: PrefillAttention, rows: int) -> 
     """Returns the attention of a forward pass over the tokens of `rows` decoding rows and, after them, those of
     prompts."""
 
-    def attend(layer: int, qkv: Tensor) -> Tensor:
-        return torch.cat((decode(layer, qkv[:rows]), prefill(layer, qkv[rows:])))
+    def attend(layer: int, qkv: Tensor, sinks: Tensor | None) -> Tensor:
+        return torch.cat((decode(layer, qkv[:rows], sinks), prefill(layer, qkv[rows:], sinks)))
 
     return attend
 

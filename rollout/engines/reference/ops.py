@@ -13,7 +13,7 @@ from torch import Tensor
 from areal_q.linear.quantized_linear import Linear
 from areal_q.linear.registry import linear_of
 from areal_q.models.config import Activation
-from areal_q.models.layers.mlp import ACTIVATIONS
+from areal_q.models.layers.mlp import GATED
 from areal_q.models.layers.rope import apply_rope
 from areal_q.quant.format import Format, Parts
 from rollout.engines.reference.kv_cache import Attend, DecodeAttention, KVCache
@@ -68,7 +68,7 @@ class Ops(Protocol):
         ...
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        """Returns activation(gate) · up: [T, 2 · mlp] → [T, mlp]."""
+        """Returns the function of gate and up that mlp.GATED has of `activation`: [T, 2 · mlp] → [T, mlp]."""
         ...
 
     def decode(self, cache: KVCache, tables: Tensor, positions: Tensor, length: int) -> Attend:
@@ -105,8 +105,7 @@ class TorchOps:
         qk.copy_(apply_rope(normed, cos, sin))
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        gate, up = gate_up.chunk(2, -1)
-        return ACTIVATIONS[activation](gate).mul_(up)
+        return GATED[activation](*gate_up.chunk(2, -1))
 
     def decode(self, cache: KVCache, tables: Tensor, positions: Tensor, length: int) -> Attend:
         return DecodeAttention(cache, tables, positions, length)

@@ -28,7 +28,11 @@ from rollout.engines.reference.kv_cache_fp8 import Fp8KVCache
 from rollout.engines.reference.ops import FloatTable, Table, TorchOps
 from rollout.engines.reference.sampling import Knobs
 
-GATED = {"silu": decoding.swiglu, "gelu_tanh": decoding.geglu}
+GATED = {
+    "silu": decoding.swiglu,
+    "gelu_tanh": decoding.geglu,
+    "clamped_silu": decoding.clamped_swiglu,
+}
 
 
 class FusedDecodeAttention:
@@ -39,13 +43,12 @@ class FusedDecodeAttention:
         self.layers, self.tables, self.positions = cache.layers, tables.numpy(), positions.numpy()
         self.config, self.scale = cache.config, cache.config.attention_scale
 
-    def __call__(self, layer: int, qkv: Tensor) -> Tensor:
+    def __call__(self, layer: int, qkv: Tensor, sinks: Tensor | None) -> Tensor:
         out = np.empty((len(qkv), self.config.heads, qkv.shape[-1]), np.float32)
         keys, values = self.layers[layer].numpy()
         window = self.config.window_of(layer) or self.config.max_positions
-        decoding.decode_attention(
-            qkv.numpy(), keys, values, self.tables, self.positions, window, self.scale, out
-        )
+        at, own = (self.tables, self.positions), None if sinks is None else sinks.numpy()
+        decoding.decode_attention(qkv.numpy(), keys, values, *at, window, self.scale, own, out)
         return torch.from_numpy(out).view(len(qkv), -1)
 
 
