@@ -28,10 +28,11 @@ from areal_q.messages import (
     decode_group,
     encode,
 )
-from areal_q.models import Decoder, DecoderConfig, Experts, init_weights
+from areal_q.models import Decoder, DecoderConfig, Experts, PackedLayout, init_weights
 from areal_q.models.low_bit.engine_policy import engine_policy
 from areal_q.models.low_bit.published_state import published_state
 from areal_q.quant import FORMATS
+from areal_q.quant.state_dict import rest_in_bf16
 from areal_q.tasks import Score
 from areal_q.weights.version import WeightVersion
 from bench.records import drawn_trajectory, make_group, make_ticket
@@ -65,6 +66,12 @@ CONFIG = DecoderConfig(
     max_positions=96,
     experts=EXPERTS,
 )
+SUNK = msgspec.structs.replace(
+    CONFIG, family="gpt_oss", layers=2, window=4, sliding=(0,), qkv_bias=True, o_bias=True,
+    mlp_bias=True, experts=Experts(count=8, per_token=2, mlp=32),
+)  # fmt: skip
+"""With sinks, and biases of router and experts, too"""
+SINKS = "model.layers.0.self_attn.sinks"
 
 
 def decoder(seed: int = 0, config: DecoderConfig = CONFIG) -> Decoder:
@@ -72,6 +79,8 @@ def decoder(seed: int = 0, config: DecoderConfig = CONFIG) -> Decoder:
     init_weights(model, seed)
     with torch.no_grad():
         for name, p in model.named_parameters():
+            if config.sinks and p.dim() == 1:
+                p.add_(torch.linspace(-0.3, 0.4, len(p)))
             p.mul_(3 if p.dim() == 2 and "embed" not in name else 1).copy_(p.bfloat16())
     return model
 
@@ -110,12 +119,18 @@ def samples(
 # The engine
 
 
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(
+    ("config", "fused"),
+    [(CONFIG, True), (CONFIG, False), (SUNK, True)],
+    ids=["fused", "plain", "sinks"],
+)
 @pytest.mark.parametrize("format", list(FORMATS))
-def test_log_probs_and_routes_equal_the_learners(format: str, fused: bool) -> None:
-    weights = publish(decoder(), format)
+def test_log_probs_and_routes_equal_the_learners(
+    format: str, config: DecoderConfig, fused: bool
+) -> None:
+    weights = publish(decoder(config=config), format)
     found = samples(generate(weights, PROMPTS, fused=fused))
-    policy = engine_policy(CONFIG, weights.tensors, format)
+    policy = engine_policy(config, weights.tensors, format)
     batch = pack_batch(found)
     routing = routing_for(policy, batch, replay=False)
     policy(batch.token_ids, batch.layout, routing)
@@ -497,19 +512,38 @@ def test_a_restored_learner_of_experts_goes_on_bit_for_bit(tmp_path: Path) -> No
     assert all(torch.equal(t, theirs[name]) for name, t in whole.model.state_dict().items())
 
 
-@pytest.mark.parametrize("format", ["int8", "fp8", "int4"])
-def test_an_aligned_forward_runs_the_published_experts(format: str) -> None:
+@pytest.mark.parametrize(
+    ("format", "config"), [("int8", CONFIG), ("fp8", CONFIG), ("int4", CONFIG), ("int4", SUNK)]
+)
+def test_an_aligned_forward_runs_the_published_experts(format: str, config: DecoderConfig) -> None:
     """QaRL: what is left of the gap is the engine's rounding, once routes are replayed."""
-    weights = publish(decoder(), format)
+    weights = publish(decoder(config=config), format)
     found = samples(generate(weights, PROMPTS))
     run = load(
         None,
         ["model.experts=8", "learner.precision=qarl", f"rollout.format={format}", "learner.uaq=1"],
     )
-    model = decoder()
+    model = decoder(config=config)
     set_precision(model, PrecisionSettings.of(run))
     logprobs, _ = token_logprobs(model, pack_batch(found), 1.0, replay=True)
     gaps = (logprobs - pack_batch(found).behavior_logprobs).abs()
     assert gaps.median() < 1e-5 and gaps.mean() < 0.03
     published = published_state(model, format)
     assert all(torch.equal(t, published[name]) for name, t in weights.tensors.items())
+
+
+@torch.no_grad()
+def test_sinks_and_biases_are_rounded_as_they_are_published() -> None:
+    model = decoder(config=SUNK)
+    for p in model.parameters():
+        if p.dim() == 1:
+            p.add_(torch.linspace(0.001, 0.002, len(p)))
+    settings = ["rollout.format=int4", "rollout.unquantized=bf16", "learner.precision=qarl"]
+    run = load(None, [*settings, "model.experts=8", "learner.uaq=1"])
+    set_precision(model, PrecisionSettings.of(run))
+    published = published_state(model, "int4")
+    rounded = rest_in_bf16(published, "int4")
+    assert not torch.equal(rounded[SINKS].float(), published[SINKS])
+    policy = engine_policy(SUNK, rounded, "int4")
+    ids, layout = torch.arange(20), PackedLayout.of([9, 11])
+    assert torch.equal(model(ids, layout), policy(ids, layout))
