@@ -1,5 +1,6 @@
 """Attention within each sequence of a packed batch."""
 
+import math
 from typing import Any
 
 import torch
@@ -144,7 +145,7 @@ def sdpa(
     its own, in which the queries have the sinks: so every kernel of torch's has it, gradient included."""
     causal, before = mask is None, int(mask is None)
     if sinks is not None:
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
         scores = (sinks / scale).to(q.dtype).view(-1, 1, 1).expand(*q.shape[:-1], 1)
         q = F.pad(torch.cat((q, scores), -1), (0, 0, before, 0))  # causally, it is a token
         k, v = F.pad(k, (0, 1, 1, 0)), F.pad(v, (0, 1, 1, 0))
