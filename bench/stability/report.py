@@ -38,7 +38,7 @@ COLORS = {
     "int3": "#b8433f",
     "int8 smoothed": "#3a9a5b",
     "int8-weight": "#6fb1d6",
-    "int4 awq": "#d9822b",
+    "int4 awq": "#b8433f",
     "nvfp4": "#8a63b0",
     "fp8-channel smoothed": "#8c7a5a",
     "icepop": "#6fb1d6",
@@ -194,7 +194,7 @@ VIEWS: dict[str, Callable[[list[str]], str | None]] = {
     ),
 }
 """Columns of the figure: what an arm, by the words of its name, is called there; None: it is not shown.
-The reference is in each; a column without any other is left out."""
+The reference is in each; a column with fewer than two others is left out."""
 
 
 def figure(rows: Sequence[Row], path: Path = FIGURE) -> None:
@@ -206,7 +206,7 @@ def figure(rows: Sequence[Row], path: Path = FIGURE) -> None:
     views = {
         title: called
         for title, called in VIEWS.items()
-        if any(called(arm.split()) for arm in results.runs)
+        if len([arm for arm in results.runs if called(arm.split())]) > 1
     }
     size = 5 * max(2, len(views)), 2.5 * len(panels)
     drawing = Figure(figsize=size, layout="constrained")
