@@ -203,11 +203,10 @@ def figure(rows: Sequence[Row], path: Path = FIGURE) -> None:
 
     results = Results(rows)
     panels = {column: row for column, row in PANELS.items() if any(column in r for r in rows)}
-    views = {
-        title: called
-        for title, called in VIEWS.items()
-        if len([arm for arm in results.runs if called(arm.split())]) > 1
+    counts = {
+        t: sum(bool(called(arm.split())) for arm in results.runs) for t, called in VIEWS.items()
     }
+    views = {t: called for t, called in VIEWS.items() if counts[t] >= min(2, max(counts.values()))}
     size = 5 * max(2, len(views)), 2.5 * len(panels)
     drawing = Figure(figsize=size, layout="constrained")
     shape = len(panels), len(views)

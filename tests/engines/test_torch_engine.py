@@ -23,6 +23,7 @@ from transformers import (
 
 from areal_q.config import Sampling, TorchEngine
 from areal_q.errors import ConfigError, RecordError, WeightVersionError
+from areal_q.models.hf.stacked_experts import unstacked
 from areal_q.quant import dequantize_state, is_quantized
 from areal_q.quant.activations import quantize_rows
 from rollout.engines import build_engine
@@ -59,7 +60,10 @@ def random_model(family="qwen3", seed=0):
 
 
 def publish(model, version=0, format="bf16"):
-    return pack_state(model.state_dict(), model.config.to_dict(), format, version)
+    state = model.state_dict()
+    if model.config.model_type == "gpt_oss":
+        state = unstacked(dict(state))
+    return pack_state(state, model.config.to_dict(), format, version)
 
 
 def ask(prompt, samples=3, seed=0, stop=(), **sampling):

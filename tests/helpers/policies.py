@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from areal_q.config import Run
-from areal_q.models import Decoder, DecoderConfig
-from areal_q.models.hf.stacked_experts import unstacked
+from areal_q.models import Decoder
 from areal_q.quant import quantize_state
 from areal_q.tasks import build_task, build_tokenizer, columns_for
 from areal_q.weights.version import WeightVersion, pack_version
@@ -40,10 +39,7 @@ def build_policy(run: Run, temperature: float = 1.0) -> TorchPolicy:
 def pack_state(
     state: dict[str, torch.Tensor], model: dict[str, Any], format: str = "bf16", version: int = 0
 ) -> WeightVersion:
-    """Returns the version with `state`, quantized, of a model with this config.json; of one of transformers'
-    too, whose experts may be stacked."""
-    if DecoderConfig.from_hf(model).stacked_experts and any("mlp.router" in name for name in state):
-        state = unstacked(dict(state))
+    """Returns the version with `state`, quantized, of a model with this config.json."""
     return pack_version(
         quantize_state(state, format), run="r", epoch="e", version=version, format=format,
         uaq_scale=1.0, model=model, published_s=0.0,

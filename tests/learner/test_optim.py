@@ -268,6 +268,7 @@ def test_workers_draw_while_the_optimizers_are_built(
         getattr(learner, name).side_effect = lambda step, name=name: events.append(name)
     learner.group_reader = Mock(take=Mock(return_value=None))
     learner.metrics = learner.buffer_metrics = learner.heldout = Mock()
+    learner.begin = lambda: Learner.begin(learner)
     Learner.take_steps(learner, threading.Event())
     assert events[:3] == ["begin_version", "evaluate", "save"]  # of which the second admits tickets
     assert events[3:] == ["optimizer of Decoder", "optimizer of Critic"]

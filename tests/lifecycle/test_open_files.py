@@ -19,7 +19,7 @@ from areal_q.config import BroadcastConfig
 from areal_q.system.ports import allow_open_files, most_connections
 from areal_q.weights.shared_memory import allocate, file_of
 from areal_q.weights.version import WeightVersion
-from buffer.weight_sync import server as server_module
+from buffer.weight_sync import sockets
 from buffer.weight_sync.commands import relay
 from learner import __main__ as learner_main
 from rollout import __main__ as rollout_main
@@ -66,7 +66,7 @@ def is_held(peer: socket.socket) -> bool:
 def test_silent_connections_are_bounded_and_workers_go_on(
     sync: WeightSync, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, port: str
 ):
-    monkeypatch.setattr(server_module, "most_connections", lambda: MOST)
+    monkeypatch.setattr(sockets, "most_connections", lambda: MOST)
     server = sync.serve(LOOPBACK)
     worker = sync.follow(server.endpoints)
     peers: list[socket.socket] = []
