@@ -25,6 +25,7 @@ import torch
 import typer
 
 from areal_q.config import Run, load
+from areal_q.evaluation.benchmarks import Preset
 from areal_q.models import save_decoder
 from areal_q.observability.metrics_log import Tail, read_metrics
 from areal_q.system.run_dir import METRICS_FILE
@@ -49,6 +50,7 @@ from learner.build_policy import build_model
 from learner.checkpoint import files as checkpoints
 from learner.replay.export import export as export_model
 from learner.supervised.warm_start import warm_start
+from rollout.evaluation.asked import Asked
 from rollout.evaluation.generate import answered
 
 AIM = 3.0
@@ -194,7 +196,10 @@ def accuracies(run: Run, directory: Path) -> dict[int, float]:
 
 async def _right(run: Run, model: Path, problems: Sequence[Problem]) -> int:
     tokenizer = build_tokenizer(run.model, run.task)
-    answers = answered(run, model, tokenizer, problems, True, 0, run.rollout.sampling)
+    asked = Asked(
+        run, model, problems, greedy=True, preset=Preset(source="greedy"), serve=("", None)
+    )
+    answers = answered(asked, tokenizer, say)
     return sum([row.greedy is not None and row.greedy.correct async for row in answers])
 
 

@@ -104,8 +104,9 @@ def _verifiers(run: Run) -> Iterator[str]:
                 f"{place}.type = {task.__struct_config__.tag!r}: task.type and rollout.environment.type are "
                 "both 'verifiers', or neither is; it is no part of a mixture or of eval.sets"
             )
-    for name in Chat.__struct_fields__ if isinstance(run.task, VerifiersTask) else ():
-        if name != "date" and getattr(run.task.chat, name) != getattr(Chat(), name):
+    chat = run.task.chat if isinstance(run.task, VerifiersTask) else Chat()
+    for name in Chat.__struct_fields__:
+        if name != "date" and getattr(chat, name) != getattr(Chat(), name):
             yield (
                 f"task.chat.{name} has no effect with task.type = 'verifiers', which writes conversations by "
                 "task.renderer, with the taskset's system messages"

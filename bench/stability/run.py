@@ -176,6 +176,7 @@ PARTS = [
     [screen(x, "int4", "twice") for x in ("acr", "tis", "naive", "tbpo")],
     [screen("acr", "int4", "qarl"), screen("tbpo", "int8", "smoothed")],
     [sums("naive", "int8", "smoothed"), sums("acr", "fp8-channel", "smoothed")],
+    [sums("acr", "int4", "qarl")],
 ]
 """In the order of their run: all seeds of a part before the next part"""
 ARMS = [arm for part in PARTS for arm in part]

@@ -4,6 +4,7 @@ import asyncio
 import re
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -132,7 +133,7 @@ def test_turns_on_branches_are_counted(make_ticket, make_group):
     group = make_group(make_ticket(group_size=1))
     (t,) = group.trajectories
     mask = Array.of(np.array([1, 0, 1]), "uint8")
-    three = {"response_ids": Array.of([4, 5, 6], "int32"), "loss_mask": mask}
+    three: dict[str, Any] = {"response_ids": Array.of([4, 5, 6], "int32"), "loss_mask": mask}
     three["behavior_logprobs"] = Array.of([-1.0, 0.0, -1.0], "float32")
     spans = [VersionSpan(0, 3, "a0")]
     branch = Branch(parent=0, at=1, spans=spans, finish_reason="stop", **three)
