@@ -121,7 +121,8 @@ class ForeignHand:
         reply: Any = self._client.xautoclaim(
             self._keys.tickets, WORKERS_GROUP, me, 0, "0-0", count=1
         )
-        taken = [(entry, fields) for entry, fields in reply[1] if fields]
+        # Its own junk may lie among the tickets.
+        taken = [(e, fields) for e, fields in reply[1] if fields and fields[RECORD] != b"junk"]
         for entry, fields in taken:
             ticket = decode_ticket(fields[RECORD])
             tokens = self._rng.choice((0, 1, 3, self._run.rollout.sampling.max_tokens, 20))
