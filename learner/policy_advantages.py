@@ -15,7 +15,7 @@ from areal_q.algorithms import LossInputs, gae, group_advantages, reward_penalty
 from areal_q.algorithms.advantages import Combine, alone
 from areal_q.config import Gae, LearnerConfig
 from learner.data.packing import Sample
-from learner.data.turn_rewards import has_turns, returns_of, turn_advantages
+from learner.data.turn_rewards import has_turns, turn_advantages
 
 
 def needs_policy(cfg: LearnerConfig) -> bool:
@@ -89,9 +89,9 @@ def _of_episodes(
     penalties, sources = segment_sum(penalty, episode, len(firsts)), [s.source for s in firsts]
     if any(has_turns(s.trajectory) for s in firsts):
         pairs = zip(firsts, penalties.tolist(), strict=True)
-        found = [returns_of(len(s.prompt_ids), s.trajectory, less) for s, less in pairs]
+        episodes = [(len(s.prompt_ids), s.trajectory, less) for s, less in pairs]
         tickets, device = [s.ticket for s in firsts], penalty.device
-        columns = turn_advantages(found, tickets, cfg.advantage, combine, sources, device)
+        columns = turn_advantages(episodes, tickets, cfg.advantage, combine, sources, device)
         # The samples are all paths of each episode, one after the other, as the columns are.
         return torch.tensor(np.concatenate(columns), dtype=torch.float32, device=device)
     rewards = torch.tensor([s.trajectory.reward for s in firsts], device=penalty.device)

@@ -53,6 +53,7 @@ def without_end(ids: Sequence[int], stops: Mapping[int, Stop]) -> Sequence[int]:
 
 
 def stop_strings(sampling: Sampling) -> tuple[str, ...]:
+    """Returns the stops that are text, and not token ids."""
     return tuple(stop for stop in sampling.stop if isinstance(stop, str))
 
 

@@ -20,7 +20,7 @@ from areal_q.models.layers.moe import UNRECORDED
 from areal_q.models.packed_layout import Segment, ranges
 from buffer.sampling.replay_pool import SampledGroups
 from learner.data.staleness import VersionHistory
-from learner.data.turn_rewards import has_turns, returns_of, turn_advantages
+from learner.data.turn_rewards import has_turns, turn_advantages
 
 PATHS = 4
 """How many times the most tokens of a micro-batch its whole paths may have: a branch's queries are its own
@@ -150,34 +150,35 @@ def samples_of(
     groups = batch.groups
     of_group = [i for i, group in enumerate(groups) for _ in group.valid_trajectories]
     trajectories = [t for group in groups for t in group.valid_trajectories]
-    rewards = torch.tensor([t.reward for t in trajectories])
     prompts = [group.ticket.prompt_ids.numpy() for group in groups]
-    sources = [groups[i].ticket.source for i in of_group]
-    turns = [
-        mean_of_turns(len(prompts[i]), t) if has_turns(t) else 0.0
-        for i, t in zip(of_group, trajectories, strict=True)
-    ]
-    advantages: Sequence[float | np.ndarray]
-    if isinstance(advantage, Gae):
-        advantages = (rewards - rewards.mean()).tolist()
-    elif any(map(has_turns, trajectories)):
-        pairs = zip(of_group, trajectories, strict=True)
-        found = [returns_of(len(prompts[i]), t) for i, t in pairs]
-        advantages = turn_advantages(found, of_group, advantage, sources=sources)
-    else:
-        ids = torch.tensor(of_group)
-        advantages = group_advantages(rewards, ids, advantage, sources=sources).tolist()
+    advantages = _advantages(groups, advantage)
     weights = batch.weights or [1.0] * len(groups)
     spans = [span for t in trajectories for span in t.all_spans]
     lags = np.repeat([history.lag(span, version) for span in spans], [s.tokens for s in spans])
     by_response = np.split(lags, np.cumsum([t.all_tokens for t in trajectories])[:-1])
     samples: list[Sample] = []
-    columns = zip(of_group, trajectories, advantages, by_response, turns, strict=True)
-    for i, t, own, lag, of_turns in columns:
+    columns = zip(of_group, trajectories, advantages, by_response, strict=True)
+    for i, t, own, lag in columns:
         ticket, weight = groups[i].ticket, weights[i]
+        of_turns = mean_of_turns(len(prompts[i]), t) if has_turns(t) else 0.0
         fields = ticket.number, prompts[i], t, own * weight, lag, weight, ticket.source
         samples += _paths(Sample(*fields, of_turns=of_turns), mask)
     return [masked(s) if s.trajectory.finish_reason in mask else s for s in samples]
+
+
+def _advantages(groups: Sequence[Group], cfg: AdvantageConfig) -> Sequence[float | np.ndarray]:
+    """Returns `Sample.advantage` of each valid trajectory, not weighted."""
+    valid = [
+        (i, group.ticket, t) for i, group in enumerate(groups) for t in group.valid_trajectories
+    ]
+    ids, sources = [i for i, _, _ in valid], [ticket.source for _, ticket, _ in valid]
+    rewards = torch.tensor([t.reward for _, _, t in valid])
+    if isinstance(cfg, Gae):
+        return (rewards - rewards.mean()).tolist()
+    if any(has_turns(t) for _, _, t in valid):
+        episodes = [(ticket.prompt_ids.shape[0], t, 0.0) for _, ticket, t in valid]
+        return turn_advantages(episodes, ids, cfg, sources=sources)
+    return group_advantages(rewards, torch.tensor(ids), cfg, sources=sources).tolist()
 
 
 def _paths(whole: Sample, mask: Sequence[FinishReason] = ()) -> list[Sample]:

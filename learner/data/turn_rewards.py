@@ -98,24 +98,50 @@ def is_uniform(group: Group) -> bool:
 
 
 def turn_advantages(
-    found: Sequence[Returns],
+    episodes: Sequence[tuple[int, Trajectory, float]],
     groups: Sequence[int],
     cfg: AdvantageConfig,
     combine: Combine = alone,
     sources: Sequence[str] = (),
     device: torch.device | None = None,
 ) -> list[np.ndarray]:
-    """Returns the advantages of each episode's tokens, float64 [T], 0 for those that do not count. `groups` and
-    `sources` say of which group, and task, each of the episodes is; those of a group follow each other. They
-    are computed on `device`.
+    """Returns the advantages of each episode's tokens, float64 [T], 0 for those that do not count. `episodes`
+    are what `returns_of` takes; `groups` and `sources` say of which group, and task, each is; those of a group
+    follow each other. They are computed on `device`.
 
     Each return is compared within a copy of its group. An episode weighs as one in the whole batch's mean.
     """
-    rewards, ids, tasks = list[float](), list[int](), list[str]()
-    cells: list[np.ndarray] = []
+    found = [returns_of(*episode) for episode in episodes]
+    rewards, ids, of, cells = _copies(found, groups)
+    weights = np.zeros(len(rewards))
+    for one, cell in zip(found, cells, strict=True):
+        tokens = np.bincount(one.row[one.row >= 0], minlength=len(cell))
+        weights[cell] = tokens / max(1, tokens.sum())
+    advantages = group_advantages(
+        torch.tensor(rewards, device=device),
+        torch.tensor(ids, device=device),
+        cfg,
+        combine,
+        [sources[i] for i in of] if sources else (),
+        torch.tensor(weights, device=device),
+    ).tolist()
+    values = np.array([*advantages, 0.0])  # the last is of tokens that do not count
+    return [
+        values[np.append(cell, len(advantages))[one.row]]
+        for one, cell in zip(found, cells, strict=True)
+    ]
+
+
+def _copies(
+    found: Sequence[Returns], groups: Sequence[int]
+) -> tuple[list[float], list[int], list[int], list[np.ndarray]]:
+    """Returns copies of the groups, in each of which a return takes the place of its episode: what all episodes
+    have in them, the number of the copy that this is in, and whose it is; and for each episode where its own
+    returns are among these, int64 [R]."""
+    rewards, ids, of = list[float](), list[int](), list[int]()
+    cells = list[np.ndarray]()
     for _, members in groupby(range(len(found)), key=groups.__getitem__):
-        mine = [*members]
-        copies: dict[tuple[int, ...], int] = {}
+        mine, copies = [*members], dict[tuple[int, ...], int]()
         for place, i in enumerate(mine):
             cells.append(np.zeros(len(found[i].values), np.int64))
             for row, (k, value) in enumerate(zip(found[i].passed, found[i].values, strict=True)):
@@ -127,22 +153,6 @@ def turn_advantages(
                     copies[copy] = len(rewards)
                     rewards += stands
                     ids += [ids[-1] + 1 if ids else 0] * len(mine)
-                    tasks += [sources[i]] * len(mine) if sources else []
+                    of += mine
                 cells[-1][row] = copies[copy] + place
-    weights = np.zeros(len(rewards))
-    for one, cell in zip(found, cells, strict=True):
-        tokens = np.bincount(one.row[one.row >= 0], minlength=len(cell))
-        weights[cell] = tokens / max(1, tokens.sum())
-    advantages = group_advantages(
-        torch.tensor(rewards, device=device),
-        torch.tensor(ids, device=device),
-        cfg,
-        combine,
-        tasks,
-        torch.tensor(weights, device=device),
-    ).tolist()
-    values = np.array([*advantages, 0.0])  # the last is of tokens that do not count
-    return [
-        values[np.append(cell, len(advantages))[one.row]]
-        for one, cell in zip(found, cells, strict=True)
-    ]
+    return rewards, ids, of, cells

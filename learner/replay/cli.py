@@ -25,6 +25,10 @@ _Stop = Annotated[
 _Settings = Annotated[
     list[str] | None, typer.Option("--set", help="a.b=c, such as learner.objective.type=tbpo")
 ]
+_UntilDiverges = Annotated[
+    bool, typer.Option("--until-diverges", help="stop at the first step that differs")
+]
+_Debug = Annotated[bool, typer.Option("--debug", help="with --step: a debugger before the update")]
 
 EXITS = (
     "Exit codes: 0 as recorded, or another history was asked for; 1 something differs; 2 "
@@ -37,13 +41,9 @@ def main(
     first: First = None,
     stop: _Stop = None,
     settings: _Settings = None,
-    until_diverges: Annotated[
-        bool, typer.Option("--until-diverges", help="stop at the first step that differs")
-    ] = False,
+    until_diverges: _UntilDiverges = False,
     step: Annotated[int | None, typer.Option(min=0, help="this step alone, every metric")] = None,
-    debug: Annotated[
-        bool, typer.Option("--debug", help="with --step: a debugger before the update")
-    ] = False,
+    debug: _Debug = False,
 ) -> None:
     """Re-runs the learner steps of RUN and compares them with what was recorded.
 
