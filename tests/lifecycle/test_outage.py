@@ -1,6 +1,7 @@
 """How clients take a Redis that does not answer: few lines in the log, and no wait once they are told to go."""
 
 import asyncio
+import socket
 import subprocess
 import threading
 import time
@@ -34,9 +35,10 @@ def serve(directory: Path, *settings: str) -> tuple[subprocess.Popen[bytes], str
         *settings,
     ]
     server = subprocess.Popen(argv, cwd=directory, stdout=subprocess.DEVNULL)
-    while not (directory / "s").exists():
-        assert server.poll() is None and time.monotonic() < limit.at_s
-        time.sleep(0.01)
+    with socket.socket(socket.AF_UNIX) as peer:
+        while peer.connect_ex(str(directory / "s")):  # there before it listens
+            assert server.poll() is None and time.monotonic() < limit.at_s
+            time.sleep(0.01)
     return server, f"unix://{directory / 's'}"
 
 
