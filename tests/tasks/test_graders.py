@@ -121,11 +121,22 @@ MEANS_C = [
     "Not option A. The correct choice is C.",
     *("I choose C.", "I'd go with (C)", "It's C", "Therefore, C", "C is correct.", "Choice C"),
     "Option A isn't, so (C) is the right one.",
+    # named, its letter in brackets behind it
+    *("The answer is Berlin (C).", "Answer: Berlin (C)", "The answer is **Berlin** (C)."),
+    *("The answer is Berlin [C].", "The answer is **Berlin (C)**", "The answer is 3.5 m/s (C)."),
+    *("Berlin (C).", "I choose Berlin (C).", "So it must be Berlin (C), not Paris (A)."),
+    *("It's Berlin (C)!", "The answer is not Paris (A) but Berlin (C)."),
+    "The answer is Paris (A)? No, the answer is Berlin (option C).",
+    "The answer is Berlin (C), since it is larger than Bern (D).",
 ]
 NO_LETTER = [
     *("", "Berlin", "A dog is an animal", "The answer is a dog", "The answer is Answering"),
     *("Answer: I am not sure", "Option A is wrong", "The answer isn't clear.", "Answer: Yes"),
     *("Answer: E", "So I think"),
+    *("Not Paris (A).", "The answer is not Paris (A).", "It isn't Paris (A)"),
+    *("It is either Paris (A) or Berlin (C).", "It is Paris (A) or Berlin (C)."),
+    *("Rome (A)\nParis (B)\nBerlin (C)", "The answer is Paris. Berlin (C) has a tower."),
+    *("The answer Paris (A) is wrong.", "The answer is pi (E)."),
 ]
 CHOICES = "Which?\nA. Rome\nB. Paris\nC. Berlin\nD. Bern\nAnswer:"
 

@@ -26,6 +26,21 @@ _CONCLUSION = re.compile(
 )
 """`it must be C`, `I choose option C`, `the answer to this is C`"""
 _CONFIRMED = re.compile(rf"\b{_LETTER}\)? (?:is|was) (?:the )?(?:correct|right|best|answer)\b")
+_BRACKETED = (
+    r"(?:(?!n['’]t\b|\b(?:not|nor|or|n?either|whether|wrong|incorrect|false)\b|[.?!] )[^\n()\[\]]){1,80}"
+    r"[(\[](?:(?:option|choice) )?(?-i:([A-Z]))[)\]]"
+    r"(?! (?:or|and|(?:is|was)(?:n['’]t| not| wrong| incorrect| false))\b)"
+)
+"""`Berlin (C)`, a choice's own words before its letter, without a word that denies it"""
+_NAMED = [
+    re.compile(cue + _BRACKETED, re.IGNORECASE)
+    for cue in (
+        r"answer\b[^.\n]{0,80}?(?:\b(?:is|be|but)\b|:)",
+        r"\b(?:choice is|option is|it is|it['’]s|must be|choose|pick|select|go with)\b",
+    )
+]
+"""`The answer is Berlin (C)`, `it must be Berlin (C)`"""
+_NAMED_ALONE = re.compile(rf"{_BRACKETED}[\s.!]*", re.IGNORECASE)
 _ALONE = re.compile(r"\s*([A-Za-z])[\s).:,}\]]*")
 _FIRST = re.compile(r"\s*([A-Z]) ?[).:]\s.*", re.DOTALL)
 """`C. Berlin`"""
@@ -33,19 +48,22 @@ _FIRST = re.compile(r"\s*([A-Z]) ?[).:]\s.*", re.DOTALL)
 
 def letter(response: str, offered: str = ascii_uppercase) -> str | None:
     """Returns the letter in the last box, else the last one that is called the answer, else the last that is
-    concluded, else the one that the whole response, its last line or its first consists of; None if there is
-    none.
+    concluded, else the one that the whole response, its last line or its first consists of, else the last in
+    brackets behind the words of a choice; None if there is none.
 
     Only the letters in `offered` count.
     """
     text = re.sub(r"[ \t]+", " ", _MARKUP.sub(" ", response))
     boxed = _MARKUP.sub(" ", last_boxed(response) or "")
     lines = text.strip().splitlines() or [""]
+    bare = re.sub(r"[*_`$\\]", "", response)
     for found in (
         (_ALONE.fullmatch(boxed), _FIRST.fullmatch(boxed)),
         _ANSWER.finditer(text),
         sorted([*_CONCLUSION.finditer(text), *_CONFIRMED.finditer(text)], key=re.Match.start),
         (_ALONE.fullmatch(lines[0]), _FIRST.fullmatch(text), _ALONE.fullmatch(lines[-1])),
+        *(named.finditer(bare) for named in _NAMED),
+        (_NAMED_ALONE.fullmatch(bare),),
     ):
         letters = [match[1].upper() for match in found if match]
         if chosen := [each for each in letters if each in offered]:
