@@ -104,9 +104,14 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def publish(name: str, text: str, values: dict[str, Any]) -> Path:
     """Prints `text` and writes it, and `values`, to runs/bench/NAME.md and NAME.json."""
+    print(text)
+    return keep(name, text, values)
+
+
+def keep(name: str, text: str, values: dict[str, Any]) -> Path:
+    """Writes the same and prints nothing."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{name}.md"
     path.write_text(text + "\n")
     path.with_suffix(".json").write_text(json.dumps(values, indent=1) + "\n")
-    print(text)
     return path

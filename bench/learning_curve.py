@@ -11,7 +11,7 @@ DEFINITION = """\
 Both start from the same weights and end when the held-out accuracy (greedy, the same problems for both)
 reaches the goal; the time is linear between two measurements. Neither clock runs while a system is evaluated:
 TRL's stands still, and our checkpoints are evaluated after the run. TRL's starts with its first batch; ours
-starts when the learner has the warm-started weights, so it includes the start of the worker. CPU seconds are
+starts when the learner has the first weights, so it includes the start of the worker. CPU seconds are
 those of all threads and processes while the clock runs."""
 
 
@@ -34,7 +34,7 @@ class Curve:
 
 def time_to(points: Sequence[Point], goal: float) -> float | None:
     """Seconds until the goal was first reached, linear between two points; None if it never was."""
-    t0, v0 = points[0]
+    t0, v0 = points[0] if points else (0.0, 0.0)
     for t, v in points:
         if v >= goal:
             return t if v == v0 else t0 + (t - t0) * (goal - v0) / (v - v0)
@@ -47,6 +47,13 @@ def value_at(points: Sequence[Point], seconds: float) -> float:
     return [v for t, v in points if t <= seconds][-1]
 
 
+def has_weights(record: dict[str, Any]) -> bool:
+    """Returns True for the records that the learner writes when it has its first weights: at the end of a warm
+    start, and when it begins to publish them."""
+    published = record["kind"] == "start" and record["doing"].startswith("publishing")
+    return published or record["kind"] == "warmstart"
+
+
 def ours(
     records: Sequence[dict[str, Any]],
     accuracies: dict[int, float],
@@ -54,8 +61,8 @@ def ours(
     cpu: Sequence[Point] = (),
 ) -> Curve:
     """The curve of a run with these metrics, whose weights after so many steps had these accuracies; time
-    counts from the end of the warm start."""
-    began = max(r["elapsed_s"] for r in records if r["kind"] == "warmstart")
+    counts from the first weights."""
+    began = max((r["elapsed_s"] for r in records if has_weights(r)), default=0.0)
     steps = [r for r in records if r["kind"] == "step"]
     waited = sum(r["learner/wait_s"] for r in steps)
     ended = [r["elapsed_s"] - began for r in steps]

@@ -92,6 +92,7 @@ def spec_of(run: Run, directory: Path, limit_s: float, goal: float) -> dict[str,
         "eval_every": run.eval.every,
         "goal": goal,
         "time_limit_s": limit_s,
+        "least_batches": 1,
     }
 
 
@@ -106,12 +107,15 @@ def best_layout(
     python: Path, spec: dict[str, Any], probe_s: float, judge: Literal["wall", "cpu"]
 ) -> tuple[Layout, str]:
     """The layout with the most batches a second, of the clock or of CPU, the first batch (warming up) left out;
-    and a table of what was tried."""
+    and a table of what was tried. A batch may take longer than `probe_s`, so each has at least three."""
     speeds: dict[Layout, tuple[float, float]] = {}
     rows = []
     for layout in LAYOUTS:
         try:
-            probe, _ = train(python, {**spec, "eval_every": 0, "time_limit_s": probe_s}, layout)
+            asked = {"eval_every": 0, "time_limit_s": probe_s, "least_batches": 3}
+            probe, _ = train(python, spec | asked, layout)
+            if len(probe.ended) < 2:
+                raise PeerFailed(f"no second batch within {2 * probe_s + START_S:.0f} s")
         except PeerFailed as error:
             say(f"TRL, {layout}, is left out: {error}")
             rows.append([str(layout), "failed", "failed"])
@@ -130,7 +134,8 @@ def _speed(ends: list[float]) -> float:
 
 
 def train(python: Path, spec: dict[str, Any], layout: Layout) -> tuple[Curve, dict[str, str]]:
-    """TRL's curve and versions. Raises PeerFailed if it ends or hangs before it has trained."""
+    """TRL's curve and versions. One that takes too long is ended, and what it did by then counts. Raises
+    PeerFailed if it fails, or has done nothing by then."""
     out = Path(spec["out"])
     out.unlink(missing_ok=True)
     spec_file, log_file = out.with_name("trl.json"), out.with_name("trl.log")
@@ -148,16 +153,18 @@ def train(python: Path, spec: dict[str, Any], layout: Layout) -> tuple[Curve, di
             start_new_session=True,
             preexec_fn=die_with_parent(signal.SIGKILL),
         )
+    late = False
     try:
         child.wait(2 * spec["time_limit_s"] + START_S)
     except subprocess.TimeoutExpired:
-        say(f"TRL, {layout}, hangs")
+        say(f"TRL, {layout}, takes too long")
+        late = True
     finally:
         with suppress(ProcessLookupError):  # it has ended, and so have its processes
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
     records = read_metrics(out) if out.exists() else []
     # Two processes may abort at their exit, when all is written: that costs the layout nothing.
-    if not records or records[-1]["kind"] != "end":
+    if not any(r["kind"] == "step" for r in records) or (records[-1]["kind"] != "end" and not late):
         raise PeerFailed(f"see {log_file}")
-    return learning_curve.trls(records), records[-1]["versions"]
+    return learning_curve.trls(records), records[0]["versions"]

@@ -92,7 +92,8 @@ class Recorder(TrainerCallback):
             cpu_s=self.clock.cpu_s * args.world_size,
         )
         self.rewards.clear()
-        control.should_training_stop = elapsed[0] >= self.spec["time_limit_s"]
+        enough = batch >= self.spec["least_batches"]
+        control.should_training_stop = enough and elapsed[0] >= self.spec["time_limit_s"]
         every = self.spec["eval_every"]
         if every and (batch % every == 0 or control.should_training_stop):
             reached = [self.evaluate(model, batch) >= self.spec["goal"]]
@@ -208,10 +209,11 @@ def main(path: str) -> None:
         callbacks=[recorder],
     )
     recorder.trainer = trainer
-    trainer.train()
     versions = {"trl": trl.__version__, "transformers": transformers.__version__}
     versions |= {"torch": torch.__version__, "python": platform.python_version()}
-    recorder.write("end", 0, versions=versions)
+    recorder.write("start", 0, versions=versions)
+    trainer.train()
+    recorder.write("end", 0)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

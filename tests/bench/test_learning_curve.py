@@ -1,5 +1,7 @@
 """The curves of the quickstart's bench, against numbers worked out by hand."""
 
+from typing import Any
+
 import pytest
 
 from bench.learning_curve import ours, time_to, trls, value_at
@@ -13,14 +15,18 @@ def test_goal_is_reached_on_the_line_between_two_measurements():
 
 
 def test_a_goal_that_was_never_reached_has_no_time():
-    assert time_to(RISING, 1.1) is None
+    assert time_to(RISING, 1.1) is time_to([], 0.5) is None
 
 
 def test_the_value_at_a_time_is_the_last_one_known():
     assert [value_at(RISING, t) for t in (0, 59, 60, 1000)] == [0.3, 0.3, 0.6, 0.7]
 
 
-def test_our_clock_starts_at_the_end_of_the_warm_start():
+@pytest.mark.parametrize(
+    "begun", [{"kind": "warmstart"}, {"kind": "start", "doing": "publishing the first weights"}]
+)
+def test_our_clock_starts_with_the_first_weights(begun: dict[str, Any]):
+    """A pretrained model has no warm start."""
     step = {
         "kind": "step",
         "response/tokens_mean": 4.0,
@@ -30,8 +36,10 @@ def test_our_clock_starts_at_the_end_of_the_warm_start():
     }
     curve = ours(
         [
-            {"kind": "warmstart", "step": 0, "elapsed_s": 3.0},
-            {"kind": "warmstart", "step": 0, "elapsed_s": 10.0},
+            {"kind": "start", "doing": "loading the model", "step": 0, "elapsed_s": 2.0},
+            {**begun, "step": 0, "elapsed_s": 3.0},
+            {**begun, "step": 0, "elapsed_s": 10.0},
+            {"kind": "start", "doing": "evaluating", "step": 0, "elapsed_s": 12.0},
             {**step, "step": 1, "elapsed_s": 13.0},
             {**step, "step": 2, "elapsed_s": 15.0},
         ],

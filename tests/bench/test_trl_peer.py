@@ -21,11 +21,15 @@ if spec["bf16"]:
 if spec["time_limit_s"] < 0:
     time.sleep(60)
 with open(spec["out"], "w") as out:
+    print(json.dumps(dict(kind="start", step=0, versions=dict(trl="1"))), file=out)
     for step in (1, 2, 3):
         seconds = step / spec["microbatches"]
         record = dict(kind="step", step=step, elapsed_s=seconds, generate_s=0.1, cpu_s=step * spec["threads"])
         print(json.dumps(record | dict(tokens=7)), file=out)
-    print(json.dumps(dict(kind="end", step=0, versions=dict(trl="1"))), file=out)
+    if spec["time_limit_s"] < 1:
+        out.flush()
+        time.sleep(60)
+    print(json.dumps(dict(kind="end", step=0)), file=out)
 os.abort()
 """
 
@@ -53,6 +57,14 @@ def test_a_layout_that_hangs_is_ended(
     monkeypatch.setattr(trl_peer, "START_S", 3.0)
     with pytest.raises(PeerFailed, match=r"trl\.log"):
         train(python, spec(tmp_path, limit_s=-1.0), Layout(1, 1, 1))
+
+
+def test_what_a_late_layout_did_counts(
+    python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(trl_peer, "START_S", 3.0)
+    curve, versions = train(python, spec(tmp_path, limit_s=0.5), Layout(1, 1, 1))
+    assert (curve.ended, versions) == ([1.0, 2.0, 3.0], {"trl": "1"})
 
 
 @pytest.mark.parametrize(("judge", "best"), [("wall", Layout(1, 2, 2)), ("cpu", Layout(1, 1, 1))])
