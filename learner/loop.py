@@ -175,10 +175,11 @@ class Learner(WhileWaiting):
 
     def look(self) -> None:
         """Notes, before each poll for groups, that the learner is alive, and reads the answers of evaluations,
-        each of which is recorded as soon as it is complete. Before the first step it tells how far
-        the first evaluation is."""
+        each of which is recorded as soon as it is complete, and whether rewards fail. Before the first step it
+        tells how far the first evaluation is."""
         self.progress.beat()
         self.heldout.collect()
+        self.buffer_metrics.record_failures(self.step, self.totals)
         if self.step == 0:
             self.heldout.tell_progress()
 

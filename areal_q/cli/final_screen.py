@@ -12,7 +12,6 @@ from areal_q.evaluation.estimates import Evaluation, read_evaluations
 from areal_q.observability.learning_faults import advice
 from areal_q.observability.metrics_log import TENSORBOARD_DIR, read_metrics
 from areal_q.observability.plots import draw_curves
-from areal_q.observability.reward_signal import RewardFailures
 from areal_q.observability.run_summary import ExampleAnswer, Summary, summarize
 from areal_q.system import command
 from areal_q.system.run_dir import METRICS_FILE, has_checkpoint
@@ -33,19 +32,15 @@ def last_screen(run: Run, run_dir: Path, console: Console | None = None) -> None
         curves = str(error)
     except OSError:  # the run's directory may be read-only
         curves = ""
-    failures = RewardFailures(run.task, run.reward, records)
-    console.print(_screen(run, run_dir, summary, failures, curves), highlight=False)
+    console.print(_screen(run, run_dir, summary, curves), highlight=False)
 
 
-def _screen(
-    run: Run, run_dir: Path, summary: Summary, failures: RewardFailures, curves: str
-) -> RenderableType:
+def _screen(run: Run, run_dir: Path, summary: Summary, curves: str) -> RenderableType:
     parts: list[RenderableType] = [Text(), Text(f"{run.name}: {summary.title}", "bold")]
     count, rows = len(summary.faults), summary.rows
     # What comes first may be the cause of the others, so that only its advice is given.
     change = [("", f"→ {advice(summary.faults[0], run)}")] if count else []
-    failed = [("last failure", f"✗ {failures}")] if failures.count else []
-    parts.append(_pairs([*rows[:count], *change, *rows[count:], *failed]))
+    parts.append(_pairs([*rows[:count], *change, *rows[count:]]))
     if evaluations := read_evaluations(run_dir):
         parts += [Text(), _pairs([_evaluation(e) for e in evaluations])]
     if summary.answers:

@@ -108,7 +108,7 @@ class PlainView(_Following):
             if record["kind"] == "warning":
                 self.note(f"warning: {record['message']}")
             elif always or (
-                due and record is fresh[-1] and record["kind"] not in ("start", "waiting")
+                due and record is fresh[-1] and record["kind"] in ("warmstart", "step")
             ):
                 self.note(plain_line(record, self.history))
                 self._next_line = time.monotonic() + PLAIN_EVERY_S

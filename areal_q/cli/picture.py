@@ -18,6 +18,7 @@ from areal_q.observability.run_summary import (
     is_supervised,
     of_heldout,
     shown,
+    unscored,
 )
 from areal_q.system.command import escaped
 
@@ -83,11 +84,14 @@ def _figures(history: History, width: int) -> RenderableType:
     """Returns the labelled numbers, in two columns if there is room."""
     last = history.last or {}
     rows = figures(last, SUPERVISED_ROWS if is_supervised(last) else LIVE_ROWS)
+    if history.course:
+        rows.insert(1, ("reward so far", history.course))
     if history.evals and "eval/loss" in history.evals[-1]:
         rows.insert(1, ("held-out", shown("{eval/loss:.4f} nats a token", history.evals[-1])))
     elif heldout := of_heldout(history.evals):
         best = history.best_eval
         told = f", best {shown(ACCURACY, best)} at {best['step']}" if best else ""
+        told += unscored(heldout[-1], "eval")
         rows.insert(1, ("held-out", shown(ACCURACY, heldout[-1]) + told))
     rows[2:2] = [(name, shown("{x:.3f}", {"x": value})) for name, value in history.sets.items()]
     grid = Table.grid(padding=(0, 2))

@@ -15,10 +15,11 @@ from typing import Literal, get_args
 from areal_q.config import PretrainedModel, Run, SmallModel
 from areal_q.config.tasks import chat_of
 from areal_q.observability.metrics_log import Record
-from areal_q.observability.reward_signal import reward_name
+from areal_q.observability.reward_signal import RewardFailures, reward_name
 
 FaultName = Literal[
-    "policy ran away",
+    "policy diverged",
+    "rewards fail",
     "reward contradicts",
     "records set aside",
     "responses cut off",
@@ -42,9 +43,9 @@ JUMP = 100.0
 """Times the median gradient norm before that is a jump; after equal rewards it may, so only with a fall.
 Chosen: the largest was 9.3 in the runs of tests/helpers/ruined_runs, 1.8 in the healthy one of them, and
 1.5 in the 63 of bench/results/stability.csv."""
-SET_ASIDE_SHARE = 0.1
-"""Share of the groups and of what was set aside from which that is a fault. Chosen: below it the work that is
-lost is less than a tenth, and the count in buffer/quarantined says enough."""
+LOST_SHARE = 0.1
+"""Share of the groups that were set aside, or of the responses without a score, from which that keeps a run
+from learning. Chosen: below it the work that is lost is less than a tenth."""
 SOLVED = 0.9
 """Held-out accuracy from which uniform groups are a success."""
 FEW = 2
@@ -62,6 +63,8 @@ class Fault:
     says: str
     always: bool = False
     """True if it has lasted since the first step."""
+    minor: bool = False
+    """True if the run may learn all the same."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,8 @@ class LearningJudge:
     """
 
     def __init__(self) -> None:
-        self._steps = self._equal = self._flat = self._cut = self._away = 0
+        self._steps = self._equal = self._flat = self._cut = self._away = self._failing = 0
+        self._failures = RewardFailures()
         self._recent: deque[Record] = deque(maxlen=AVERAGED)
         self._uniform: deque[float] = deque(maxlen=LASTING)
         """Shares of uniform groups."""
@@ -104,6 +108,7 @@ class LearningJudge:
         """Responses that are right, or wrong, by a second opinion, and those the reward contradicts."""
 
     def add(self, record: Record) -> None:
+        self._failures.add(record)
         if record["kind"] == "step":
             self._add_step(record)
         elif record["kind"] == "eval" and record.get("eval/accuracy") is not None:
@@ -116,10 +121,12 @@ class LearningJudge:
         """Returns the present faults. If the run is `over`, what lasted for all of fewer than LASTING steps is
         one as well."""
         lasting = min(LASTING, max(1, self._steps)) if over else LASTING
-        return [*self._causes(lasting), *self._collapse(), *self._flatness(lasting)]
+        found = [*self._causes(lasting), *self._collapse(), *self._flatness(lasting)]
+        return sorted(found, key=lambda fault: fault.minor)
 
     def _add_step(self, record: Record) -> None:
         self._steps += 1
+        self._failing += bool(self._failures)
         norm = record.get("train/grad_norm") or 0.0
         before = [n for r in self._recent if (n := r.get("train/grad_norm"))]
         if len(before) >= LASTING and (times := norm / statistics.median(before)) >= JUMP:
@@ -157,18 +164,19 @@ class LearningJudge:
     def _runaway(self) -> Iterator[Fault]:
         if at := self._furthest:
             told = f"step {at['step']} moved the policy by {abs(at['policy/kl']):.3g} nats a token"
-            if ratio := at.get("policy/ratio_max"):
+            # A ratio near 1 was taken before the step moved anything.
+            if (ratio := at.get("policy/ratio_max") or 0.0) > math.exp(AWAY_NATS):
                 told += f", the largest ratio was {ratio:.2g}"
-            yield Fault("policy ran away", self._away, f"{told}: beyond any clip")
+            yield Fault("policy diverged", self._away, f"{told}: beyond any clip")
         elif self._jump[0] and [*self._collapse()]:
             times, step, norm = self._jump
             told = f"the gradient norm of step {step} was {norm:.3g}, {times:.0f} times the median before"
-            yield Fault("policy ran away", 1, told)
+            yield Fault("policy diverged", 1, told)
 
     def _set_aside(self) -> Iterator[Fault]:
         newest = self._recent[-1] if self._recent else {}
         refused, groups = newest.get("buffer/quarantined") or 0, newest.get("buffer/groups") or 0
-        if refused > max(FEW, SET_ASIDE_SHARE * (groups + refused)):
+        if refused > max(FEW, LOST_SHARE * (groups + refused)):
             told = (
                 f"{refused:.0f} records were set aside, beside {groups:.0f} groups that were taken"
             )
@@ -176,6 +184,9 @@ class LearningJudge:
 
     def _causes(self, lasting: int) -> Iterator[Fault]:
         yield from self._runaway()
+        if failures := self._failures:
+            minor = failures.left_out < max(1, LOST_SHARE * failures.responses)
+            yield Fault("rewards fail", max(1, self._failing), str(failures), minor=minor)
         for kind, against, said in (
             ("right", "right_refused", "wrong"),
             ("wrong", "wrong_accepted", "right"),
@@ -252,17 +263,25 @@ def learning_faults(records: Iterable[Record]) -> list[Fault]:
 
 
 def with_advice(faults: Sequence[Fault], run: Run) -> list[tuple[Fault, str]]:
-    """Returns each fault with what to change, or where to look; all but the first may be its consequences."""
-    first = [(fault, advice(fault, run)) for fault in faults[:1]]
-    return first + [(fault, f"mend first: {faults[0].name}") for fault in faults[1:]]
+    """Returns each fault with what to change, or where to look; all but the first and the minor ones may be its
+    consequences."""
+    return [
+        (fault, advice(fault, run) if fault.minor or not i else f"mend first: {faults[0].name}")
+        for i, fault in enumerate(faults)
+    ]
 
 
 def advice(fault: Fault, run: Run) -> str:
     """Returns what to change in the settings of `run`, or where to look, as if nothing else were wrong."""
     match fault.name:
-        case "policy ran away" | "reward collapsed":
+        case "policy diverged" | "reward collapsed":
             lr = run.learner.optimizer.lr
             return f"a smaller learner.optimizer.lr (now {lr:g}), from a checkpoint before it"
+        case "rewards fail":
+            mended = f"mend the reward {reward_name(run.task, run.reward)}"
+            return (
+                f"{mended}, or raise reward.timeout_s (now {run.reward.timeout_s:g}) if it is slow"
+            )
         case "reward contradicts":
             return f"mend the reward {reward_name(run.task, run.reward)}"
         case "records set aside":

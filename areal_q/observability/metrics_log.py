@@ -5,9 +5,9 @@ A line is a flat JSON object, so that every tool can read it:
     {"kind": "step", "step": 12, "elapsed_s": 61.2, "time_s": 1767225600.1, "reward/mean": 0.63, …}
 
 `kind` is note (a `message` about the run), start (what is `doing` before the first step), warmstart, waiting
-(for agents, before step `step`), step, eval, warning or end. Keys with a slash are metrics, `area/name_unit`;
-other keys (`workers`, `samples`, `reason`) hold what is no number. The live view, the summary and the curves
-are made from this file alone.
+(for agents, before step `step`), failing (of rewards, counted since the start), step, eval, warning or end.
+Keys with a slash are metrics, `area/name_unit`; other keys (`workers`, `samples`, `reason`) hold what is no
+number. The live view, the summary and the curves are made from this file alone.
 """
 
 import logging
@@ -27,7 +27,7 @@ from areal_q.system.run_dir import METRICS_FILE
 
 logger = logging.getLogger(__name__)
 
-Kind = Literal["note", "start", "warmstart", "waiting", "step", "eval", "warning", "end"]
+Kind = Literal["note", "start", "warmstart", "waiting", "failing", "step", "eval", "warning", "end"]
 Record = dict[str, Any]
 
 TENSORBOARD_DIR = "tensorboard"

@@ -1,14 +1,15 @@
 """Progress of a run, kept up to date record by record, for the views and for the log of a learner service."""
 
+import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean, variance
 
 from areal_q.config import Run
 from areal_q.observability.learning_faults import FAULTS, FaultName, LearningJudge, with_advice
 from areal_q.observability.metrics_log import Record, read_metrics
-from areal_q.observability.reward_signal import RewardFailures
 from areal_q.observability.run_summary import (
     Gap,
     duration,
@@ -26,9 +27,9 @@ from areal_q.system.run_dir import METRICS_FILE
 LINE_EVERY_S = 15.0
 """Seconds from one progress line in a service's log to the next."""
 _WINDOW = 20
-"""Steps over which the time left is estimated."""
+"""Steps over which the time left is estimated, and whose halves say whether the reward rises."""
 _AGAIN = 10
-"""A warning is repeated once its count has grown by this factor."""
+"""A warning is repeated once its steps have grown by this factor."""
 
 
 class History:
@@ -40,6 +41,8 @@ class History:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.recent: deque[Record] = deque(maxlen=_WINDOW)
+        self._first: list[float] = []
+        """The mean rewards of the first tenth of the steps"""
         self.evals: list[Record] = []
         self.doing = ""
         """What the learner does before the first step, as text; empty before it says so."""
@@ -59,6 +62,11 @@ class History:
             case "step":
                 self.warning = ""
                 self.recent.append(record)
+                reward = record.get("reward/mean")
+                if reward is not None and len(self._first) < max(
+                    _WINDOW // 2, self.run.steps // 10
+                ):
+                    self._first.append(reward)
                 self.unfaithful |= {problem.engine: problem for problem in unfaithful([record])}
             case "eval":
                 self.evals.append(record)
@@ -108,6 +116,21 @@ class History:
         return pace * (self.run.steps - self.step)
 
     @property
+    def course(self) -> str:
+        """The reward from the first tenth of the steps to the newest, such as "0.187 → 0.642, rising by 0.031
+        in 10 steps"; empty before there are _WINDOW steps. A change within two standard errors is none."""
+        means = [m for record in self.recent if (m := record.get("reward/mean")) is not None]
+        if len(means) < _WINDOW:
+            return ""
+        half = _WINDOW // 2
+        before, now = means[:half], means[half:]
+        change, error = fmean(now) - fmean(before), math.hypot(*map(_error, (before, now)))
+        way = f"{'rising' if change > 0 else 'falling'} by {abs(change):.3f} in {half} steps"
+        if abs(change) <= 2 * error:
+            way = "level"
+        return f"{fmean(self._first):.3f} → {fmean(now):.3f}, {way}"
+
+    @property
     def best_eval(self) -> Record | None:
         """The evaluation with the best held-out accuracy, of those that were answered in time; None without."""
         key = "eval/accuracy"
@@ -118,6 +141,11 @@ class History:
     def sets(self) -> dict[str, float | None]:
         """The newest accuracy of each evaluation set, or task of a mixture, by name."""
         return {name: value for r in self.evals for name, value in set_accuracies(r).items()}
+
+
+def _error(values: Sequence[float]) -> float:
+    """Returns the standard error of the mean."""
+    return math.sqrt(variance(values) / len(values))
 
 
 def open_episodes(record: Record) -> str:
@@ -153,8 +181,7 @@ def plain_line(record: Record, history: History) -> str:
 
 
 class FaultWatch:
-    """Finds faults of a run in progress, those of learning and failing rewards, and words the warnings that a
-    view shows."""
+    """Finds faults of a run in progress, and words the warnings that a view shows."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -164,11 +191,9 @@ class FaultWatch:
     def restart(self) -> None:
         """Forgets the records, which are given again from the first one on."""
         self._judge = LearningJudge()
-        self._failures = RewardFailures(self._run.task, self._run.reward)
 
     def add(self, record: Record) -> None:
         self._judge.add(record)
-        self._failures.add(record)
 
     def lasting(self) -> dict[FaultName, int]:
         """Returns for how many steps each fault has lasted; 0 without it."""
@@ -180,19 +205,18 @@ class FaultWatch:
         return [text for _, _, text in self._problems()]
 
     def due(self) -> list[str]:
-        """Returns the warnings that are new, or whose count has grown tenfold since they were last returned."""
+        """Returns the warnings that are new, or whose steps have grown tenfold since they were last
+        returned."""
         found = [p for p in self._problems() if p[1] >= _AGAIN * self._said.get(p[0], 0)]
-        self._said |= {name: count for name, count, _ in found}
+        self._said |= {name: steps for name, steps, _ in found}
         return [text for _, _, text in found]
 
     def _problems(self) -> list[tuple[str, int, str]]:
-        """Returns (name, count, sentence) of each present fault."""
-        problems = []
-        if self._failures.count:
-            problems.append(("failed", self._failures.count, str(self._failures)))
-        for fault, change in with_advice(self._judge.faults(), self._run):
-            problems.append((fault.name, fault.steps, f"{fault.says}; {change}"))
-        return problems
+        """Returns (name, steps, sentence) of each present fault."""
+        return [
+            (fault.name, fault.steps, f"{fault.says}; {change}")
+            for fault, change in with_advice(self._judge.faults(), self._run)
+        ]
 
 
 class ProgressLog:
@@ -223,7 +247,9 @@ class ProgressLog:
             self._say(f"{self._run.name}: {summary.title}")
             for label, value in [*summary.rows, ("model", str(self._path.parent / "hf"))]:
                 self._say(f"  {label:<17}  {value}")
-        elif kind == "eval" or (kind != "warning" and time.monotonic() >= self._next_line):
+        elif kind == "eval" or (
+            kind not in ("warning", "failing") and time.monotonic() >= self._next_line
+        ):
             self._say(plain_line(record, self._history).strip())
             self._next_line = time.monotonic() + self._every_s
         for sentence in self._faults.due():

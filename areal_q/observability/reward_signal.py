@@ -1,59 +1,60 @@
 """Rewards whose computation fails: their counts are in the metrics, and the newest cause in each worker's
 heartbeat."""
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from areal_q.config import Mix, Python, RewardConfig, TaskConfig
 
-_StepMetrics = Mapping[str, Any]
+_CAUSE = "buffer/invalid/"
 
 
 class RewardFailures:
-    """What a run's records say of failed rewards; `add` takes them one by one."""
+    """What a run's records say of failed rewards, those of dropped groups as well; `add` takes them one by one.
 
-    def __init__(
-        self, task: TaskConfig, reward: RewardConfig, records: Iterable[_StepMetrics] = ()
-    ) -> None:
-        self._name = reward_name(task, reward)
-        self.count, self._last = 0, ""
-        for record in records:
-            self.add(record)
+    Example: "the reward failed for 30 of 120 responses (25.0%), exception 20, timeout 10: raised KeyError: 'a',
+    in mine.py:7 (rollout-0)"
+    """
 
-    def add(self, record: _StepMetrics) -> None:
-        self.count += failed_rewards([record])[0]
+    def __init__(self) -> None:
+        self.count = self.responses = self.left_out = self._evaluated = 0
+        """Numbers of responses: whose reward failed; of all; of those out of training for it; of answers to
+        the newest evaluation that have no score"""
+        self._causes: dict[str, float] = {}
+        self._last = ""
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        if record.get("buffer/responses") is not None:
+            self.count = round(record.get("buffer/reward_errors") or 0)
+            self.responses = round(record["buffer/responses"])
+            counts = {k.removeprefix(_CAUSE): v for k, v in record.items() if k.startswith(_CAUSE)}
+            self._causes = {cause: n for cause, n in counts.items() if n}
+            self.left_out = round(sum(self._causes.values()))
+        if record["kind"] == "eval":
+            self._evaluated = round(
+                sum(v or 0 for k, v in record.items() if k.endswith("/invalid"))
+            )
         # In the learner itself they are structs.
         for worker in msgspec.to_builtins(record.get("workers", [])):
             if failure := worker.get("failure"):
                 self._last = f": {failure} ({worker['worker']})"
 
+    def __bool__(self) -> bool:
+        """True if a reward failed. Of agents, who may report a failure and then succeed, counts tell."""
+        return bool(self.count or self._evaluated or (self._last and not self.responses))
+
     def __str__(self) -> str:
         """How often the reward failed, and how it did so last."""
-        count = "once" if self.count == 1 else f"{self.count:,} times"
-        return f"the reward {self._name} failed {count}{self._last}"
-
-
-def failed_rewards(steps: Iterable[_StepMetrics]) -> tuple[int, Counter[str]]:
-    """Returns (number of responses whose reward failed, this number by cause) over `steps`."""
-    total, causes = 0.0, Counter()
-    for step in steps:
-        failed = max(step.get("reward/errors") or 0.0, step.get("reward/invalid") or 0.0)
-        total += failed
-        for key, value in step.items() if failed else ():
-            if key.startswith("reward/invalid/") and value:
-                causes[key.removeprefix("reward/invalid/")] += value
-    return round(total), causes
-
-
-def failed_text(failed: int, causes: Counter[str], responses: int) -> str:
-    """Returns a text such as "30 of 120 responses (25.0%), exception 20, timeout 10". `responses` is the number
-    of all responses, or 0 if it is unknown."""
-    share = f" of {responses:,} responses ({failed / responses:.1%})" if responses else " responses"
-    told = "".join(f", {cause} {count:.0f}" for cause, count in causes.most_common())
-    return f"{failed:,}{share}{told}"
+        if self.count:
+            share = f"{self.count:,} of {self.responses:,} responses ({self.count / self.responses:.1%})"
+            by_cause = sorted(self._causes.items(), key=lambda item: -item[1])
+            told = "".join(f", {cause} {count:,.0f}" for cause, count in by_cause)
+            return f"the reward failed for {share}{told}{self._last}"
+        if self._evaluated:
+            return f"{self._evaluated:,} answers of the evaluation have no score{self._last}"
+        return f"the reward fails{self._last}"
 
 
 def reward_name(task: TaskConfig, reward: RewardConfig) -> str:

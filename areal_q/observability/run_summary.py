@@ -10,7 +10,6 @@ from typing import Any
 from areal_q.config import Run
 from areal_q.observability.learning_faults import Fault, learning_faults
 from areal_q.observability.metrics_log import Record
-from areal_q.observability.reward_signal import failed_rewards, failed_text
 from areal_q.system.disk import size
 
 SUMMARY_ROWS = (
@@ -164,11 +163,6 @@ def summarize(records: Sequence[Record], run: Run) -> Summary:
         for gap in gaps(steps)
         if not gap.faithful or gap.noise_nats is not None
     ]
-    failed, causes = failed_rewards(steps)
-    if failed:
-        drawn = run.learner.groups * run.learner.group_size * len(steps)
-        told = failed_text(failed, causes, drawn)
-        warnings.append(("reward failed", f"✗ {told}"))
     faults = learning_faults(records)
     rows = [
         *((fault.name, f"✗ {fault.says}") for fault in faults),
@@ -210,7 +204,8 @@ def _set_rows(evals: list[Record]) -> Iterable[tuple[str, str]]:
         first, last = (shown("{" + key + ":.3f}", record) for record in (its[0], its[-1]))
         passed = [k for k in its[-1] if k.startswith(f"eval/{name}/pass_at_")][-1:]
         told = [f"pass@{k.rpartition('_')[2]} {its[-1][k]:.3f}" for k in passed]
-        told.append(plural(round(its[-1][f"eval/{name}/problems"]), "problem"))
+        asked = plural(round(its[-1][f"eval/{name}/problems"]), "problem")
+        told.append(asked + unscored(its[-1], f"eval/{name}"))
         yield name, f"{first} → {last}   ({', '.join(told)})"
 
 
@@ -227,7 +222,14 @@ def step_line(step: Record) -> str:
 def held_out(record: Record) -> str:
     """Returns what an evaluation measured, such as "held-out accuracy 0.500, loss 1.2345"."""
     rows = figures(record, HELD_OUT) or [("accuracy", shown(ACCURACY, record))]
-    return "held-out " + ", ".join(f"{label} {value}" for label, value in rows)
+    told = ", ".join(f"{label} {value}" for label, value in rows)
+    return f"held-out {told}{unscored(record, 'eval')}"
+
+
+def unscored(record: Record, name: str) -> str:
+    """Returns how many answers an evaluation's accuracy leaves out, such as ", 354 answers without a score"."""
+    count = round(record.get(f"{name}/invalid") or 0)
+    return f", {plural(count, 'answer')} without a score" if count else ""
 
 
 def _held_out_rows(evals: list[Record], run: Run) -> Iterable[tuple[str, str]]:
@@ -243,6 +245,7 @@ def _held_out_rows(evals: list[Record], run: Run) -> Iterable[tuple[str, str]]:
         known = known or evals  # no answer could be scored
         first, last = known[0], known[-1]
         problems = f", {last['eval/problems']:.0f} problems" if "eval/problems" in last else ""
+        problems += unscored(last, "eval")
         times = f"from {duration(first['elapsed_s'])} to {duration(last['elapsed_s'])}{problems}"
         yield label, f"{shown(template, first)} → {shown(template, last)}   ({times})"
         if timely := [r for r in known if in_time(r, key, run)]:

@@ -1,7 +1,6 @@
 """Rewards whose computation failed: their counts by cause over all responses read, and another treatment of
 them in a replay."""
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,7 +12,6 @@ from areal_q.errors import ConfigError, TaskError
 from areal_q.messages import FailureCause, Group, WorkerStatus
 from buffer.sampling.replay_pool import SampledGroups
 
-logger = logging.getLogger(__name__)
 CAUSES: tuple[FailureCause, ...] = get_args(FailureCause)
 FEWEST = 256
 """The least number of responses that must fail, without exception, before the reward counts as broken."""
@@ -35,29 +33,18 @@ class Failures:
         """Number of rewards that failed, including those that count as 0."""
         self.invalid: Counter[str] = Counter()
         """Number of responses left out of training, by the cause of the failure."""
-        self._warn_at = 1
 
     def add(self, group: Group) -> None:
-        """Counts the responses of a group and logs failures. Raises NeverScored if no reward ever worked."""
-        if not self.count(group):
-            return
-        total = self.invalid.total()
-        causes = ", ".join(f"{count} {cause}" for cause, count in self.invalid.most_common())
-        if total == self.responses >= self._hopeless:
+        """Counts the responses of a group. Raises NeverScored if no reward ever worked."""
+        self.count(group)
+        if (total := self.invalid.total()) == self.responses >= self._hopeless:
+            causes = ", ".join(f"{count} {cause}" for cause, count in self.invalid.most_common())
             raise NeverScored(
                 f"the reward failed for all of the first {total} responses ({causes})"
             )
-        # The 1st, 2nd, 4th, 8th … only, so that failures do not flood the log.
-        if total >= self._warn_at:
-            self._warn_at = 2 * total
-            logger.warning(
-                "the reward failed for %d of %d responses (%s); they are left out of training, and "
-                "the workers' logs say how it failed",
-                *(total, self.responses, causes),
-            )
 
-    def count(self, group: Group) -> bool:
-        """Counts the responses of a group; returns True if any has no valid reward."""
+    def count(self, group: Group) -> None:
+        """Counts the responses of a group."""
         failed = [t for t in group.trajectories if not t.valid]
         self.responses += len(group.trajectories)
         self.errors += len(failed)
@@ -65,7 +52,6 @@ class Failures:
             t.valid and t.reward_parts.get("error", 0) > 0 for t in group.trajectories
         )
         self.invalid.update(str(t.failure) for t in failed)
-        return bool(failed)
 
     def metrics(self) -> dict[str, float]:
         by_cause = {f"buffer/invalid/{cause}": float(self.invalid[cause]) for cause in CAUSES}

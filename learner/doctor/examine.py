@@ -75,11 +75,10 @@ def examine(directory: Path, first: int | None, stop: int | None, console: Conso
         except CheckpointError as error:
             note = f"no decomposition: {error}"
     tokens = probe.table() if probe.parts else empty()
-    metrics = [r.metrics for r in records if r.step >= first]
-    disagreement = mean(metrics, "routing/disagreement")
+    disagreement = mean((r.metrics for r in records if r.step >= first), "routing/disagreement")
     experts = bool(model and model.sparse_layers)
     faults = learning_faults(_of_whole_run(directory, records))
-    case = Case(run, facts, tokens, disagreement, experts, metrics, faults, probe.noise_rms())
+    case = Case(run, facts, tokens, disagreement, experts, faults, probe.noise_rms())
     findings = diagnose(case)
     return Examined(directory, run, first, stop, facts, tokens, findings, exact, note)
 

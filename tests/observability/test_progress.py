@@ -95,6 +95,29 @@ def test_no_view_calls_a_late_evaluation_the_best(settings, late_by, best):
     assert ("0.400, best 0.200 at 50" in console.export_text()) == (best is not None)
 
 
+@pytest.mark.parametrize(
+    ("rewards", "told"),
+    [
+        ([0.1] * 19, ""),
+        ([0.1] * 20, "0.100 → 0.100, level"),
+        ([0.1] * 10 + [0.5] * 20, "0.100 → 0.500, level"),
+        ([i / 100 for i in range(40)], "0.045 → 0.345, rising by 0.100 in 10 steps"),
+        ([1 - i / 100 for i in range(20)], "0.955 → 0.855, falling by 0.100 in 10 steps"),
+        ([0.5, 0.7] * 9 + [0.5, 0.8], "0.600 → 0.610, level"),
+        ([0.1, None] * 20, ""),
+    ],
+)
+def test_the_course_of_the_reward_is_told_in_words(rewards, told):
+    history = History(load(None, ["steps=40"]))
+    for step, reward in enumerate(rewards, start=1):
+        record = {"kind": "step", "step": step, "elapsed_s": 1.0, "reward/mean": reward}
+        history.add(record)
+    assert history.course == told
+    console = Console(width=120, record=True, file=StringIO())
+    console.print(picture("demo", history, 1.0))
+    assert (f"reward so far  {told}" in console.export_text()) == bool(told)
+
+
 def test_log_warns_of_a_fault_once_and_knows_what_was_before(tmp_path):
     """The accuracy falls in a second learner's part, from what the first one's reached."""
     run = load("quickstart", ["steps=9"])

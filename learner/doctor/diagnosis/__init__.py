@@ -19,18 +19,18 @@ def diagnose(case: Case) -> list[Finding]:
     errors first; empty if nothing is wrong. In a run that does not learn, a gap or a text that looks wrong
     is a consequence as likely as a cause, so that it is a note at most."""
     run = [
-        Finding(fault.name, "error", fault.steps, fault.says, change)
+        Finding(fault.name, "warning" if fault.minor else "error", fault.steps, fault.says, change)
         for fault, change in with_advice(case.faults, case.run)
     ]
     others = [*_found(GAP_RULES, case), *_found(TEXT_RULES, case)]
-    if run:
+    if run and run[0].severity == "error":
         first = f"mend first: {run[0].name}"
         others = [
             f if f.severity == "error" else replace(f, severity="note", change=first)
             for f in others
         ]
-    steps = [*_found(RECORD_RULES, case), *others]
-    return [*run, *sorted(steps, key=lambda f: ("error", "warning", "note").index(f.severity))]
+    found = [*run, *_found(RECORD_RULES, case), *others]
+    return sorted(found, key=lambda f: ("error", "warning", "note").index(f.severity))
 
 
 def _found(rules: Sequence[Rule], case: Case) -> list[Finding]:

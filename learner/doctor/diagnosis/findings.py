@@ -1,6 +1,6 @@
 """The input of the doctor's rules, and the findings that they return."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,8 +25,6 @@ class Case:
     were recorded."""
     experts: bool = False
     """True if the model has experts."""
-    metrics: Sequence[Mapping[str, float | None]] = ()
-    """The metrics of each examined step."""
     faults: Sequence[Fault] = ()
     """Why the whole run does not learn, causes first."""
     noise_rms: float = 0.0

@@ -1,7 +1,6 @@
-"""Rules about what a run recorded, whatever its model computes: log-probs, padding, settings, failures."""
+"""Rules about what a run recorded, whatever its model computes: log-probs, padding, settings."""
 
-from areal_q.observability.reward_signal import failed_rewards, failed_text
-from learner.doctor.diagnosis.findings import SOME_SHARE, Case, Finding, Rule
+from learner.doctor.diagnosis.findings import Case, Finding, Rule
 
 
 def _missing_logprobs(case: Case) -> Finding | None:
@@ -83,25 +82,7 @@ def _sampling_settings(case: Case) -> Finding | None:
     )
 
 
-def _failing_rewards(case: Case) -> Finding | None:
-    failed, causes = failed_rewards(case.metrics)
-    if not failed:
-        return None
-    learner = case.run.learner
-    responses = learner.groups * learner.group_size * len(case.metrics)
-    share = failed / responses
-    return Finding(
-        "failing rewards",
-        "error" if share >= SOME_SHARE else "warning",
-        share,
-        f"the reward failed for {failed_text(failed, causes, responses)}",
-        "the exception stands in logs/rollout-*.log, behind `reward failed`: mend the reward, "
-        "or raise reward.timeout_s",
-    )
-
-
 RECORD_RULES: tuple[Rule, ...] = (
-    _failing_rewards,
     _missing_logprobs,
     _positive_logprobs,
     _zero_logprobs,

@@ -40,7 +40,7 @@ RUINED: dict[str, list[str]] = {
 was taught, which it would learn in the end."""
 EXPECTED: dict[str, list[FaultName]] = {
     "healthy": [],
-    "learning rate × 100": ["policy ran away", "responses cut off", "reward is flat"],
+    "learning rate × 100": ["policy diverged", "responses cut off", "reward is flat"],
     "max_tokens 1": ["responses cut off"],
     "wrong reward": ["reward contradicts"],
     "constant reward": ["reward contradicts", "reward is flat"],
