@@ -42,6 +42,73 @@ _INSTEAD_OF_LISTS = {
     "task": '; several are type = "mix" with a table for each, [task.sources.NAME] (docs/data.md)',
 }
 """What is written where other programs have a list of tables"""
+_TRACKERS = 'trackers = [{type = "wandb", project = "NAME"}]'
+_PASSES = "steps, each of learner.groups problems"
+_MEMORY = "learner.microbatch_tokens, which bounds memory and changes no result"
+OURS = {
+    "learning_rate": "learner.optimizer.lr",
+    "actor_learning_rate": "learner.optimizer.lr",
+    "lr": "learner.optimizer.lr",
+    "num_generations": "learner.group_size",
+    "n_samples_per_prompt": "learner.group_size",
+    "rollouts_per_example": "learner.group_size",
+    "n": "learner.group_size",
+    "batch_size": "learner.groups, the problems of a step",
+    "train_batch_size": "learner.groups, the problems of a step",
+    "rollout_batch_size": "learner.groups, the problems of a step",
+    "ppo_mini_batch_size": "learner.minibatches, the updates of a step",
+    "per_device_train_batch_size": f"learner.groups, the problems of a step, and {_MEMORY}",
+    "micro_train_batch_size": _MEMORY,
+    "ppo_micro_batch_size_per_gpu": _MEMORY,
+    "gradient_accumulation_steps": _MEMORY,
+    "num_iterations": "learner.epochs",
+    "ppo_epochs": "learner.epochs",
+    "num_train_epochs": _PASSES,
+    "total_epochs": _PASSES,
+    "max_steps": "steps",
+    "total_training_steps": "steps",
+    "max_async_level": "learner.max_lag",
+    "async_level": "learner.max_lag",
+    "max_completion_length": "rollout.sampling.max_tokens",
+    "max_response_length": "rollout.sampling.max_tokens",
+    "generate_max_len": "rollout.sampling.max_tokens",
+    "max_new_tokens": "rollout.sampling.max_tokens",
+    "max_prompt_length": "none, as prompts are never cut; areal-q check names one that is too long",
+    "temperature": "rollout.sampling.temperature",
+    "beta": "learner.reference_kl.coef, without which there is no reference model",
+    "kl_coef": "learner.reference_kl.coef, without which there is no reference model",
+    "kl_loss_coef": "learner.reference_kl.coef, without which there is no reference model",
+    "init_kl_coef": "learner.reference_kl.coef, without which there is no reference model",
+    "loss_type": "learner.objective.type, and learner.aggregation.type for the mean over tokens",
+    "epsilon": "learner.objective.clip_low and learner.objective.clip_high",
+    "epsilon_high": "learner.objective.clip_high",
+    "clip_ratio": "learner.objective.clip_low and learner.objective.clip_high",
+    "adv_estimator": "learner.advantage.type",
+    "advantage_estimator": "learner.advantage.type",
+    "scale_rewards": "learner.advantage.type, dr_grpo for false",
+    "entropy_coeff": "learner.entropy_coef",
+    "gradient_checkpointing": "learner.recompute",
+    "quantization": "rollout.format",
+    "load_in_4bit": "rollout.format, such as int4",
+    "use_vllm": "rollout.engine.type = 'vllm'",
+    "gpu_memory_utilization": "rollout.engine.kv_cache_bytes of vLLM",
+    "tensor_parallel_size": "rollout.engine.tensor_parallel of vLLM and SGLang",
+    "tensor_model_parallel_size": "rollout.engine.tensor_parallel of vLLM and SGLang",
+    "model_name_or_path": "model.type = 'pretrained' and model.path",
+    "dataset": "task.type and task.path",
+    "dataset_name": "task.type and task.path",
+    "train_files": "task.type and task.path",
+    "val_files": "task.heldout, a share of the data or a file, and eval.sets",
+    "reward_funcs": "reward.path",
+    "eval_steps": "eval.every",
+    "test_freq": "eval.every",
+    "save_steps": "checkpoint.every",
+    "save_freq": "checkpoint.every",
+    "output_dir": "root and name",
+    "report_to": _TRACKERS,
+    "wandb": _TRACKERS,
+}
+"""Where the settings of TRL, verl, OpenRLHF and prime-rl are here, by the last part of their names"""
 
 
 def fault(error: msgspec.ValidationError, table: Table) -> str:
@@ -51,21 +118,50 @@ def fault(error: msgspec.ValidationError, table: Table) -> str:
     if name := quoted(what, "Object contains unknown field"):
         return _unknown(joined(path, name), table)
     if name := quoted(what, "Object missing required field"):
+        if name == "type":
+            one_of = ", ".join(choices(Run, joined(path, name), table))
+            return f"{joined(path, name)} is missing: it is one of {one_of}"
         struct = _struct(path, table)
         tag = f"{path}.type = {struct.tag!r}" if struct and struct.tag else path
         return f"{joined(path, name)} is missing: {tag} needs it"
     given = f"{path} = {value_at(table, path)!r}"
     if what.startswith("Invalid") or path.rpartition(".")[2] == "type":
-        refusal = not_among(str(value_at(table, path)), choices(Run, path, table))
-        return f"{given}: {refusal}{_of_ones_own(path)}"
+        return f"{given}: {_no_choice(path, table)}"
     if "matching regex" in what and path in PATTERNS:
         return f"{given}: must be {PATTERNS[path]}"
     if path.startswith(KEYS):
         names = ", ".join(value_at(table, path.removeprefix(KEYS)))
         return f"{path}, {names}: letters, digits, _ and - after a letter or digit, 64 at most"
-    return (
-        f"{given}: {expectation(what)}{_INSTEAD_OF_LISTS.get(path, '') * ('got `array`' in what)}"
-    )
+    instead = _INSTEAD_OF_LISTS.get(path, "") if "got `array`" in what else ""
+    if "`object" in what and not isinstance(value_at(table, path), list | dict):
+        instead = _in_the_table(path, table)
+    return f"{given}: {expectation(what)}{instead}"
+
+
+def _no_choice(path: str, table: Table) -> str:
+    """Returns why the choice at `path` is none: it may be one of another setting of the learner."""
+    given = str(value_at(table, path))
+    for other in ("learner.advantage", "learner.objective", "learner.aggregation"):
+        if given in choices(Run, f"{other}.type", table):
+            return (
+                f"it is chosen by {other}.type = {given!r}, beside any {path.removesuffix('.type')}"
+            )
+    return not_among(given, choices(Run, path, table)) + _of_ones_own(path)
+
+
+def _in_the_table(path: str, table: Table) -> str:
+    """Returns what to write instead of one value for a whole table: a choice, or a file."""
+    value, structs = value_at(table, path), _structs(path, table)
+    tags = [str(s.tag) for s in structs if s.tag]
+    with_path = (s for s in structs if any(field.name == "path" for field in s.fields))
+    if value in tags:
+        return f"; write {path}.type = {value!r}"
+    if isinstance(value, str) and {*"./"} & {*value} and (struct := next(with_path, None)):
+        kind = f"{path}.type = {struct.tag!r} and " if struct.tag else ""
+        return f"; write {kind}{path}.path = {value!r}"
+    if tags:
+        return f"; {path}.type is one of {', '.join(tags)}"
+    return f"; it has {', '.join(field.name for s in structs[:1] for field in s.fields)}"
 
 
 def _with_name(path: str, error: msgspec.ValidationError, table: Table) -> str:
@@ -90,16 +186,30 @@ def _put(table: Table, keys: list[str], value: Any) -> Table:
 
 def _unknown(path: str, table: Table) -> str:
     parent, _, name = path.rpartition(".")
+    if tags := [s.tag for s in _structs(parent, table) if any(f.name == name for f in s.fields)]:
+        which = " or ".join(map(repr, tags))
+        return f"{path}: no such setting; did you mean {parent}.type = {which}, which has it?"
+    if here := _ours(path, value_at(table, path)):
+        return here
     struct = _struct(parent, table)
     beside = [joined(parent, field.name) for field in struct.fields] if struct else []
     if near := get_close_matches(path, beside, n=1, cutoff=0.7):
         return f"{path}: no such setting; did you mean {near[0]}?{_of_ones_own(path)}"
-    if others := sorted(set(_elsewhere(parent, name, table))):
+    if others := _elsewhere(name):
         return f"{path}: no such setting; did you mean {' or '.join(others[:3])}?"
     where = f"{parent} has" if parent else "there are"
     names = ", ".join(name.rpartition(".")[2] for name in beside)
     listed = f"{where} {names} (areal-q settings lists all)"
     return f"{path}: no such setting; {listed}{_of_ones_own(path)}"
+
+
+def _ours(path: str, value: Any) -> str:
+    """Returns a sentence on what a setting of another program is called here; it may be anywhere in a table
+    that only the other has. Empty if it is of none."""
+    if isinstance(value, dict):
+        return next(filter(None, (_ours(f"{path}.{key}", value[key]) for key in value)), "")
+    name = path.rpartition(".")[2]
+    return f"{path}: no such setting; here it is {OURS[name]}" if name in OURS else ""
 
 
 def _of_ones_own(path: str) -> str:
@@ -108,15 +218,11 @@ def _of_ones_own(path: str) -> str:
     return f"; of your own: {path.rpartition('.')[0]}.path=FILE" if asked else ""
 
 
-def _elsewhere(parent: str, name: str, table: Table) -> Iterator[str]:
-    """Settings of that very name under another choice of `parent`, or in another place."""
-    tags = [s.tag for s in _structs(parent, table) if any(f.name == name for f in s.fields)]
-    if tags:
-        yield f"{parent}.type = {' or '.join(repr(tag) for tag in tags)}, which has it"
-        return
+def _elsewhere(name: str) -> list[str]:
+    """Returns the settings, in any place, whose names are nearest to `name`."""
     leaves = [path.rpartition(".")[2] for path in _all_paths()]
     near = get_close_matches(name, leaves, n=1, cutoff=0.8)
-    yield from (path for path, leaf in zip(_all_paths(), leaves, strict=True) if leaf in near)
+    return [path for path, leaf in zip(_all_paths(), leaves, strict=True) if leaf in near]
 
 
 def _struct(path: str, table: Table) -> StructType | None:

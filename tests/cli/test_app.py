@@ -12,7 +12,7 @@ from helpers.paths import EXECUTABLE
 import areal_q
 from areal_q.cli.app import ELSEWHERE, GROUPS, app
 from areal_q.cli.launcher import plan
-from areal_q.config import Run, load
+from areal_q.config import Run, faults, load
 from areal_q.config.load import shipped
 from areal_q.errors import ConfigError
 from areal_q.tasks.datasets.jsonl_rows import read_jsonl
@@ -121,6 +121,22 @@ FAULTS = [
     ('name="a b"', "name = 'a b': must be letters, digits and . _ - after a letter or digit"),
     ("rollout.serve=x", "rollout.serve = 'x': must be PORT or HOST:PORT"),
     ("steps", "'steps' is no setting: write a.b=value"),
+    ("learner.lr=1", "learner.lr: no such setting; here it is learner.optimizer.lr"),
+    ("rollout.n=4", "rollout.n: no such setting; here it is learner.group_size"),
+    ("algorithm.adv_estimator=grpo", "algorithm.adv_estimator: no such setting; here it is learner.adv"),
+    ("actor={model={x=1}, optim={lr=1}}", "actor.optim.lr: no such setting; here it is learner.optimizer.lr"),
+    ("buffer.sampler.beta=1", "buffer.sampler.beta: no such setting; did you mean buffer.sampler.type = "),
+    ("task.path=x", "task.path: no such setting; did you mean task.type = 'calculator' or 'gsm8k'"),
+    ("learner.objective.type=grpo", "learner.objective.type = 'grpo': it is chosen by learner.advantage.type"),
+    ("learner.advantage.type=gspo", "learner.advantage.type = 'gspo': it is chosen by learner.objective.type"),
+    ("learner.teacher.path=x", "learner.teacher.type is missing: it is one of model, server"),
+    ("trackers=[{project='x'}]", "trackers[0].type is missing: it is one of mlflow, python, trackio, wandb"),
+    ("reward=mine.py", "reward = 'mine.py': must be a table, not text; write reward.path = 'mine.py'"),
+    ("model=a/b", "model = 'a/b': must be a table, not text; write model.type = 'pretrained' and model."),
+    ("task=gsm8k", "task = 'gsm8k': must be a table, not text; write task.type = 'gsm8k'"),
+    ("learner.optimizer=x", "learner.optimizer = 'x': must be a table, not text; learner.optimizer.type is"),
+    ("learner.reference_kl=0.1", "learner.reference_kl = 0.1: must be a table or nothing; it has coef, esti"),
+    ("learner.objective=[1]", "learner.objective = [1]: must be a table"),
 ]  # fmt: skip
 
 
@@ -129,6 +145,19 @@ def test_a_fault_names_the_setting_and_what_is_near(setting, complaint):
     with pytest.raises(ConfigError) as caught:
         load("quickstart", [setting])
     assert str(caught.value).startswith(f"on the command line: {complaint}")
+
+
+def test_a_name_of_another_program_leads_to_settings_here():
+    """Whatever our table says is a setting is one, and no setting of ours is hidden by it."""
+    every = faults._all_paths()
+    for name, ours in faults.OURS.items():
+        assert name not in every
+        with pytest.raises(ConfigError) as caught:
+            load(None, [f"{name}=1"])
+        assert str(caught.value).endswith(f"{name}: no such setting; here it is {ours}")
+        for path in re.findall(r"(?:[a-z_]+\.)+[a-z_]+", ours):
+            known = faults.choices(Run, path, {"learner": {}, "rollout": {}})
+            assert path in every or known, path
 
 
 def test_a_fault_is_blamed_on_the_file_that_has_it(tmp_path):
