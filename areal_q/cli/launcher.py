@@ -42,6 +42,7 @@ from areal_q.cli.child_processes import DRAIN_S, ChildProcesses, Interrupts, Pro
 from areal_q.config import PretrainedModel, PythonEnvironment, Run, dump_toml
 from areal_q.config.trackers import labelled
 from areal_q.errors import BufferUnavailable, ChildDied, ConfigError, UserError
+from areal_q.observability.run_end import note_failure
 from areal_q.observability.trackers.described import keep_commit
 from areal_q.system.credentials import check_redis_url, redis_password
 from areal_q.system.disk import DiskWatch, size
@@ -180,14 +181,19 @@ def launch(
         except _Killed:
             view.note("killed")
             return KILLED
-        except UserError:
+        except UserError as error:
             children.kill()
-            if not resume and given_up(run_dir, moved) and moved:
+            if resume or not given_up(run_dir, moved):
+                note_failure(run_dir, str(error))
+            elif moved:
                 view.note(f"nothing was learnt, so the earlier run is in {run_dir} again")
             raise
         except ChildDied as error:
+            children.kill()
             hint = f"\nto go on: areal-q run {run_dir} --resume" if has_checkpoint(run_dir) else ""
-            raise ChildDied(f"{error}{_disk_full(run_dir)}{hint}") from error
+            told = f"{error}{_disk_full(run_dir)}{hint}"
+            note_failure(run_dir, told)
+            raise ChildDied(told) from error
         finally:
             children.kill()
             view.stop()

@@ -34,8 +34,6 @@ LOOK_EVERY_S = 2.0
 class _Following:
     """The common part of both views, which reads new records of the metrics into a History."""
 
-    next_look = 0.0
-
     def __init__(self, run: Run, console: Console) -> None:
         self.run, self.console = run, console
         self.history = History(run)
@@ -199,27 +197,20 @@ def watch(run: Run, run_dir: Path, console: Console | None = None) -> None:
     """Follows a run, whoever started it, until it ends or Ctrl-C."""
     view = build_view(run, console)
     view.start(run_dir)
+    next_look, ended = 0.0, None
     try:
-        while view.history.end is None:
-            # The end is checked before the records are read, so that the last record is not missed.
-            ended = _ended(view)
+        while not ended:
             view.refresh()
-            if ended and view.history.end is None:
-                view.note(f"{run_dir}: {ended[0]}")
-                return
+            if time.monotonic() >= next_look:
+                next_look = time.monotonic() + LOOK_EVERY_S
+                ended = how_it_ended(run_dir)
             time.sleep(0.1)
     except KeyboardInterrupt:
         return
     finally:
         view.stop()
-
-
-def _ended(view: PlainView | LiveView | NotebookView) -> tuple[str, bool] | None:
-    """Returns how the run ended, which is checked every LOOK_EVERY_S seconds; None while it goes on."""
-    if time.monotonic() < view.next_look:
-        return None
-    view.next_look = time.monotonic() + LOOK_EVERY_S
-    return how_it_ended(view.run_dir)
+    if not ended[1]:
+        view.note(f"{run_dir}: {ended[0]}")
 
 
 def awaited(run: Run, history: History) -> str:

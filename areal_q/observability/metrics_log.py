@@ -6,8 +6,8 @@ A line is a flat JSON object, so that every tool can read it:
 
 `kind` is note (a `message` about the run), start (what is `doing` before the first step), warmstart, waiting
 (for agents, before step `step`), failing (of rewards, counted since the start), step, eval, warning or end.
-Keys with a slash are metrics, `area/name_unit`; other keys (`workers`, `samples`, `reason`) hold what is no
-number. The live view, the summary and the curves are made from this file alone.
+Keys with a slash are metrics, `area/name_unit`; other keys (`workers`, `samples`, `reason`, `error`) hold what
+is no number. The live view, the summary and the curves are made from this file alone.
 """
 
 import logging
@@ -40,7 +40,7 @@ BLOCK = 1 << 16
 
 
 class MetricsLog:
-    """Writes the records of one run; the learner is its only writer.
+    """Writes the records of one run; the learner is its only writer while it lives.
 
     Raises OSError, before any training, if the directory cannot be written. If the disk fills up later, the run
     goes on: a sink's first failure is logged and the sink is not used again.

@@ -1,9 +1,10 @@
 """Tells whether and how a run ended, so that a command about a run in progress need not wait in vain for it."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
-from areal_q.observability.metrics_log import read_metrics
+from areal_q.observability.metrics_log import MetricsLog, read_metrics
 from areal_q.system.files import try_lock
 from areal_q.system.run_dir import METRICS_FILE
 
@@ -17,6 +18,8 @@ def how_it_ended(directory: Path) -> tuple[str, bool] | None:
     records = read_metrics(path) if path.exists() else []
     if records and records[-1]["kind"] == "end":
         last = records[-1]
+        if error := last.get("error"):
+            return f"ended: {error}", False
         return f"ended: {last.get('reason', 'done')} at step {last['step']}", True
     if "REDIS_URL" in os.environ:
         return None
@@ -25,6 +28,14 @@ def how_it_ended(directory: Path) -> tuple[str, bool] | None:
         return f"ended before its first record; {logs}", False
     done = max(record["step"] for record in records)
     return f"ended without a word after {done} step{'s' * (done != 1)}; {logs}", False
+
+
+def note_failure(directory: Path, error: str) -> None:
+    """Records that the run in `directory`, all of whose processes have ended, ended by `error`. On a full disk
+    there is no record."""
+    with suppress(OSError), MetricsLog(directory, tensorboard=False) as log:
+        step = max((r["step"] for r in read_metrics(directory / METRICS_FILE)), default=0)
+        log.write("end", step, {}, error=error)
 
 
 def is_held(directory: Path) -> bool:

@@ -25,6 +25,7 @@ from areal_q.cli.live_view import PlainView, awaited
 from areal_q.config import Python, Run, TorchBackend, dump_toml, load
 from areal_q.errors import CheckpointError, ConfigError, TaskError, UserError
 from areal_q.observability.progress import History
+from areal_q.observability.run_end import how_it_ended
 from areal_q.system import disk, files, run_dir
 from areal_q.tasks import build_reward
 from buffer.redis_store.local_server import RedisServer
@@ -212,6 +213,8 @@ def test_dead_worker_is_named_with_its_log_and_learner_drains(launched):
         f"  line {i} of rollout-0" for i in range(25, 40)
     ]
     assert "learner stops with redis" in launched.events()
+    told = how_it_ended(launched.root / "runs" / "demo")
+    assert told and err == told[0].replace("ended: ", "areal-q: error: ") + "\n" and not told[1]
     launched.assert_nothing_left()
 
 

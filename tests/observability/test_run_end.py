@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from areal_q.cli import live_view
 from areal_q.config import Run, dump_toml
 from areal_q.errors import ConfigError
 from areal_q.observability.metrics_log import MetricsLog
-from areal_q.observability.run_end import how_it_ended
+from areal_q.observability.run_end import how_it_ended, note_failure
 from areal_q.system.files import try_lock
 from buffer.admin import open_run
 from buffer.redis_store.local_server import RedisServer
@@ -108,6 +109,24 @@ def test_watch_of_a_start_that_failed_says_so(run, directory, terminal):
         console = Console(record=True, width=200, file=null, force_terminal=terminal)
         live_view.watch(run, directory, console)
     assert "ended before its first record" in console.export_text()
+
+
+ERROR = "rollout-0 was killed by SIGKILL; the end of logs/rollout-0.log:\n  last\nto go on: …"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_status_and_watch_repeat_how_a_run_failed(run, directory, terminal):
+    """Its learner may have drained before, and have said so."""
+    record(directory, "step", "end")
+    note_failure(directory, ERROR)
+    assert how_it_ended(directory) == (f"ended: {ERROR}", False)
+    told = command(status.main, str(directory))
+    assert (told.exit_code, told.stdout) == (1, f"{directory}: ended: {ERROR}\n")
+    console = Console(record=True, width=200, file=StringIO(), force_terminal=terminal)
+    live_view.watch(run, directory, console)
+    assert console.export_text().endswith(f"{directory}: ended: {ERROR}\n")
+    with MetricsLog(directory, tensorboard=False) as log:
+        assert log.rewind(1) == 2  # a resumption forgets it
 
 
 def test_a_record_after_the_end_is_of_a_resumed_run(directory):

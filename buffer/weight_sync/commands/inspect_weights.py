@@ -150,7 +150,8 @@ def _client(run: Path | None, source: WeightSource, verify: bool) -> WeightClien
         return WeightClient(*source.endpoints(_LEARNER), source.load_keys(None))
     settings = load(run / "config.toml").broadcast
     if source.fetch is None and settings.fetch is None and (ended := how_it_ended(run)):
-        raise ConfigError(f"{run}: {ended[0]}; nobody serves its weights any more")
+        how = ended[0].partition("\n")[0]
+        raise ConfigError(f"{run}: {how}; nobody serves its weights any more")
     sockets, told = sockets_of(run), dict(_LEARNER)
     if sockets.is_dir():
         told = {kind: f"ipc://{sockets / kind}" for kind in told}
