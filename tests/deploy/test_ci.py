@@ -35,14 +35,16 @@ def started(tmp_path: Path, fail: str = "", stay: str = "") -> subprocess.Popen[
 @pytest.mark.parametrize(
     ("fail", "code", "last"),
     [
-        ("", 0, "test-vllm"),
-        ("browser crds", 0, "test-vllm"),
+        ("", 0, "test-verifiers"),
+        ("browser crds", 0, "test-verifiers"),
+        (".venv-verifiers/.installed", 0, "test-vllm"),
         ("docs", 7, "check"),
         ("check", 7, "check"),
         ("docs check", 7, "check"),
         ("test", 7, "test"),
-        ("test-peers", 7, "test-vllm"),
+        ("test-peers", 7, "test-verifiers"),
         ("test-vllm", 7, "test-vllm"),
+        ("test-verifiers", 7, "test-verifiers"),
     ],
 )
 def test_what_fails_is_shown_beside_what_ran_with_it(
@@ -52,7 +54,8 @@ def test_what_fails_is_shown_beside_what_ran_with_it(
     assert process.returncode == code, said
     targets = [line.removeprefix("said by ") for line in said.splitlines() if "said by " in line]
     assert targets[-1] == last and {"docs", "check"} <= {*targets}
-    assert ("test-sglang" in targets) == (last == "test-vllm" and fail != "test-peers")
+    assert ("test-sglang" in targets) == (last.startswith("test-v") and fail != "test-peers")
+    assert ("=== NO VERIFIERS" in said) == (fail == ".venv-verifiers/.installed")
     assert not [*tmp_path.glob("tmp.*")]
 
 
