@@ -1,6 +1,7 @@
 """The changes that an operator can make to a run's state in Redis, and the export of its groups."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -61,7 +62,8 @@ def import_groups(
         known |= fresh.keys()
         passed += len(logged) - len(fresh)
         for group in fresh.values():
-            _add(client, keys.groups, encode(group), f"{added} groups were imported before")
+            with _room(f"{added} groups were imported before"):
+                client.xadd(keys.groups, {RECORD: encode(group)})
             added += 1
     return added, passed
 
@@ -71,7 +73,7 @@ def requeue_records(
 ) -> tuple[list[RefusedRecord], list[str]]:
     """Moves records from the quarantine back to the end of the streams that they came from: those of `ids`, or
     all if it is empty. Returns these records, and a line for each that stayed, with the reason. Raises
-    ConfigError for an id that is not in the quarantine."""
+    ConfigError for an id that is not in the quarantine, and BufferFull if Redis is full."""
     refused = list(inspect_state.quarantine(client, run))
     for id in ids:
         if id not in {record.id for record in refused}:
@@ -83,7 +85,9 @@ def requeue_records(
         if reason := still_refused(record, Keys(run)):
             stayed.append(f"{record.id}: {reason}")
         else:
-            if script([Keys(run).quarantine, record.source], [record.id]):
+            with _room(f"{len(put_back)} records were put back before"):
+                moved = script([Keys(run).quarantine, record.source], [record.id])
+            if moved:
                 put_back.append(record)
     return put_back, stayed
 
@@ -125,9 +129,11 @@ def _pages(groups: Iterator[Group]) -> Iterator[list[Group]]:
         yield page
 
 
-def _add(client: redis.Redis, stream: str, record: bytes, so_far: str) -> None:
+@contextmanager
+def _room(so_far: str) -> Iterator[None]:
+    """Raises BufferFull, with what was done before, if Redis refuses the write within."""
     try:
-        client.xadd(stream, {RECORD: record})
+        yield
     except redis.ResponseError as error:
         if not refuses_writes(error):
             raise

@@ -176,6 +176,16 @@ def test_refused_records_say_why_and_go_back_once_good(
     assert [r.id for r in inspect_state.quarantine(client, "run")] == [bad.id]
 
 
+def test_what_redis_refuses_to_take_back_stays(filled, client, make_group, make_ticket):
+    """The stream has its last id, which a worker may have given out: until the learner renames its entries."""
+    good = encode(make_group(make_ticket(7)))
+    fields = {"source": KEYS.groups, "id": "1-0", "reason": "r", "bytes": len(good), "record": good}
+    id = client.xadd(KEYS.quarantine, fields).decode()
+    client.xadd(KEYS.groups, {"record": b"junk"}, f"{2**64 - 1}-{2**64 - 1}")
+    refused(tool("requeue", *filled, id), "redis refuses writes", "0 records were put back before")
+    assert id in {record.id for record in inspect_state.quarantine(client, "run")}
+
+
 def test_requeue_puts_no_record_into_another_stream(filled, client):
     [bad] = inspect_state.quarantine(client, "run")
     script = client.register_script(lua_scripts.REQUEUE)
