@@ -283,7 +283,7 @@ def make_version() -> Callable[..., WeightVersion]:
             "format": "int8",
             "uaq_scale": 1.5,
             "model": {"hidden_size": 77},
-            "published_s": float(number),
+            "published_s": float(number % 2**31),
         }
         return version.pack_version(tensors, **(defaults | fields))
 

@@ -1,13 +1,15 @@
 """Messages of the weight sync over ZeroMQ: manifests, announcements, deltas, requests and replies."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
-from areal_q.messages.trajectories import MESSAGE_SCHEMA
+from areal_q.messages.trajectories import MESSAGE_SCHEMA, Bounded, Finite, Name, Natural, Sentence
 
 MAX_CREDIT = 64
 """Most chunks that a worker may ask for ahead; the server's queue for one worker is sized by it."""
+Shape = Annotated[tuple[Natural, ...], msgspec.Meta(max_length=16)]
+"""The sizes of a tensor, of more dimensions than any has: a liar's would be multiplied for minutes."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,13 +19,13 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
     (`….weight`, int8 [384, 128]) and scales (`….weight_scale`, float32 [384, 1]).
     """
 
-    name: str
-    dtype: str
+    name: Sentence
+    dtype: Name
     """Type by torch's name without the prefix: int8, float32, bfloat16, float8_e4m3fn, uint8."""
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
-    digest: str
+    shape: Shape
+    offset: Natural
+    nbytes: Natural
+    digest: Name
     """xxh3-128 of the bytes, hexadecimal."""
 
 
@@ -31,7 +33,7 @@ class Noise(msgspec.Struct, frozen=True, kw_only=True):
     """Noise N(0, sigma²), drawn from `seed`, that the published norms hold and the learner's do not (AQN,
     QeRL)."""
 
-    sigma: float
+    sigma: Finite
     seed: int
 
 
@@ -44,22 +46,22 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     schema: int = MESSAGE_SCHEMA
-    run: str
-    run_id: str = ""
+    run: Name
+    run_id: Name = ""
     """The id that tells runs of one name apart; "" where the learner does not say it."""
-    epoch: str
+    epoch: Name
     """Changes whenever a learner starts, so that a version number is never reused for other weights."""
-    version: int
-    format: str
-    uaq_scale: float
+    version: Natural
+    format: Name
+    uaq_scale: Finite
     model: dict[str, Any]
     """The model's Hugging Face `config.json`: enough to build the engine's model."""
     tensors: list[TensorSpec]
-    nbytes: int
-    digest: str
+    nbytes: Natural
+    digest: Name
     """xxh3-128 over the names, dtypes, shapes and digests of all tensors, and over format, uaq_scale, model,
     noise and extra, hexadecimal."""
-    published_s: float
+    published_s: Finite
     noise: Noise | None = None
     extra: dict[str, Any] = {}
     """Small facts that belong to the tensors: numbers, words, lists of them."""
@@ -68,26 +70,26 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 class Announce(msgspec.Struct, frozen=True, kw_only=True, tag="announce"):
     """PUB: says that version `version` can be fetched; repeated as a heartbeat for those who join late."""
 
-    run: str
-    run_id: str = ""
+    run: Name
+    run_id: Name = ""
     """The run's id; "" where the sender does not say it."""
-    epoch: str
-    version: int
-    digest: str
+    epoch: Name
+    version: Natural
+    digest: Name
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True, tag="delta"):
     """PUB: announces `version`, and the message's second frame turns version `base` of the same epoch
     into it (areal_q/weights/delta.py). It is sent once; whoever misses it fetches."""
 
-    run: str
-    run_id: str = ""
+    run: Name
+    run_id: Name = ""
     """The run's id; "" where the sender does not say it."""
-    epoch: str
-    version: int
-    digest: str
-    base: int
-    base_digest: str
+    epoch: Name
+    version: Natural
+    digest: Name
+    base: Natural
+    base_digest: Name
 
 
 class FetchManifest(msgspec.Struct, frozen=True, kw_only=True, tag="fetch_manifest"):
@@ -97,9 +99,9 @@ class FetchManifest(msgspec.Struct, frozen=True, kw_only=True, tag="fetch_manife
 class FetchChunk(msgspec.Struct, frozen=True, kw_only=True, tag="fetch_chunk"):
     """DEALER → ROUTER: asks for `nbytes` from `offset` of the payload, or deltas, that hash to `digest`."""
 
-    digest: str
-    offset: int
-    nbytes: int
+    digest: Name
+    offset: Natural
+    nbytes: Natural
     shared: bool = False
     """True if the worker has opened the payload's SharedFile and needs leave to read, not the bytes."""
 
@@ -107,9 +109,9 @@ class FetchChunk(msgspec.Struct, frozen=True, kw_only=True, tag="fetch_chunk"):
 class FetchDeltas(msgspec.Struct, frozen=True, kw_only=True, tag="fetch_deltas"):
     """DEALER → ROUTER: asks for the deltas that lead from version `base` of `epoch` to the newest."""
 
-    epoch: str
-    base: int
-    base_digest: str
+    epoch: Name
+    base: Natural
+    base_digest: Name
 
 
 class FetchHeld(msgspec.Struct, frozen=True, kw_only=True, tag="fetch_held"):
@@ -123,7 +125,7 @@ class SharedFile(msgspec.Struct, frozen=True, kw_only=True):
     """Number of the process that has it."""
     fd: int
     """Number of the file in that process."""
-    name: str
+    name: Name
     """The file's name, which tells it from any other."""
 
 
@@ -132,7 +134,7 @@ class ManifestReply(msgspec.Struct, frozen=True, kw_only=True, tag="manifest"):
 
     manifest: bytes | None
     """An encoded Manifest; None before the first version."""
-    checksum: str = ""
+    checksum: Name = ""
     """xxh3-128 of the encoded manifest, hexadecimal; the manifest's own digest covers the tensors only."""
     shared: SharedFile | None = None
     """The payload's memory, for workers of this host; None if there is only the socket."""
@@ -145,28 +147,28 @@ class DeltasReply(msgspec.Struct, frozen=True, kw_only=True, tag="deltas"):
     """
 
     deltas: list[Delta] = []
-    sizes: list[int] = []
+    sizes: list[Natural] = []
     """Bytes of each delta."""
-    digest: str = ""
+    digest: Name = ""
     """xxh3-128 of the deltas' bytes, one after the other, hexadecimal."""
 
 
 class HeldVersion(msgspec.Struct, frozen=True, kw_only=True):
     """A version that a learner or relay remembers."""
 
-    epoch: str
-    version: int
-    digest: str
-    format: str
-    nbytes: int
+    epoch: Name
+    version: Natural
+    digest: Name
+    format: Name
+    nbytes: Natural
     """Bytes of its payload."""
     held: bool
     """True while the payload can still be fetched."""
-    delta_bytes: int | None
+    delta_bytes: Natural | None
     """Bytes of the delta from the version before; None where there is none any more, or never was."""
-    base: int | None
-    base_digest: str | None
-    published_s: float
+    base: Natural | None
+    base_digest: Name | None
+    published_s: Finite
 
 
 class HeldReply(msgspec.Struct, frozen=True, kw_only=True, tag="held"):
@@ -174,16 +176,16 @@ class HeldReply(msgspec.Struct, frozen=True, kw_only=True, tag="held"):
 
     versions: list[HeldVersion]
     """The versions remembered, oldest first."""
-    stats: dict[str, int]
+    stats: dict[Name, Bounded]
     """Numbers that the server counted since it started (buffer/weight_sync/stats.py)."""
 
 
 class ChunkReply(msgspec.Struct, frozen=True, kw_only=True, tag="chunk"):
     """ROUTER → DEALER: answers with a chunk, whose bytes are the message's second frame."""
 
-    digest: str
-    offset: int
-    nbytes: int
+    digest: Name
+    offset: Natural
+    nbytes: Natural
     shared: bool = False
     """True if there is no second frame: the chunk may be read in the payload's SharedFile now."""
 
@@ -191,7 +193,7 @@ class ChunkReply(msgspec.Struct, frozen=True, kw_only=True, tag="chunk"):
 class Gone(msgspec.Struct, frozen=True, kw_only=True, tag="gone"):
     """ROUTER → DEALER: says that what hashes to `digest` is no longer held."""
 
-    digest: str
+    digest: Name
 
 
 Broadcast = Announce | Delta

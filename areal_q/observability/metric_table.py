@@ -247,7 +247,7 @@ RELAY_METRICS = (
     Metric("sent_bytes", "", "Deltas (once each) and chunks.", exported="relay_sent_bytes_total"),
     Metric("fetches", "", "Snapshots fetched by workers.", exported="relay_fetches_total"),
     Metric("catch_ups", "", "Deltas fetched by workers behind.", exported="relay_catch_ups_total"),
-    Metric("refused", "", "Malformed frames and unknown keys.", exported="relay_refused_total"),
+    Metric("refused", "", "Frames and versions refused, unknown keys.", exported="relay_refused_total"),
 )  # fmt: skip
 FIGURES = (
     Figure("reward", "Learning", "Reward", "mean of a step"),

@@ -19,6 +19,7 @@ from areal_q.errors import (
     RecordError,
     TeacherUnavailable,
     UserError,
+    WeightVersionError,
 )
 
 PLAIN: dict[str, Any] = {
@@ -52,8 +53,8 @@ def run_command(
 ) -> None:
     """Runs `main` on the arguments of this process as `areal-q NAME`; the help ends with `exits`.
 
-    Exits with 2 for an error that the user can correct, and with 1 if Redis, another rank or a teacher is gone;
-    the error is one line on stderr, after `who`."""
+    Exits with 2 for an error that the user can correct, and with 1 if Redis, another rank, a teacher or what
+    brings weights is gone; the error is one line on stderr, after `who`."""
     app = typer.Typer(**PLAIN)
     app.command(epilog=exits, context_settings=WIDTH)(main)
     accept_any_text()
@@ -61,7 +62,7 @@ def run_command(
         app(prog_name=f"areal-q {name}")
     except (UserError, RecordError) as error:
         exit_with(error, 2, who)
-    except (BufferUnavailable, RankLost, TeacherUnavailable) as error:
+    except (BufferUnavailable, RankLost, TeacherUnavailable, WeightVersionError) as error:
         exit_with(error, 1, who)
 
 

@@ -71,7 +71,8 @@ class PayloadPool:
         """Number of buffers allocated so far."""
 
     def lend(self, nbytes: int) -> torch.Tensor:
-        """Returns a buffer of uint8 [nbytes] with arbitrary content."""
+        """Returns a buffer of uint8 [nbytes] with arbitrary content. Raises WeightVersionError if there is no
+        memory for it."""
         if nbytes == 0:  # torch.from_numpy gives an empty array a stride that no view accepts
             return torch.empty(0, dtype=torch.uint8)
         memory = self._take(nbytes)
@@ -91,7 +92,11 @@ class PayloadPool:
         self.made += 1
         if self._shared:
             return shared_memory.allocate(nbytes)
-        return torch.empty(nbytes, dtype=torch.uint8).zero_()
+        try:
+            # Not written to here, so that a size which somebody only claims takes no memory.
+            return torch.empty(nbytes, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise WeightVersionError(f"there is no memory for {nbytes:,} bytes") from error
 
 
 def pack_version(
@@ -121,7 +126,7 @@ def pack_version(
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES.values():
             raise WeightVersionError(f"{name} has dtype {tensor.dtype}, which cannot be published")
-        offset = -(-end // ALIGNMENT) * ALIGNMENT
+        offset = _aligned(end)
         end = offset + tensor.nbytes
         layout.append((name, tensor, offset, tensor.nbytes))
     payload = (pool or PayloadPool()).lend(end)
@@ -249,9 +254,9 @@ class Verifier:
 def check_version(manifest: Manifest) -> None:
     """Raises WeightVersionError unless the manifest agrees with itself.
 
-    Tensors have distinct names, known dtypes, as many bytes as their shape needs, and lie in the
-    payload one after the other; all of them together, and what says how to compute with them, hash to the
-    manifest's digest. Receivers ask this before they allocate a payload.
+    Tensors have distinct names, known dtypes, as many bytes as their shape needs, and fill the payload one
+    after the other, as closely as `pack_version` lays them; all of them together, and what says how to compute
+    with them, hash to the manifest's digest. Receivers ask this before they allocate a payload.
     """
     where = f"version {manifest.version}"
     try:
@@ -267,15 +272,22 @@ def check_version(manifest: Manifest) -> None:
         dtype = DTYPES.get(spec.dtype)
         if dtype is None:
             raise WeightVersionError(f"{where}: {spec.name} has unknown dtype {spec.dtype!r}")
-        if min(spec.shape, default=0) < 0 or math.prod(spec.shape) * dtype.itemsize != spec.nbytes:
+        # torch views no shape whose sizes, other than 0, have a product over 64 bits.
+        viewed = min(spec.shape, default=0) >= 0 and math.prod(n or 1 for n in spec.shape) < 1 << 48
+        if not viewed or math.prod(spec.shape) * dtype.itemsize != spec.nbytes:
             raise WeightVersionError(
                 f"{where}: {spec.name}, {spec.dtype}{list(spec.shape)}, has {spec.nbytes} bytes"
             )
-        if spec.offset < end or spec.offset % ALIGNMENT:
+        if spec.offset != _aligned(end):
             raise WeightVersionError(f"{where}: {spec.name} is misplaced at {spec.offset}")
         end = spec.offset + spec.nbytes
-    if end > manifest.nbytes:
+    if end != manifest.nbytes:
         raise WeightVersionError(f"{where}: tensors end at {end} of {manifest.nbytes} bytes")
+
+
+def _aligned(end: int) -> int:
+    """Returns where the tensor after one that ends at `end` begins."""
+    return -(-end // ALIGNMENT) * ALIGNMENT
 
 
 def digest_of(manifest: Manifest) -> str:

@@ -1,12 +1,13 @@
 """An operator's client of a weight server, for `areal-q weights` and `areal-q status`."""
 
 from collections.abc import Iterator
+from typing import TypeVar
 
 import msgspec
 import zmq
 
 from areal_q import messages
-from areal_q.errors import ConfigError, WeightVersionError
+from areal_q.errors import ConfigError, RecordError, WeightVersionError
 from areal_q.messages import (
     ChunkReply,
     DeltasReply,
@@ -14,6 +15,7 @@ from areal_q.messages import (
     FetchDeltas,
     FetchHeld,
     FetchManifest,
+    Gone,
     HeldReply,
     HeldVersion,
     Manifest,
@@ -23,12 +25,13 @@ from buffer.weight_sync.curve import ClientKeys
 
 TIMEOUT_S = 5.0
 CHUNK_BYTES = 4 << 20
+Reply = TypeVar("Reply", bound=messages.FetchReply)
 
 
 class WeightClient:
     """Asks a learner or relay one question after the other.
 
-    Every question raises WeightVersionError when nobody answers within TIMEOUT_S.
+    Every question raises WeightVersionError when nobody answers within TIMEOUT_S, or what is no answer to it.
     """
 
     def __init__(self, announce: str, fetch: str, keys: ClientKeys | None) -> None:
@@ -36,24 +39,13 @@ class WeightClient:
         self._fetch, self._announce, self._keys = fetch, announce, keys
         self._dealer = self._connect(zmq.DEALER, fetch)
 
-    def ask(self, request: msgspec.Struct) -> tuple[messages.FetchReply, list[bytes]]:
-        """Returns the answer to `request`, and the frames that came with it."""
-        self._dealer.send(messages.encode(request))
-        if not self._dealer.poll(round(TIMEOUT_S * 1000)):
-            raise WeightVersionError(f"{self._fetch}: no answer for {TIMEOUT_S:g} s")
-        head, *rest = self._dealer.recv_multipart()
-        return messages.decode_reply(head), rest
-
     def held(self) -> HeldReply:
         """Returns the versions that the server remembers, and its counters."""
-        reply, _ = self.ask(FetchHeld())
-        assert isinstance(reply, HeldReply)
-        return reply
+        return self._ask(FetchHeld(), HeldReply)[0]
 
     def manifest(self) -> Manifest | None:
         """Returns the newest version's manifest; None before the first version."""
-        reply, _ = self.ask(FetchManifest())
-        assert isinstance(reply, ManifestReply)
+        reply, _ = self._ask(FetchManifest(), ManifestReply)
         return messages.decode_manifest(reply.manifest) if reply.manifest else None
 
     def changes(self, base: HeldVersion) -> dict[str, tuple[int, int]] | None:
@@ -62,9 +54,9 @@ class WeightClient:
         from areal_q.weights import delta  # it needs torch, which no other question does
 
         request = FetchDeltas(epoch=base.epoch, base=base.version, base_digest=base.digest)
-        reply, _ = self.ask(request)
+        reply, _ = self._ask(request, DeltasReply)
         newest = self.manifest()
-        if not isinstance(reply, DeltasReply) or len(reply.deltas) != 1 or newest is None:
+        if not len(reply.deltas) == len(reply.sizes) == 1 or newest is None:
             return None
         if reply.deltas[0].digest != newest.digest:  # one more was published in between
             return None
@@ -86,11 +78,25 @@ class WeightClient:
         chunks = []
         for at in range(0, nbytes, CHUNK_BYTES):
             size = min(CHUNK_BYTES, nbytes - at)
-            reply, rest = self.ask(FetchChunk(digest=digest, offset=at, nbytes=size))
-            if not isinstance(reply, ChunkReply) or not rest:
-                raise WeightVersionError("what was being looked at is no longer held; ask again")
-            chunks.append(rest[0])
+            request = FetchChunk(digest=digest, offset=at, nbytes=size)
+            chunks += self._ask(request, ChunkReply)[1]
         return b"".join(chunks)
+
+    def _ask(self, request: msgspec.Struct, awaited: type[Reply]) -> tuple[Reply, list[bytes]]:
+        """Returns the answer to `request`, which must be of that type, and the frames that came with it."""
+        self._dealer.send(messages.encode(request))
+        if not self._dealer.poll(round(TIMEOUT_S * 1000)):
+            raise WeightVersionError(f"{self._fetch}: no answer for {TIMEOUT_S:g} s")
+        head, *rest = self._dealer.recv_multipart()
+        try:
+            reply = messages.decode_reply(head)
+        except RecordError as error:
+            raise WeightVersionError(f"{self._fetch}: {error}") from error
+        if isinstance(reply, Gone):
+            raise WeightVersionError("what was being looked at is no longer held; ask again")
+        if not isinstance(reply, awaited):
+            raise WeightVersionError(f"{self._fetch}: {type(reply).__name__} is no answer")
+        return reply, rest
 
     def _connect(self, kind: int, endpoint: str) -> zmq.Socket:
         sock = self._context.socket(kind)

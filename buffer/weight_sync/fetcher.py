@@ -46,6 +46,8 @@ MAX_PAYLOAD_BYTES = 64 << 30
 """Largest version that is fetched."""
 FIRST_REST_S = 0.1
 """Seconds of the first pause after fetched bytes were refused, and of each after they had gone"""
+REPLIES_PER_TURN = 256
+"""Most answers read before the subscriber gets its turn again: there is no end to what a liar may send."""
 
 
 class Fetcher:
@@ -129,7 +131,7 @@ class Fetcher:
     def read(self) -> Fetched | None:
         """Reads what has arrived; returns what is complete and verified if the last chunk was among it."""
         with suppress(zmq.Again):
-            while True:
+            for _ in range(REPLIES_PER_TURN):
                 frame = self.dealer.recv(zmq.NOBLOCK)
                 try:
                     if (result := self._on_reply(frame)) is not None:
@@ -137,7 +139,7 @@ class Fetcher:
                 except RecordError as error:
                     self.stats.refused += 1
                     logger.debug("reply refused: %s", error)
-                except WeightVersionError as error:
+                except Exception as error:  # whatever a publisher says, the thread goes on
                     self._refuse(error)
                 finally:
                     while self.dealer.getsockopt(zmq.RCVMORE):
@@ -167,11 +169,15 @@ class Fetcher:
 
     def _begin(self, reply: ManifestReply) -> Fetched | None:
         if reply.manifest is None:
-            self._idle()
+            # It was told of a version, so that it would be asked again at once.
+            self._rest(FIRST_REST_S)
             return None
         if xxhash.xxh3_128_hexdigest(reply.manifest) != reply.checksum:
             raise WeightVersionError("a manifest does not hash to its checksum")
-        manifest = messages.decode_manifest(reply.manifest)
+        try:
+            manifest = messages.decode_manifest(reply.manifest)
+        except RecordError as error:
+            raise WeightVersionError(f"a manifest that is none: {error}") from error
         check_version(manifest)
         if not self._wanted(manifest):
             self._idle()
@@ -246,10 +252,11 @@ class Fetcher:
     def _idle(self) -> None:
         self._work, self._resting, self.due_s = None, False, math.inf
 
-    def _refuse(self, error: WeightVersionError) -> None:
+    def _refuse(self, error: Exception) -> None:
         """Tries again, in full, after a pause that doubles up to `timeout_s` while it keeps happening."""
         self.stats.mismatches += 1
-        logger.warning("fetched weights refused, fetching again: %s", error)
+        foreseen = isinstance(error, WeightVersionError)
+        logger.warning("fetched weights refused, fetching again: %s", error, exc_info=not foreseen)
         rest_s = min(self._timeout_s, FIRST_REST_S * 2**self._failures)
         self._failures = min(self._failures + 1, 16)
         self._question = FetchManifest()

@@ -7,7 +7,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 
-import xxhash
 import zmq
 
 from areal_q import messages
@@ -120,13 +119,10 @@ class RequestHandler:
     def _reply(self, peer: bytes, request: messages.FetchRequest) -> None:
         match request:
             case FetchManifest():
-                reply = ManifestReply(manifest=None)
-                if (newest := self._versions.use_newest()) is not None:
-                    self._stats.fetches += 1
-                    encoded = messages.encode(newest.manifest)
-                    checksum = xxhash.xxh3_128_hexdigest(encoded)
-                    reply = ManifestReply(manifest=encoded, checksum=checksum, shared=newest.file)
-                self._send(peer, messages.encode(reply))
+                newest = self._versions.use_newest()
+                self._stats.fetches += newest is not None
+                none = messages.encode(ManifestReply(manifest=None))
+                self._send(peer, newest.reply if newest else none)
             case FetchDeltas():
                 self._catch_up(peer, request)
             case FetchChunk():

@@ -98,13 +98,18 @@ class WeightServer:
         self._thread = threading.Thread(target=self._run, name="server", daemon=True)
         self._thread.start()
 
+    @property
+    def running(self) -> bool:
+        """True until the server is closed, or its thread has ended of an error."""
+        return self._thread.is_alive()
+
     def publish(self, version: WeightVersion, delta: tuple[str, bytes] | None = None) -> None:
         """Hands `version` over and returns at once; its payload must not be written to any more.
 
         `delta` is (digest of its base, bytes) where one has been made already, as for a relay.
         Raises WeightVersionError when the server is closed or its thread died.
         """
-        if not self._thread.is_alive():
+        if not self.running:
             raise WeightVersionError(f"version {version.manifest.version}: the server stopped")
         with self._lock:
             if self._pending is not None:

@@ -83,3 +83,9 @@ class SubscriberStats:
     """Number of times that a newer version was known and none arrived for `stall_s`."""
     refused: int = 0
     """Number of announcements, deltas and manifests that were malformed or of another run."""
+
+    @property
+    def all_refused(self) -> int:
+        """Number of messages and versions refused, for whatever reason."""
+        fetch = self.fetch
+        return self.refused + self.mismatches + fetch.refused + fetch.mismatches

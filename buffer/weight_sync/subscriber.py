@@ -36,6 +36,10 @@ OnVersion = Callable[[WeightVersion, tuple[str, bytes] | None], None]
 """Called with a version, and (digest of its base, delta) where it came as a delta."""
 KEPT_DELTAS = 8
 """Most deltas kept for a base that is still being fetched."""
+BROADCASTS_PER_TURN = 256
+"""Most messages read before the rest gets its turn again: there is no end to what a liar may send."""
+TURNS_OF_A_FLOOD = 64
+"""Turns after which the connection is given up, and what waits in it, if there were always more to read."""
 
 
 class WeightSubscriber:
@@ -61,6 +65,8 @@ class WeightSubscriber:
     _distrusted = ""
     """Digest of a held version whose deltas gave other bytes, so that it is replaced in full."""
     _stalled = _said_foreign = _closing = False
+    _full_turns = 0
+    """Turns in a row in which more announcements were there than were read."""
 
     def __init__(
         self,
@@ -99,6 +105,11 @@ class WeightSubscriber:
         self.stats = SubscriberStats(self._fetcher.stats)
         self._thread = threading.Thread(target=self._run, name="subscriber", daemon=True)
         self._thread.start()
+
+    @property
+    def running(self) -> bool:
+        """True until the subscriber is closed, or its thread has ended of an error."""
+        return self._thread.is_alive()
 
     @property
     def behind_s(self) -> float:
@@ -160,13 +171,18 @@ class WeightSubscriber:
 
     def _listen(self) -> None:
         with suppress(zmq.Again):
-            while True:
+            for _ in range(BROADCASTS_PER_TURN):
                 frames = self._sub.recv_multipart(zmq.NOBLOCK)
                 try:
                     self._on_broadcast(messages.decode_broadcast(frames[0]), frames[1:])
                 except RecordError as error:
                     self.stats.refused += 1
                     logger.debug("broadcast refused: %s", error)
+            self._full_turns += 1
+            if self._full_turns < TURNS_OF_A_FLOOD:
+                return
+            self._reconnect()
+        self._full_turns = 0
 
     def _on_broadcast(self, told: Announce | Delta, frames: list[bytes]) -> None:
         if not self._is_ours(told):
@@ -208,7 +224,7 @@ class WeightSubscriber:
         while held := self._held:
             key = held.manifest.epoch, held.manifest.version
             told, body = self._deltas.pop(key, (None, b""))
-            if told is None:
+            if told is None or held.manifest.digest == self._distrusted:
                 return
             try:
                 if told.base_digest != held.manifest.digest:
@@ -218,10 +234,13 @@ class WeightSubscriber:
                 new = version.manifest
                 if (new.epoch, new.version, new.digest) != (told.epoch, told.version, told.digest):
                     raise WeightVersionError(f"delta to another version than {told.version}")
-            except WeightVersionError as error:
+                if not (self._is_ours(new) and self._is_news(new)):
+                    raise WeightVersionError(f"delta to version {new.version} of run {new.run!r}")
+            except Exception as error:  # whatever a publisher says, the thread goes on
                 self.stats.mismatches += 1
                 self._distrusted = held.manifest.digest
-                logger.warning("delta refused, fetching instead: %s", error)
+                foreseen = isinstance(error, WeightVersionError)
+                logger.warning("delta refused, fetching instead: %s", error, exc_info=not foreseen)
                 return
             self.stats.deltas += 1
             self.stats.delta_bytes += len(body)
@@ -307,6 +326,9 @@ class WeightSubscriber:
             self.silent = True
             self.stats.silences += 1
             logger.warning("no announcement of weights for %.1f s; reconnecting", self._silence_s)
+        self._reconnect()
+
+    def _reconnect(self) -> None:
         self._poller.unregister(self._sub)
         self._sub.close(linger=0)
         self._sub = self._subscribe()

@@ -5,11 +5,13 @@ import time
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import cached_property
 
 import xxhash
 
+from areal_q import messages
 from areal_q.errors import WeightVersionError
-from areal_q.messages import Delta, Manifest, SharedFile
+from areal_q.messages import Delta, Manifest, ManifestReply
 from areal_q.weights import delta, shared_memory
 from areal_q.weights.version import WeightVersion
 
@@ -28,10 +30,13 @@ class StoredVersion:
     def manifest(self) -> Manifest:
         return self.version.manifest
 
-    @property
-    def file(self) -> SharedFile | None:
-        """The payload's file, if it lies in shared memory."""
-        return shared_memory.file_of(self.version.payload)
+    @cached_property
+    def reply(self) -> bytes:
+        """The answer to whoever asks for the manifest: one buffer, however many wait for it without reading."""
+        encoded = messages.encode(self.manifest)
+        checksum = xxhash.xxh3_128_hexdigest(encoded)
+        file = shared_memory.file_of(self.version.payload)
+        return messages.encode(ManifestReply(manifest=encoded, checksum=checksum, shared=file))
 
 
 class VersionStore:

@@ -1,5 +1,8 @@
 """Steps that the tests of weight sync share: serve, follow, wait for a version, compare it bit for bit."""
 
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -9,16 +12,21 @@ from typing import Any
 
 import msgspec
 import torch
+import xxhash
 import zmq
 from helpers.commands import limit
 
 from areal_q import messages
 from areal_q.config import BroadcastConfig
+from areal_q.messages import Manifest, ManifestReply
+from areal_q.system.ports import free_ports
 from areal_q.weights.version import WeightVersion
 from buffer.weight_sync import Endpoints, WeightServer, WeightSource, WeightSubscriber
 from buffer.weight_sync.commands.relay import Relay
 from buffer.weight_sync.curve import ClientKeys
 
+Frames = list[bytes]
+Tamper = Callable[[Frames], list[Frames]]
 PATIENT_S = 1000.0
 """Seconds of silence that no test lasts"""
 LOOPBACK = Endpoints("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
@@ -78,6 +86,23 @@ class WeightSync:
         self.stack.callback(made.close)
         return made
 
+    def relay_process(
+        self, listen: Endpoints, upstream: Endpoints | None = None
+    ) -> subprocess.Popen[str]:
+        """Starts a relay as a process of its own, by default of `server`, and waits until it relays."""
+        upstream = upstream or self.server.endpoints
+        command = [sys.executable, "-m", "buffer.weight_sync.commands.relay", "--every-s", "0.2"]
+        command += ["--from-announce", upstream.announce, "--from-fetch", upstream.fetch]
+        command += ["--announce", listen.announce, "--fetch", listen.fetch]
+        command += ["broadcast.heartbeat_s=0.05", "broadcast.timeout_s=0.3"]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        assert process.stderr is not None
+        self.stack.callback(process.stderr.close)
+        self.stack.callback(process.wait)
+        self.stack.callback(process.kill)
+        assert "relaying" in process.stderr.readline()
+        return process
+
     def publish(self, *numbers: int, **fields: Any) -> WeightVersion:
         """Publishes these versions, each once the one before it is visible; returns the last."""
         versions = [self.version(number, **fields) for number in numbers]
@@ -115,6 +140,56 @@ class WeightSync:
         dealer = self.socket(zmq.DEALER, self.server.endpoints.fetch)
         dealer.send(messages.encode(request))
         return messages.decode_reply(dealer.recv())
+
+
+class Proxy:
+    """Stands between one subscriber and the learner; `tamper` makes 0 … n messages of each it carries down."""
+
+    def __init__(self, sync: WeightSync) -> None:
+        self.endpoints = sync.at("p")
+        self.tamper_announce: Tamper = lambda frames: [frames]
+        self.tamper_fetch: Tamper = lambda frames: [frames]
+        self._closing = False
+        announce, fetch = sync.server.endpoints
+        self._up = sync.socket(zmq.XSUB, announce)
+        self._down = sync.socket(zmq.XPUB, self.endpoints.announce, bind=True)
+        self._dealer = sync.socket(zmq.DEALER, fetch)
+        self._router = sync.socket(zmq.ROUTER, self.endpoints.fetch, bind=True)
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        sync.stack.callback(self.close)
+
+    def _run(self) -> None:
+        poller, peer = zmq.Poller(), b""
+        for sock in (self._up, self._down, self._dealer, self._router):
+            poller.register(sock, zmq.POLLIN)
+        while not self._closing:
+            for sock, _ in poller.poll(20):
+                frames = sock.recv_multipart()
+                if sock is self._up:
+                    for changed in self.tamper_announce(frames):
+                        self._down.send_multipart(changed)
+                elif sock is self._down:
+                    self._up.send_multipart(frames)
+                elif sock is self._router:
+                    peer = frames[0]
+                    self._dealer.send_multipart(frames[1:])
+                else:
+                    for changed in self.tamper_fetch(frames):
+                        self._router.send_multipart([peer, *changed])
+
+    def close(self) -> None:
+        self._closing = True
+        self._thread.join()
+
+
+def reply_with(manifest: Manifest) -> ManifestReply:
+    encoded = messages.encode(manifest)
+    return ManifestReply(manifest=encoded, checksum=xxhash.xxh3_128_hexdigest(encoded))
+
+
+def free_endpoints() -> Endpoints:
+    return Endpoints(*(f"tcp://127.0.0.1:{port}" for port in free_ports(2)))
 
 
 def await_true(condition: Callable[[], bool], what: object = "") -> None:

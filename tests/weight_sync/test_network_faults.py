@@ -2,16 +2,23 @@
 
 import itertools
 import random
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
 import pytest
-import xxhash
 import zmq
-from helpers.weight_sync import WeightSync, arrive, assert_same, await_true, collect_until
+from helpers.weight_sync import (
+    Frames,
+    Proxy,
+    WeightSync,
+    arrive,
+    assert_same,
+    await_true,
+    collect_until,
+    reply_with,
+)
 
 from areal_q import messages
 from areal_q.config import BroadcastConfig
@@ -19,50 +26,7 @@ from areal_q.messages import Announce, FetchChunk, FetchManifest, Gone, Manifest
 from areal_q.weights.version import WeightVersion, digest_of
 from buffer.weight_sync import fetcher
 
-Frames = list[bytes]
-Tamper = Callable[[Frames], list[Frames]]
 CONFIG = BroadcastConfig(chunk_bytes=3000, timeout_s=0.1, heartbeat_s=0.05)
-
-
-class Proxy:
-    """Stands between one subscriber and the learner; `tamper` makes 0 … n messages of each it carries down."""
-
-    def __init__(self, sync: WeightSync) -> None:
-        self.endpoints = sync.at("p")
-        self.tamper_announce: Tamper = lambda frames: [frames]
-        self.tamper_fetch: Tamper = lambda frames: [frames]
-        self._closing = False
-        announce, fetch = sync.server.endpoints
-        self._up = sync.socket(zmq.XSUB, announce)
-        self._down = sync.socket(zmq.XPUB, self.endpoints.announce, bind=True)
-        self._dealer = sync.socket(zmq.DEALER, fetch)
-        self._router = sync.socket(zmq.ROUTER, self.endpoints.fetch, bind=True)
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-        sync.stack.callback(self.close)
-
-    def _run(self) -> None:
-        poller, peer = zmq.Poller(), b""
-        for sock in (self._up, self._down, self._dealer, self._router):
-            poller.register(sock, zmq.POLLIN)
-        while not self._closing:
-            for sock, _ in poller.poll(20):
-                frames = sock.recv_multipart()
-                if sock is self._up:
-                    for changed in self.tamper_announce(frames):
-                        self._down.send_multipart(changed)
-                elif sock is self._down:
-                    self._up.send_multipart(frames)
-                elif sock is self._router:
-                    peer = frames[0]
-                    self._dealer.send_multipart(frames[1:])
-                else:
-                    for changed in self.tamper_fetch(frames):
-                        self._router.send_multipart([peer, *changed])
-
-    def close(self) -> None:
-        self._closing = True
-        self._thread.join()
 
 
 class Faults:
@@ -211,11 +175,6 @@ def test_the_highest_credit_loses_no_answer(sync: WeightSync) -> None:
     subscriber = sync.follow(chunk_bytes=500, credit=10_000, timeout_s=5.0, silence_s=10.0)
     arrive(subscriber, sync.publish(1, rows=10_000))
     assert subscriber.stats.fetch.retries == 0
-
-
-def reply_with(manifest: Manifest) -> ManifestReply:
-    encoded = messages.encode(manifest)
-    return ManifestReply(manifest=encoded, checksum=xxhash.xxh3_128_hexdigest(encoded))
 
 
 def junk(digest: str) -> list[Frames]:

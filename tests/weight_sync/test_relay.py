@@ -7,13 +7,11 @@ import sys
 
 import pytest
 import zmq
-from helpers.weight_sync import WeightSync, arrive, assert_same, await_true, collect
+from helpers.weight_sync import WeightSync, arrive, assert_same, await_true, collect, free_endpoints
 
 from areal_q import messages
 from areal_q.config import BroadcastConfig
 from areal_q.messages import Announce
-from areal_q.system.ports import free_ports
-from buffer.weight_sync import Endpoints
 
 CONFIG = BroadcastConfig(heartbeat_s=0.05, timeout_s=0.3, chunk_bytes=5000)
 
@@ -58,31 +56,12 @@ def test_a_restarted_learner_with_lower_numbers_is_followed(
     assert subscriber.stats.epochs == 2
 
 
-def free_endpoints() -> Endpoints:
-    return Endpoints(*(f"tcp://127.0.0.1:{port}" for port in free_ports(2)))
-
-
-def start(sync: WeightSync, listen: Endpoints) -> subprocess.Popen[str]:
-    upstream = sync.server.endpoints
-    command = [sys.executable, "-m", "buffer.weight_sync.commands.relay", "--every-s", "0.2"]
-    command += ["--from-announce", upstream.announce, "--from-fetch", upstream.fetch]
-    command += ["--announce", listen.announce, "--fetch", listen.fetch]
-    command += ["broadcast.heartbeat_s=0.05", "broadcast.timeout_s=0.3"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    sync.stack.callback(process.stderr.close)
-    sync.stack.callback(process.wait)
-    sync.stack.callback(process.kill)
-    assert "relaying" in process.stderr.readline()
-    return process
-
-
 @pytest.mark.timeout(60)
 def test_a_relay_killed_and_started_again_is_followed(sync: WeightSync) -> None:
     listen = free_endpoints()
     subscriber = sync.follow(listen)
     for numbers in ((0, 1, 2), (3, 4, 5)):
-        process = start(sync, listen)
+        process = sync.relay_process(listen)
         for number in numbers:
             sync.bring(number, subscriber)
         process.kill()
@@ -96,7 +75,7 @@ def test_a_relay_that_holds_an_earlier_run_gives_nothing(
 ) -> None:
     """Its numbers may be those of the new run's next versions, so that nothing else would tell them apart."""
     listen = free_endpoints()
-    start(sync, listen)
+    sync.relay_process(listen)
     arrive(sync.follow(listen, run_id="first"), sync.publish(0, run_id="first"))
     sync.server.close()
     worker = sync.follow(listen, run_id="second")
@@ -131,7 +110,7 @@ def test_weights_without_an_id_are_taken(sync: WeightSync) -> None:
 
 
 def test_a_relay_says_how_it_is_and_ends_in_peace(sync: WeightSync) -> None:
-    process = start(sync, free_endpoints())
+    process = sync.relay_process(free_endpoints())
     sync.publish(4)
     assert process.stderr is not None
     health = (line for line in process.stderr if "version=4" in line)

@@ -13,6 +13,7 @@ from typing import Annotated
 from typer import Argument, Exit, Option
 
 from areal_q.config import BroadcastConfig, load
+from areal_q.errors import WeightVersionError
 from areal_q.observability import service_log
 from areal_q.observability.metric_table import RELAY_METRICS
 from areal_q.observability.prometheus_exporter import Exporter, serve_metrics
@@ -53,7 +54,11 @@ class Relay:
         self._server.publish(version, delta)
 
     def status(self) -> dict[str, float]:
-        """Returns the relay's numbers, by the names in metric_table.RELAY_METRICS."""
+        """Returns the relay's numbers, by the names in metric_table.RELAY_METRICS. Raises WeightVersionError if
+        it follows or serves no more, so that nothing would ever reach the workers behind it."""
+        for end, what in ((self._subscriber, "follows"), (self._server, "serves")):
+            if not end.running:
+                raise WeightVersionError(f"its thread that {what} has ended; start it again")
         sent, got = self._server.stats, self._subscriber.stats
         return {
             "version": self._newest.manifest.version if self._newest else -1,
@@ -65,7 +70,7 @@ class Relay:
             "sent_bytes": sent.delta_bytes + sent.chunk_bytes,
             "fetches": sent.fetches,
             "catch_ups": sent.catch_ups,
-            "refused": sent.refused + got.refused + sent.strangers,
+            "refused": sent.refused + sent.strangers + got.all_refused,
         }
 
     def close(self) -> None:
@@ -96,7 +101,8 @@ def main(
     ] = "",
     every_s: Annotated[float, Option(help="seconds between two lines of health")] = 10.0,
 ) -> None:
-    """Relays weights until it is told to stop (SIGTERM: exit code 143, SIGINT: 130)."""
+    """Relays weights until it is told to stop (SIGTERM: exit code 143, SIGINT: 130). One that can no longer
+    follow or serve ends by itself (1)."""
     service_log.set_up("relay")
     allow_open_files()
     stop = StopRequest()
