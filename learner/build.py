@@ -17,6 +17,7 @@ from areal_q.config import BroadcastConfig, MegatronBackend, Run, dump_toml, wor
 from areal_q.errors import ConfigError
 from areal_q.models.shape import shape_of
 from areal_q.observability.metrics_log import MetricsLog, read_metrics
+from areal_q.observability.run_end import going_on
 from areal_q.system import run_dir
 from areal_q.system.processes import command_began
 from areal_q.system.watchdog import Progress
@@ -245,10 +246,12 @@ def _build(
     policy, state = build_policy(run, directory, resume, task, tokenizer, metrics, stop)
     start, keep = state.step if state else 0, run.learner.versions_kept
     updater = updater_of(policy, run, ranks)
+    records = read_metrics(directory / run_dir.METRICS_FILE) if resume else []
+    told = [*going_on(run, directory, start, records)]
     if resume:
         metrics.rewind(start)
-    records = read_metrics(directory / run_dir.METRICS_FILE) if resume else []
-    note_beginning(run, directory, start, tokenizer, metrics)
+        records = [record for record in records if record["step"] <= start]
+    note_beginning(run, directory, start, tokenizer, metrics, told)
     admission = build_admission(run, task, tokenizer, buffer, state, own_sets)
     buffer.checks = [admission.check, fits(policy.model.config, run.learner)]
     history, recorded = VersionHistory(keep), dict[int, str]()

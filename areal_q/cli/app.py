@@ -141,6 +141,12 @@ def run(
     resume: Annotated[
         bool, typer.Option("--resume", help="go on from the newest checkpoint")
     ] = False,
+    step: Annotated[
+        int | None,
+        typer.Option(
+            "--from", min=0, help="with --resume: step of an older one; sets later ones aside"
+        ),
+    ] = None,
     name: Annotated[str | None, typer.Option(help="name of the run; default: CONFIG's own")] = None,
 ) -> None:
     """Run on this machine: Redis, the learner and its rollout workers, until done or Ctrl-C.
@@ -154,17 +160,26 @@ def run(
     overrides = overrides or []
     if config is not None and "=" in config:
         config, overrides = None, [config, *overrides]
-    sys.exit(launch(asked_for(config, overrides, resume, name), resume, build_view))
+    asked = asked_for(config, overrides, resume, name, step)
+    sys.exit(launch(asked, resume, build_view))
 
 
-def asked_for(config: str | None, overrides: list[str], resume: bool, name: str | None) -> Run:
-    """Returns the settings of the run that a command is to begin, or to go on with. Raises ConfigError, and
-    CheckpointError if there is nothing to go on with."""
+def asked_for(
+    config: str | None,
+    overrides: list[str],
+    resume: bool,
+    name: str | None,
+    step: int | None = None,
+) -> Run:
+    """Returns the settings of the run that a command is to begin, or to go on with, from the checkpoint of
+    `step` if it is not None. Raises ConfigError, and CheckpointError if there is nothing to go on with."""
     from areal_q.system import run_dir
 
     named = [*overrides, f'name="{name}"'] if name else overrides
     path = Path(config) if config else None
     if not resume:
+        if step is not None:
+            raise ConfigError("run: --from goes with --resume")
         if path is None:
             raise ConfigError("run: a CONFIG is needed, such as quickstart")
         if path.is_dir():
@@ -174,6 +189,8 @@ def asked_for(config: str | None, overrides: list[str], resume: bool, name: str 
         path = Path("runs", name) if name else run_dir.newest(Path("runs"))
     elif not path.is_dir():
         path = run_dir.path_of(load(path, named))
+    if step is not None:
+        run_dir.go_back(path, step)
     return run_dir.resumed(path, overrides)
 
 

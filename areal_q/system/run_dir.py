@@ -250,14 +250,34 @@ def resumed(directory: Path, overrides: list[str]) -> Run:
     saved = load(directory / "config.toml", place)
     again = as_before(override(saved, *overrides), saved)
     _check_unchanged(saved, again)
-    names = (path.name.partition("-")[2] for path in (directory / "checkpoints").glob("step-*"))
-    step = max((int(name) for name in names if name.isdigit()), default=0)
+    step = max(checkpoints_of(directory), default=0)
     if step > again.steps:
         raise ConfigError(
             f"steps = {again.steps}: {directory} is at step {step} already; to go on, ask for more, such as "
             f"steps={2 * step}"
         )
     return again
+
+
+def checkpoints_of(directory: Path) -> dict[int, Path]:
+    """Returns the checkpoints of the run in `directory` by their steps."""
+    found = (directory / "checkpoints").glob("step-*")
+    return {int(n): path for path in sorted(found) if (n := path.name.partition("-")[2]).isdigit()}
+
+
+def go_back(directory: Path, step: int) -> None:
+    """Renames the checkpoints after `step`, so that a resumed run goes on from there. Raises CheckpointError if
+    there is no checkpoint of that step, and ConfigError if the run is going on."""
+    found = checkpoints_of(directory)
+    if step not in found:
+        there = ", ".join(map(str, found)) or "none"
+        raise CheckpointError(f"{directory}: no checkpoint of step {step}; there are: {there}")
+    lock = _lock(directory)
+    for later in (path for at, path in found.items() if at > step):
+        aside = later.with_name(f"later-{later.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        later.rename(aside)
+    os.close(lock)
 
 
 def resumes(run: Run) -> Run | None:

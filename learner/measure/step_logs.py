@@ -81,17 +81,23 @@ class StepLogs:
 
 
 def note_beginning(
-    run: Run, directory: Path, start: int, tokenizer: Tokenizer, metrics: MetricsLog
+    run: Run,
+    directory: Path,
+    start: int,
+    tokenizer: Tokenizer,
+    metrics: MetricsLog,
+    told: list[str],
 ) -> None:
-    """Notes how responses end, and what is set otherwise than in the steps before `start`."""
+    """Notes what is `told` of a resumption, how responses end, and what is set otherwise than in the steps
+    before `start`."""
     write_stops(directory, tokenizer.stops)
-    ends = f"a response {stops_text(tokenizer.stops)}"
-    logger.info("%s", ends)
-    metrics.write("note", start, {}, message=ends)
+    notes = [*told, f"a response {stops_text(tokenizer.stops)}"]
     if run.buffer.log:
-        if changed := _changed_settings(run, directory, start):
-            metrics.write("note", start, {}, message=changed)
+        notes += filter(None, [_changed_settings(run, directory, start)])
         run_dir.keep_settings(directory, run)
+    for note in notes:
+        logger.info("%s", note)
+        metrics.write("note", start, {}, message=note)
 
 
 def _changed_settings(run: Run, directory: Path, start: int) -> str:

@@ -11,7 +11,8 @@ import typer
 from areal_q.config import ModelConfig, PretrainedModel, Run
 from areal_q.errors import CheckpointError, ConfigError
 from areal_q.observability.metrics_log import read_metrics
-from areal_q.system.run_dir import METRICS_FILE
+from areal_q.observability.run_end import best_checkpoint
+from areal_q.system.run_dir import METRICS_FILE, checkpoints_of, recorded_settings
 from areal_q.tasks import Tokenizer
 
 if TYPE_CHECKING:
@@ -51,18 +52,11 @@ def main(
 def best_step(directory: Path) -> int:
     """Returns the step of the best of the checkpoints that are there, by the metric `eval.best`, without one by
     the held-out accuracy. Raises LogError if there is no run, CheckpointError if none was evaluated."""
-    from areal_q.system.run_dir import recorded_settings
-    from learner import checkpoint
-
-    metric = recorded_settings(directory).eval.best or "eval/accuracy"
-    steps = {int(p.name.removeprefix("step-")) for p in checkpoint.steps(directory / "checkpoints")}
-    records = [r for r in read_metrics(directory / METRICS_FILE) if r["kind"] == "eval"]
-    known = [r for r in records if r["step"] in steps and r.get(metric) is not None]
-    if not known:
-        raise CheckpointError(
-            f"{directory}: no checkpoint has {metric}; eval.best keeps one that has"
-        )
-    return max(known, key=lambda r: r[metric])["step"]
+    run = recorded_settings(directory)
+    if found := best_checkpoint(run, directory, read_metrics(directory / METRICS_FILE)):
+        return found[0]
+    metric = run.eval.best or "eval/accuracy"
+    raise CheckpointError(f"{directory}: no checkpoint has {metric}; eval.best keeps one that has")
 
 
 def export(
@@ -76,7 +70,6 @@ def export(
     """
     from areal_q.models import DecoderConfig
     from areal_q.models.hf.checkpoint import meta_decoder
-    from areal_q.system.run_dir import recorded_settings
     from learner import checkpoint
     from learner.supervised.demonstrations import tokenizer_of
 
@@ -85,9 +78,7 @@ def export(
         raise ConfigError(
             f"{directory}: adapters (learner.lora) are exported at the end of the run only"
         )
-    found = {
-        int(p.name.removeprefix("step-")): p for p in checkpoint.steps(directory / "checkpoints")
-    }
+    found = checkpoints_of(directory)
     chosen = max(found, default=None) if step is None else step
     if chosen not in found:
         kept = ", ".join(map(str, found)) or "none"

@@ -20,6 +20,7 @@ from helpers.commands import limit
 from rich.console import Console
 
 from areal_q.cli import launcher
+from areal_q.cli.app import asked_for
 from areal_q.cli.launcher import plan
 from areal_q.cli.live_view import PlainView, awaited
 from areal_q.config import Python, Run, TorchBackend, dump_toml, load
@@ -500,6 +501,23 @@ def test_resumed_run_has_saved_settings_and_harmless_overrides(ended):
     )
     assert (run.steps, run.rollout.workers, run.learner.max_lag) == (400, 4, 3)
     assert run_dir.path_of(run) == ended
+
+
+def test_a_run_goes_back_to_an_older_checkpoint(ended):
+    newer = ended / "checkpoints" / "step-60"
+    (newer / "x").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="no checkpoint of step 55; there are: 50, 60"):
+        asked_for(str(ended), [], True, None, 55)
+    with pytest.raises(ConfigError, match="--from goes with --resume"):
+        asked_for(str(ended), [], False, None, 50)
+    lock = files.try_lock(ended)
+    assert lock is not None
+    with pytest.raises(ConfigError, match="a run is going on there"):
+        asked_for(str(ended), [], True, None, 50)
+    os.close(lock)
+    assert asked_for(str(ended), ["steps=55"], True, None, 50).steps == 55
+    assert {*run_dir.checkpoints_of(ended)} == {50}
+    assert (newer.with_name("later-step-60") / "x").is_dir()
 
 
 def test_a_run_s_own_files_are_found_from_any_directory(tmp_path, monkeypatch):

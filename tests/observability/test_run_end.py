@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from areal_q.cli import live_view
 from areal_q.config import Run, dump_toml
 from areal_q.errors import ConfigError
-from areal_q.observability.metrics_log import MetricsLog
-from areal_q.observability.run_end import how_it_ended, note_failure
+from areal_q.observability.metrics_log import MetricsLog, Record
+from areal_q.observability.run_end import going_on, how_it_ended, note_failure
 from areal_q.system.files import try_lock
 from buffer.admin import open_run
 from buffer.redis_store.local_server import RedisServer
@@ -127,6 +127,48 @@ def test_status_and_watch_repeat_how_a_run_failed(run, directory, terminal):
     assert console.export_text().endswith(f"{directory}: ended: {ERROR}\n")
     with MetricsLog(directory, tensorboard=False) as log:
         assert log.rewind(1) == 2  # a resumption forgets it
+
+
+def history(*accuracies: float, steps: int) -> list[Record]:
+    """Evaluations every tenth of `steps` steps."""
+    evals = [
+        {"kind": "eval", "step": 10 * i, "eval/accuracy": a, "eval/problems": 100.0}
+        for i, a in enumerate(accuracies)
+    ]
+    return [*evals, *({"kind": "step", "step": i} for i in range(1, steps + 1))]
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "steps", "kept", "told"),
+    [
+        ([0.1, 0.6], 10, [0, 10], []),
+        ([0.1, 0.6], 11, [10], ["goes on from the checkpoint of step 10: step 11, logged already"]),
+        (
+            [0.1, 0.6],
+            14,
+            [10],
+            ["goes on from the checkpoint of step 10: steps 11 to 14, logged a"],
+        ),
+        ([0.1, 0.6, 0.01], 20, [0, 10, 20], ["--resume --from 10 learner.optimizer.lr=1.5e-05"]),
+        (
+            [0.1, 0.6, 0.01],
+            20,
+            [0, 20],
+            ["step 0 (eval/accuracy 0.100); to go on from it: Ctrl-C, "],
+        ),
+        ([0.1, 0.6, 0.01], 20, [20], ["no older checkpoint that is better was kept"]),
+        ([0.1, 0.6, 0.01], 20, [10], ["steps 11 to 20, logged already, will be made again"]),
+    ],
+)
+def test_a_resumption_says_what_it_repeats_and_a_way_back(
+    run, directory, accuracies, steps, kept, told
+):
+    for step in kept:
+        (directory / "checkpoints" / f"step-{step:06}").mkdir(parents=True)
+    found = [*going_on(run, directory, kept[-1], history(*accuracies, steps=steps))]
+    assert len(found) == len(told) and all(
+        part in said for part, said in zip(told, found, strict=True)
+    )
 
 
 def test_a_record_after_the_end_is_of_a_resumed_run(directory):
