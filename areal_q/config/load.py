@@ -24,6 +24,8 @@ OWN_BY_PATH = re.compile(
 )
 """Tables in which only `type = "python"` has a path, so that to set it chooses that type. The digest of the
 file that was named before goes, too."""
+FILES = ("path", "heldout", "template_file")
+"""The last parts of the settings that name files"""
 _PACKAGE = Path(__file__).resolve().parents[1]
 TEMPLATES = "templates"
 """Folder of the shipped configurations in which those of `areal-q init` are, whose names are not offered."""
@@ -34,13 +36,32 @@ def load(path: str | Path | None = None, overrides: Sequence[Override] | None = 
     Raises ConfigError with the file or dotted path at fault."""
     if path is None:
         return parse("", "settings", overrides)
+    file = find(Path(path))
     try:
-        text = find(Path(path)).read_text("utf-8-sig")  # a BOM is what editors on Windows write
+        text = file.read_text("utf-8-sig")  # a BOM is what editors on Windows write
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: is not UTF-8 text: {error}") from error
-    return parse(text, str(path), overrides)
+    run = parse(text, str(path), overrides)
+    _check_place(file, msgspec.to_builtins(run))
+    return run
+
+
+def _check_place(file: Path, table: Table, prefix: str = "") -> None:
+    """Raises ConfigError for a file that the settings in `file` name, and that is beside it instead of in the
+    present directory, from which names are looked up."""
+    for key, value in table.items():
+        if isinstance(value, dict):
+            _check_place(file, value, f"{prefix}{key}.")
+        if key not in FILES or not isinstance(value, str) or not value:
+            continue
+        name = value if Path(value).exists() else value.partition(":")[0]
+        if not Path(name).exists() and (file.parent / name).exists():
+            raise ConfigError(
+                f"{file}: {prefix}{key} = {value!r} is looked for in the present directory, {Path.cwd()}, and "
+                f"is beside the settings: cd {file.parent} first, or write the whole path"
+            )
 
 
 def parse(toml: str, source: str, overrides: Sequence[Override] | None = None) -> Run:

@@ -12,7 +12,7 @@ from helpers.paths import EXECUTABLE
 import areal_q
 from areal_q.cli.app import ELSEWHERE, GROUPS, app
 from areal_q.cli.launcher import plan
-from areal_q.config import Run, faults, load
+from areal_q.config import Python, Run, faults, load
 from areal_q.config.load import shipped
 from areal_q.errors import ConfigError
 from areal_q.tasks.datasets.jsonl_rows import read_jsonl
@@ -158,6 +158,24 @@ def test_a_name_of_another_program_leads_to_settings_here():
         for path in re.findall(r"(?:[a-z_]+\.)+[a-z_]+", ours):
             known = faults.choices(Run, path, {"learner": {}, "rollout": {}})
             assert path in every or known, path
+
+
+@pytest.mark.parametrize("command", ["plan", "check", "run"])
+def test_a_file_beside_the_settings_is_found_from_there_alone(areal_q_command, tmp_path, command):
+    """Whatever the command, names are looked up in the directory in which it was started."""
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "mine.py").write_text("def problems(): return 1\n")
+    (tmp_path / "own" / "mine.toml").write_text(
+        "task = { type = 'python', path = 'mine.py:problems' }"
+    )
+    done = areal_q_command(command, "own/mine.toml")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "areal-q: error: own/mine.toml: task.path = 'mine.py:problems' is looked for in the present "
+        f"directory, {tmp_path}, and is beside the settings: cd own first, or write the whole path\n"
+    )
+    (tmp_path / "mine.py").touch()
+    assert load(tmp_path / "own" / "mine.toml", ["task.path=/x.py"]).task == Python(path="/x.py")
 
 
 def test_a_fault_is_blamed_on_the_file_that_has_it(tmp_path):
