@@ -30,6 +30,10 @@ from rollout.evaluation.format_texts import PROMPTS, answered, decoding_pace, re
 
 SMALL_NATS = 0.03
 """Error or noise below which a format needs no remedy: the default of learner.fidelity.bound_nats"""
+FIRST, MOST = 8, 256
+"""Prompts that are answered at first, and of a run's held-out problems at most"""
+ENOUGH = 256
+"""Tokens of answers below which the figures may be chance, so that more prompts are answered"""
 PAYS = 0.8
 """Share of the error that smoothing may leave to be worth its settings"""
 HEAD = (
@@ -86,18 +90,26 @@ def main(
         typer.Option(metavar="FORMAT", help="show which linears and tokens cause its error"),
     ] = None,
     speed: Annotated[bool, typer.Option(help="measure the pace of decoding")] = True,
-    problems: Annotated[int, typer.Option(min=1, help="at most so many prompts")] = 8,
+    problems: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"prompts, at most; default: {FIRST}, more if answers are short"),
+    ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="of an answer, at most")] = 48,
     out: Annotated[Path | None, typer.Option(help="file for all figures, as JSON")] = None,
 ) -> None:
     """Compares the number formats on MODEL: error, KL, noise, bytes, pace, and what each would take."""
     if layers is not None and layers not in FORMATS:
         raise ConfigError(f"--layers {layers}: none of {', '.join(FORMATS)}")
-    path, tokenizer, texts = prepared(model, data, problems)
+    path, tokenizer, asked = prepared(model, data, problems or MOST)
     decoder = load_decoder(path).requires_grad_(False)
-    texts = answered(decoder, texts, frozenset(tokenizer.stops), tokens)
+    texts, count, more = list[Text](), 0, problems or FIRST
+    while asked and count < ENOUGH:
+        texts += answered(decoder, asked[:more], frozenset(tokenizer.stops), tokens)
+        asked, more = asked[more:], len(texts)
+        count = sum(len(text.ids) - text.prompt for text in texts)
+    if count < ENOUGH:
+        typer.echo(f"warning: {count} tokens are few to judge by: DATA with more or longer answers")
     reference = Reference(decoder, texts)
-    count = sum(len(text.ids) - text.prompt for text in texts)
     rows, found, far = [], [], []
     if layers is None:
         typer.echo(f"{count} tokens of {len(texts)} answers; error, KL and noise in nats a token")

@@ -1,6 +1,7 @@
 """`areal-q formats`: what it measures, beside computations by hand, and what it says."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -183,6 +184,23 @@ def test_conversations_keep_their_answers_and_prompts_get_one(model, tmp_path):
     file.write_text('{"question": 1}\n')
     with pytest.raises(TaskError, match=r"data\.jsonl:1"):
         read_conversations(file, tokenizer, 8)
+
+
+def test_short_answers_are_as_many_as_a_judgement_needs(model, tmp_path, monkeypatch):
+    monkeypatch.setattr("rollout.evaluation.formats.FORMATS", {"bf16": FORMATS["bf16"]})
+    save_decoder(model, tmp_path / "model", CharTokenizer())
+    data = tmp_path / "data.jsonl"
+    row = json.dumps({"prompt": "1+2=", "messages": []}) + "\n"
+    options = [str(tmp_path / "model"), str(data), "--no-speed", "--tokens", "3"]
+    for rows, more, told in (
+        (200, [], r"3\d\d tokens of 128 answers"),
+        (10, [], r"warning: \d\d tokens are few to judge by"),
+        (200, ["--problems", "4"], r"warning: 1\d tokens are few to judge by"),
+    ):
+        data.write_text(row * rows)
+        said = run_here("formats", main, *options, *more)
+        assert said.returncode == 0, said.stderr
+        assert re.match(told, said.stdout), said.stdout
 
 
 QUIET = ["bf16", "int4", "nf4", "nvfp4", "mxfp4"]
