@@ -41,6 +41,7 @@ from areal_q.config import (
 from areal_q.config.run import ROUNDS_ACTIVATIONS, WORTH_SMOOTHING
 from areal_q.errors import CheckpointError, NotOurs
 from areal_q.models.config import OFFSET_NORMS, DecoderConfig
+from areal_q.models.variants import text_part
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -165,7 +166,7 @@ def _config_of(run: Run) -> dict[str, Any]:
         table = json.loads((Path(run.model.path) / "config.json").read_text("utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return table if isinstance(table, dict) else {}
+    return text_part(table) if isinstance(table, dict) else {}
 
 
 def _has_experts(run: Run) -> bool:

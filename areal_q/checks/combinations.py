@@ -23,24 +23,30 @@ def check_foreign(run: Run, family: str, ranks: int = 1, rollouts: bool = True) 
 def check_family(run: Run, shape: DecoderConfig, rollouts: bool = True) -> None:
     """Raises ConfigError, which names the first setting of `run` that a model of this `shape` does not combine
     with: one that scales norms by their weights alone or a product that is clamped, or that knows no second
-    norms or no sinks. `rollouts` is as for `check_foreign`."""
-    if shape.offset_norms:
+    norms, no sinks or no layers with a state. `rollouts` is as for `check_foreign`."""
+    if shape.delta:
+        why = "whose norms multiply by 1 + w, and whose layers keep a state"
+    elif shape.offset_norms:
         why = "whose norms multiply by 1 + w"
     elif shape.stacked_experts:
         why = "whose attention has sinks, and whose files stack experts that are clamped"
     else:
         return
     uaq, engine = run.learner.uaq, run.rollout.engine
-    served = isinstance(engine, VllmEngine | SglangEngine) and shape.stacked_experts
+    served = isinstance(engine, VllmEngine | SglangEngine)
     for setting, (is_set, instead) in {
         f"learner.uaq = {uaq:g}": (uaq > 1 and shape.offset_norms, "learner.uaq = 1"),
         f"rollout.engine.type = {engine.__struct_config__.tag!r}": (
-            rollouts and served,
+            rollouts and served and (shape.stacked_experts or bool(shape.delta)),
             "rollout.engine.type = 'torch'",
         ),
         "rollout.smoothing": (
             rollouts and run.rollout.smooths is not None,
             "rollout.smoothing = 'off'",
+        ),
+        "rollout.kv_scales": (
+            rollouts and run.rollout.kv_scales is not None and bool(shape.delta),
+            "the torch engine measures its own",
         ),
         "learner.backend.type = 'megatron'": (
             not isinstance(run.learner.backend, TorchBackend),
@@ -101,8 +107,12 @@ def check_context(run: Run, shape: DecoderConfig, ranks: int = 0) -> None:
     setting = f"learner.backend.context = {size}"
     if shape.foreign is not None:
         raise ConfigError(f"{setting}: not with {shape.family}, which transformers computes")
-    if shape.sparse_layers:
-        raise ConfigError(f"{setting}: not with a mixture of experts; learner.backend.context = 1")
+    for what, has in {
+        "a mixture of experts": shape.sparse_layers,
+        "layers that keep a state": shape.delta,
+    }.items():
+        if has:
+            raise ConfigError(f"{setting}: not with {what}; learner.backend.context = 1")
     if ranks % size:
         several = f"torchrun --nproc-per-node {size} -m learner"
         raise ConfigError(f"{setting} does not divide {ranks} processes of the learner; {several}")

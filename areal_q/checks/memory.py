@@ -171,6 +171,10 @@ def worker_memory(run: Run, shape: DecoderConfig, lengths: Lengths) -> Iterator[
         if engine.kv_cache_bytes and engine.kv_cache_bytes < nbytes:
             nbytes, told = engine.kv_cache_bytes, "rollout.engine.kv_cache_bytes"
     yield Part("KV cache", nbytes, told, gpu)
+    if rule := shape.delta:
+        # Slots double, and prompts on their way have states of their own.
+        each = 4 * len(rule.layers) * rule.state_numbers
+        yield Part("states", 2 * rows * each, f"2 · {each:,} bytes of {rows} responses", gpu)
 
 
 def position_bytes(engine: TorchEngine | VllmEngine | SglangEngine, shape: DecoderConfig) -> int:
@@ -178,7 +182,7 @@ def position_bytes(engine: TorchEngine | VllmEngine | SglangEngine, shape: Decod
     by others."""
     on_gpu = not isinstance(engine, TorchEngine)
     item = 1 if getattr(engine, "kv_cache", "auto") == "fp8" else 2 if on_gpu else 4
-    return 2 * shape.layers * shape.kv_heads * shape.head_dim * item
+    return 2 * len(shape.attention_layers) * shape.kv_heads * shape.head_dim * item
 
 
 def cached_pages(engine: TorchEngine, shape: DecoderConfig) -> int:

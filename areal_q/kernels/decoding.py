@@ -40,9 +40,9 @@ def rms_norm(x, weight, eps, y):
 
 @kernel(void(F3, nt.int64, nt.boolean, F2, nt.float32, F2, F2), fastmath=SUMS)
 def rotate(qkv, heads, norm, weights, eps, cos, sin):
-    """Applies RoPE in place to the first `heads` heads of qkv [T, H, dim], after an RMSNorm of each head if
-    `norm` is True."""
-    half = qkv.shape[2] // 2
+    """Applies RoPE in place to the first `heads` heads of qkv [T, H, dim], and in them to as many channels as
+    cos and sin have, after an RMSNorm of each head if `norm` is True."""
+    half = cos.shape[1] // 2
     for t in range(qkv.shape[0]):
         for h in range(heads):
             x = qkv[t, h]
@@ -50,7 +50,7 @@ def rotate(qkv, heads, norm, weights, eps, cos, sin):
                 r = float32(1.0) / np.sqrt(dot(x, x) / float32(x.shape[0]) + eps)
                 for i in range(x.shape[0]):
                     x[i] = x[i] * r * weights[h, i]
-            first, second = x[:half], x[half:]
+            first, second = x[:half], x[half : 2 * half]
             c1, c2, s1, s2 = cos[t, :half], cos[t, half:], sin[t, :half], sin[t, half:]
             for i in range(half):
                 a, b = first[i], second[i]

@@ -9,8 +9,20 @@ from msgspec import Meta, Struct
 from areal_q.decode_errors import in_words
 from areal_q.errors import CheckpointError, NotOurs
 from areal_q.models.foreign import COMPUTED_BY, sizes_of
-from areal_q.models.rope_scaling import WINDOW_THETA, inverse_frequencies, ropes_of
-from areal_q.models.variants import biases_of, not_implemented, unrotated_of, windows_of
+from areal_q.models.rope_scaling import (
+    WINDOW_THETA,
+    inverse_frequencies,
+    rope_dim_of,
+    ropes_of,
+)
+from areal_q.models.variants import (
+    biases_of,
+    not_implemented,
+    state_layers_of,
+    text_part,
+    unrotated_of,
+    windows_of,
+)
 
 _T = TypeVar("_T")
 
@@ -24,13 +36,17 @@ FAMILIES = {
     "seed_oss": "SeedOssForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
 }
 """The class of transformers by `model_type`."""
 _TIED = {"smollm3": True, "gemma3_text": True}
 """The families whose head is the embedding where config.json does not say."""
-OFFSET_NORMS = {"gemma3_text"}
+OFFSET_NORMS = {"gemma3_text", "qwen3_5_text"}
 """The families whose norms multiply by 1 + w, where w is the weight in their files."""
-_SIZES = {"gpt_oss": {"rms_norm_eps": 1e-5, "head_dim": 64, "num_key_value_heads": 8}}
+_SIZES = {
+    "gpt_oss": {"rms_norm_eps": 1e-5, "head_dim": 64, "num_key_value_heads": 8},
+    "qwen3_5_text": {"head_dim": 256, "num_key_value_heads": 4},
+}
 """Sizes of a family where config.json does not say, other than those of most"""
 MOST_LAYERS, MOST_EXPERTS = 1000, 100_000
 """Bounds on a whole model: even an empty one of more takes long to build."""
@@ -59,6 +75,30 @@ class Experts(Struct, frozen=True, kw_only=True):
 
     def has(self, layer: int) -> bool:
         return layer not in self.dense_layers and (layer + 1) % self.step == 0
+
+
+class DeltaRule(Struct, frozen=True, kw_only=True):
+    """The layers that keep a state in place of keys and values (areal_q/models/layers/gated_delta.py)."""
+
+    layers: tuple[int, ...]
+    key_heads: Size
+    value_heads: Size
+    key_dim: Size
+    """Width of a head of queries, and of one of keys"""
+    value_dim: Size
+    kernel: Size
+    """Number of tokens, its own included, that the convolution sums over"""
+
+    @property
+    def channels(self) -> int:
+        """Number of queries', keys' and values' channels together"""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def state_numbers(self) -> int:
+        """What a layer keeps of a text: its heads' states, and the inputs that the next token's sums need."""
+        states = self.value_heads * self.key_dim * self.value_dim
+        return states + (self.kernel - 1) * self.channels
 
 
 class _Sizes(Struct):
@@ -93,6 +133,16 @@ class _ExpertSizes(Struct):
     mlp_only_layers: list[int] | None = None
 
 
+class _DeltaSizes(Struct):
+    """What it may say of layers that keep a state."""
+
+    linear_num_key_heads: Size = 16
+    linear_num_value_heads: Size = 32
+    linear_key_head_dim: Size = 128
+    linear_value_head_dim: Size = 128
+    linear_conv_kernel_dim: Size = 4
+
+
 class DecoderConfig(Struct, frozen=True, kw_only=True):
     """Pre-norm decoder: RMSNorm, grouped-query attention with RoPE, a gated MLP.
 
@@ -102,7 +152,9 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
     Qwen3 with a second norm behind attention and behind the MLP, norms that multiply by 1 + w, embeddings times
     √width, the tanh form of GELU in place of SiLU, its own scale of the scores, and a base of RoPE for the
     layers that see a window. gpt-oss is a mixture whose router and experts have biases, with a clamped
-    activation, and a sink for each head of attention: a learnt score of no token.
+    activation, and a sink for each head of attention: a learnt score of no token. Qwen3.5 has Gemma's form of
+    norms, gates what attention found, turns a part of each head alone, and keeps a state in place of keys and
+    values in most layers.
     """
 
     family: str
@@ -137,6 +189,10 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
     query_scalar: Size | None = None
     """Attention's scores are divided by its root; None for head_dim"""
     experts: Experts | None = None
+    delta: DeltaRule | None = None
+    """The layers that keep a state in place of keys and values; None if all have attention"""
+    rope_dim: Size | None = None
+    """Number of a head's first channels that RoPE turns; None for all"""
     foreign: dict[str, Any] | None = None
     """config.json of a model that transformers computes, of any family; None for one that we do. The other
     fields then say what they can of it."""
@@ -145,7 +201,7 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
 
     @property
     def qk_norm(self) -> bool:
-        return self.family in ("qwen3", "qwen3_moe", "gemma3_text")
+        return self.family in ("qwen3", "qwen3_moe", "gemma3_text", "qwen3_5_text")
 
     @property
     def outer_norms(self) -> bool:
@@ -156,6 +212,22 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
     def offset_norms(self) -> bool:
         """True if a norm multiplies by 1 + w, where w is its weight as files have it."""
         return self.family in OFFSET_NORMS
+
+    @property
+    def output_gates(self) -> bool:
+        """True if what each head of attention found is multiplied by σ of a gate, which q_proj gives behind the
+        head's query."""
+        return self.family == "qwen3_5_text"
+
+    @property
+    def q_features(self) -> int:
+        """Number of channels that q_proj gives."""
+        return self.heads * self.head_dim * (2 if self.output_gates else 1)
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Indices of the layers that have attention, and keys and values."""
+        return tuple(i for i in range(self.layers) if not (self.delta and i in self.delta.layers))
 
     @property
     def activation(self) -> Activation:
@@ -209,8 +281,12 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
             raise CheckpointError(
                 f"{self.heads} heads do not share {self.kv_heads} of keys and values"
             )
-        if self.head_dim % 2:
-            raise CheckpointError(f"RoPE turns pairs of numbers, and a head has {self.head_dim}")
+        if (turned := self.rope_dim or self.head_dim) % 2:
+            raise CheckpointError(f"RoPE turns pairs of numbers, and a head has {turned}")
+        if self.delta and self.delta.value_heads % self.delta.key_heads:
+            raise CheckpointError(
+                f"{self.delta.value_heads} heads of values do not share {self.delta.key_heads} of keys"
+            )
         if self.experts and self.layers * self.experts.count > MOST_EXPERTS:
             raise CheckpointError(
                 f"{self.experts.count} experts in each of {self.layers} layers are over {MOST_EXPERTS} in all"
@@ -222,22 +298,15 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
         `state_dict`; of a foreign model, of its files."""
         if self.foreign is not None:
             return dict(self.stored)
-        width, queries, keys = self.width, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        width = self.width
         found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, width)}
         for layer in range(self.layers):
             at = f"model.layers.{layer}."
             found[f"{at}input_layernorm.weight"] = (width,)
-            if self.sinks:
-                found[f"{at}self_attn.sinks"] = (self.heads,)
-            for name, rows in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
-                found[f"{at}self_attn.{name}.weight"] = (rows, width)
-                if self.qkv_bias:
-                    found[f"{at}self_attn.{name}.bias"] = (rows,)
-            found[f"{at}self_attn.o_proj.weight"] = (width, queries)
-            if self.o_bias:
-                found[f"{at}self_attn.o_proj.bias"] = (width,)
-            if self.qk_norm:
-                found |= {f"{at}self_attn.{x}_norm.weight": (self.head_dim,) for x in "qk"}
+            if self.delta and layer in self.delta.layers:
+                found |= _delta(f"{at}linear_attn.", width, self.delta)
+            else:
+                found |= self._attention(f"{at}self_attn.")
             found[f"{at}post_attention_layernorm.weight"] = (width,)
             if self.outer_norms:
                 found[f"{at}pre_feedforward_layernorm.weight"] = (width,)
@@ -255,6 +324,18 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
         found["model.norm.weight"] = (width,)
         return found if self.tied else found | {"lm_head.weight": (self.vocab_size, width)}
 
+    def _attention(self, at: str) -> dict[str, tuple[int, ...]]:
+        width, queries, keys = self.width, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        found: dict[str, tuple[int, ...]] = {f"{at}sinks": (self.heads,)} if self.sinks else {}
+        for name, rows in (("q_proj", self.q_features), ("k_proj", keys), ("v_proj", keys)):
+            found[f"{at}{name}.weight"] = (rows, width)
+            if self.qkv_bias:
+                found[f"{at}{name}.bias"] = (rows,)
+        found[f"{at}o_proj.weight"] = (width, queries)
+        if self.o_bias:
+            found[f"{at}o_proj.bias"] = (width,)
+        return found | {f"{at}{x}_norm.weight": (self.head_dim,) for x in "qk" if self.qk_norm}
+
     @property
     def weights(self) -> int:
         """Number of all weights."""
@@ -264,6 +345,7 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
     def from_hf(cls, hf: dict[str, Any]) -> "DecoderConfig":
         """Returns the shape that a `config.json` describes. Raises CheckpointError for an architecture or a
         variant that is not implemented, and for a size that is missing or none."""
+        hf = text_part(hf)
         family = hf.get("model_type")
         if hf.get(COMPUTED_BY):
             return cls(**sizes_of(hf), foreign=hf)
@@ -306,6 +388,8 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
             window_theta=window_theta if sliding else None,
             query_scalar=sizes.query_pre_attn_scalar if family == "gemma3_text" else None,
             experts=_experts(family, hf),
+            delta=_delta_of(family, hf, sizes.num_hidden_layers),
+            rope_dim=rope_dim_of(family, hf, sizes.head_dim),
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -341,6 +425,8 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
             return self._gemma_to_hf()
         if self.family == "gpt_oss":
             return self._gpt_oss_to_hf()
+        if self.delta:
+            return self._delta_to_hf(self.delta)
         of_family: dict[str, Any] = {"hidden_act": "silu"}
         if self.family not in ("qwen2", "mistral"):
             of_family |= {"attention_bias": self.qkv_bias, "mlp_bias": self.mlp_bias}
@@ -382,6 +468,23 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
             "rope_scaling": self.rope_scaling or {"rope_type": "default"},
         }
 
+    def _delta_to_hf(self, rule: DeltaRule) -> dict[str, Any]:
+        rope = {"rope_type": "default", **(self.rope_scaling or {}), "rope_theta": self.rope_theta}
+        share = (self.rope_dim or self.head_dim) / self.head_dim
+        kinds = {True: "full_attention", False: "linear_attention"}
+        return {
+            "hidden_act": "silu",
+            "attention_bias": self.qkv_bias,
+            "layer_types": [kinds[i in self.attention_layers] for i in range(self.layers)],
+            "rope_scaling": None,
+            "rope_parameters": rope | {"partial_rotary_factor": share},
+            "linear_num_key_heads": rule.key_heads,
+            "linear_num_value_heads": rule.value_heads,
+            "linear_key_head_dim": rule.key_dim,
+            "linear_value_head_dim": rule.value_dim,
+            "linear_conv_kernel_dim": rule.kernel,
+        }
+
     def _eos_to_hf(self) -> int | list[int] | None:
         if len(self.eos_ids) > 1:
             return list(self.eos_ids)
@@ -406,10 +509,26 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
         }
 
     def inverse_frequencies(self, rope: Rope = "model") -> list[float]:
-        """Returns the head_dim / 2 angular frequencies of `rope` in radians per position."""
+        """Returns the angular frequencies of `rope` in radians per position, one for two channels."""
         if rope == "window" and self.window_theta:
             return inverse_frequencies(self.head_dim, self.window_theta, None)
-        return inverse_frequencies(self.head_dim, self.rope_theta, self.rope_scaling)
+        turned = self.rope_dim or self.head_dim
+        return inverse_frequencies(turned, self.rope_theta, self.rope_scaling)
+
+
+def _delta(at: str, width: int, rule: DeltaRule) -> dict[str, tuple[int, ...]]:
+    heads, values = rule.value_heads, rule.value_heads * rule.value_dim
+    return {
+        f"{at}dt_bias": (heads,),
+        f"{at}A_log": (heads,),
+        f"{at}conv1d.weight": (rule.channels, 1, rule.kernel),
+        f"{at}norm.weight": (rule.value_dim,),
+        f"{at}out_proj.weight": (width, values),
+        f"{at}in_proj_qkv.weight": (rule.channels, width),
+        f"{at}in_proj_z.weight": (values, width),
+        f"{at}in_proj_b.weight": (heads, width),
+        f"{at}in_proj_a.weight": (heads, width),
+    }
 
 
 def _mlp(at: str, width: int, mlp: int, bias: bool = False) -> dict[str, tuple[int, ...]]:
@@ -419,6 +538,21 @@ def _mlp(at: str, width: int, mlp: int, bias: bool = False) -> dict[str, tuple[i
         if bias:
             found[f"{at}{name}_proj.bias"] = shape[:1]
     return found
+
+
+def _delta_of(family: str, hf: dict[str, Any], layers: int) -> DeltaRule | None:
+    """Returns the layers that keep a state; None for a family without."""
+    if family != "qwen3_5_text":
+        return None
+    sizes = _read(hf, _DeltaSizes)
+    return DeltaRule(
+        layers=state_layers_of(hf, layers),
+        key_heads=sizes.linear_num_key_heads,
+        value_heads=sizes.linear_num_value_heads,
+        key_dim=sizes.linear_key_head_dim,
+        value_dim=sizes.linear_value_head_dim,
+        kernel=sizes.linear_conv_kernel_dim,
+    )
 
 
 def _experts(family: str, hf: dict[str, Any]) -> Experts | None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from areal_q.models.config import DecoderConfig
+from areal_q.models.layers.gated_delta import GatedDelta
 from areal_q.models.layers.linear import Linear
 from areal_q.models.layers.mlp import Mlp
 from areal_q.models.layers.moe import Routing, SparseMlp
@@ -115,7 +116,11 @@ class Layer(nn.Module):
         self.recompute = False
         self.outer_norms = config.outer_norms
         self.input_layernorm = _norm(config)
-        self.self_attn = Attention(config, config.window_of(index))
+        self.keeps_state = config.delta is not None and index in config.delta.layers
+        if config.delta and self.keeps_state:
+            self.linear_attn = GatedDelta(config, config.delta)
+        else:
+            self.self_attn = Attention(config, config.window_of(index))
         self.post_attention_layernorm = _norm(config)
         if config.outer_norms:
             self.pre_feedforward_layernorm = _norm(config)
@@ -138,7 +143,9 @@ class Layer(nn.Module):
     def _run(
         self, x: Tensor, cos: Tensor, sin: Tensor, layout: PackedLayout, routing: Routing | None
     ) -> Tensor:
-        added = self.self_attn(self.input_layernorm(x), cos, sin, layout)
+        h = self.input_layernorm(x)
+        turned = (cos, sin, layout)
+        added = self.linear_attn(h, layout) if self.keeps_state else self.self_attn(h, *turned)
         if self.outer_norms:
             x = x + self.post_attention_layernorm(added)
             return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
@@ -156,9 +163,10 @@ class Attention(nn.Module):
         self.observe: Callable[[Tensor, Tensor, Tensor], None] | None = None
         """Function that is called with q, k and v as attention uses them, to measure them; None for none"""
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        self.output_gates = config.output_gates
         self.sinks = nn.Parameter(torch.zeros(config.heads)) if config.sinks else None
         """Scores that take a share of each head's softmax from all tokens, float [heads]; None for none"""
-        self.q_proj = Linear(config.width, queries, bias=config.qkv_bias)
+        self.q_proj = Linear(config.width, config.q_features, bias=config.qkv_bias)
         self.k_proj = Linear(config.width, keys, bias=config.qkv_bias)
         self.v_proj = Linear(config.width, keys, bias=config.qkv_bias)
         self.o_proj = Linear(queries, config.width, bias=config.o_bias)
@@ -170,7 +178,7 @@ class Attention(nn.Module):
             self.q_norm = self.k_norm = nn.Identity()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layout: PackedLayout) -> Tensor:
-        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
+        q, gate = split_gates(self.q_proj(x), self.head_dim, self.output_gates)
         k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
         q = apply_rope(self.q_norm(q), cos, sin)
@@ -181,7 +189,18 @@ class Attention(nn.Module):
         if sinks is not None and self.o_proj.rounds_rest:
             sinks = straight(sinks)
         mixed = packed_attention(q, k, v, layout, self.window, self.scale, sinks)
+        mixed = mixed if gate is None else mixed * torch.sigmoid(gate)
         return self.o_proj(mixed.flatten(-2))
+
+
+def split_gates(q: Tensor, head_dim: int, gated: bool) -> tuple[Tensor, Tensor | None]:
+    """Returns queries, and the gates of what their heads find if there are any, [T, heads, head_dim] each, of
+    q_proj's output [T, features]."""
+    q = q.unflatten(-1, (-1, 2 * head_dim if gated else head_dim))
+    if not gated:
+        return q, None
+    queries, gates = q.chunk(2, -1)
+    return queries, gates
 
 
 def _norm(config: DecoderConfig) -> nn.RMSNorm:
@@ -199,10 +218,10 @@ def init_weights(model: Decoder, seed: int) -> None:
     usual_std = model.config.width**-0.5
     residual_std = usual_std / math.sqrt(2 * model.config.layers)
     for name, p in model.state_dict().items():
-        if p.dim() == 2:
-            into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+        if p.dim() > 1:
+            into_residual = name.endswith(("o_proj.weight", "down_proj.weight", "out_proj.weight"))
             std = residual_std if into_residual else usual_std
             p.copy_(torch.empty(p.shape).normal_(0.0, std, generator=generator))
         else:
             zero = name.endswith((".bias", ".sinks")) or model.config.offset_norms
-            p.fill_(0.0 if zero else 1.0)
+            p.fill_(0.0 if zero and not name.endswith("linear_attn.norm.weight") else 1.0)

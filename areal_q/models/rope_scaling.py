@@ -22,6 +22,10 @@ _BASES = {"smollm3": 2_000_000.0, "gemma3_text": 1_000_000.0, "gpt_oss": 150_000
 """θ where config.json has none: transformers' default of the family; elsewhere 10,000."""
 _STRETCHED = {"gpt_oss": {"rope_type": "yarn", "factor": 32.0, "truncate": False, CONTEXT: 4096}}
 """The ways to stretch where config.json has none; of the other families, none"""
+PARTIAL = {"qwen3_5_text": 0.25}
+"""The families in which RoPE turns a share of each head alone, and that share where config.json has none"""
+_NO_STRETCH = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
+"""What such a family's table has besides. The last two are of images: a token of a text has one position."""
 WINDOW_THETA = 10_000.0
 """The same of Gemma's layers that see a window alone"""
 
@@ -124,7 +128,9 @@ def read_rope(hf: Table) -> tuple[float, Table | None]:
     theta = float(rope.pop("rope_theta", None) or hf.get("rope_theta") or base)
     if not 1 < theta < math.inf:
         raise CheckpointError(f"rope_theta = {theta}")
-    if rope.get("partial_rotary_factor", hf.get("partial_rotary_factor") or 1.0) != 1.0:
+    if family in PARTIAL:
+        rope = {name: value for name, value in rope.items() if name not in _NO_STRETCH}
+    elif rope.get("partial_rotary_factor", hf.get("partial_rotary_factor") or 1.0) != 1.0:
         raise NotOurs("partial_rotary_factor is not implemented")
     name = rope.get("rope_type", rope.get("type", "default"))
     if name == "default":
@@ -133,6 +139,18 @@ def read_rope(hf: Table) -> tuple[float, Table | None]:
         raise NotOurs(f"rope type {name!r} is not implemented")
     _complete(rope, name, hf)
     return theta, rope
+
+
+def rope_dim_of(family: str, hf: Table, head_dim: int | None) -> int | None:
+    """Returns how many of a head's channels RoPE turns; None for all. Raises CheckpointError for no share."""
+    if family not in PARTIAL or head_dim is None:
+        return None
+    rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    usual = hf.get("partial_rotary_factor", PARTIAL[family])
+    share = rope.get("partial_rotary_factor", usual)
+    if not isinstance(share, int | float) or not 0 < share <= 1 or head_dim * share < 2:
+        raise CheckpointError(f"partial_rotary_factor = {share!r} of a head of {head_dim}")
+    return int(head_dim * share)
 
 
 def _complete(rope: Table, name: str, hf: Table) -> None:

@@ -16,10 +16,27 @@ _WINDOW_BY_LAYER = ("qwen2", "qwen3", "smollm3")
 """Families in which some layers may see a window and others all."""
 
 
+STATEFUL = ("qwen3_5_text",)
+"""Families in which most layers keep a state in place of keys and values"""
+
+
+def text_part(hf: dict[str, Any]) -> dict[str, Any]:
+    """Returns config.json of the language model in a Qwen3.5 that sees images too; any other `hf` as it is."""
+    text = hf.get("text_config") if hf.get("model_type") == "qwen3_5" else None
+    if not isinstance(text, dict):
+        return hf
+    shared = {key: hf[key] for key in ("tie_word_embeddings", "dtype", "torch_dtype") if key in hf}
+    return shared | text
+
+
 def not_implemented(family: str, hf: dict[str, Any]) -> dict[str, bool]:
     """Returns, by name, whether `hf` asks for a variant that this decoder does not have: one that transformers
     would compute differently, or with other weights."""
-    kinds = {*(hf.get("layer_types") or ())} - {"full_attention", "sliding_attention"}
+    known_kinds = {
+        "full_attention",
+        "linear_attention" if family in STATEFUL else "sliding_attention",
+    }
+    kinds = {*(hf.get("layer_types") or ())} - known_kinds
     slides = "sliding_attention" in (hf.get("layer_types") or ())
     by_layer = family in _WINDOW_BY_LAYER and hf.get("use_sliding_window")
     by_layer = by_layer or family in ("gemma3_text", "gpt_oss")
@@ -67,6 +84,15 @@ def unrotated_of(family: str, hf: dict[str, Any], layers: int) -> tuple[int, ...
     return tuple(i for i in range(layers) if not rotated[i])
 
 
+def state_layers_of(hf: dict[str, Any], layers: int) -> tuple[int, ...]:
+    """Returns the layers that keep a state: those that `layer_types` calls linear attention, or all but every
+    fourth."""
+    every = hf.get("full_attention_interval") or 4
+    if kinds := hf.get("layer_types"):
+        return tuple(i for i, kind in enumerate(kinds[:layers]) if kind == "linear_attention")
+    return tuple(i for i in range(layers) if (i + 1) % every)
+
+
 def windows_of(
     family: str, hf: dict[str, Any], layers: int, unrotated: tuple[int, ...]
 ) -> tuple[int | None, tuple[int, ...]]:
@@ -74,7 +100,7 @@ def windows_of(
     after the last layer, is none. `layer_types` takes precedence over `max_window_layers`. Raises
     CheckpointError for a window that is no number."""
     switched = family in ("mistral", "gemma3_text", "gpt_oss") or (
-        hf.get("use_sliding_window") and family not in ("llama", "seed_oss")
+        hf.get("use_sliding_window") and family not in ("llama", "seed_oss", *STATEFUL)
     )
     usual = {"smollm3": None, "gpt_oss": 128}.get(family, 4096)
     window = hf.get("sliding_window", usual) if switched else None

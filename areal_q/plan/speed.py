@@ -233,8 +233,10 @@ def _decoding(
     flop = 2 * (weights + head) + 2 * weights * prompt / (shared * response)
     flop += 4 * (prompt + response / 2) * shape.heads * shape.head_dim * shape.layers
     item = 1 if getattr(run.rollout.engine, "kv_cache", "auto") == "fp8" else item
-    kv = 2 * shape.layers * shape.kv_heads * shape.head_dim * item
+    kv = 2 * len(shape.attention_layers) * shape.kv_heads * shape.head_dim * item
     read = format_bytes(run.rollout.format) * weights + 2 * head
+    if shape.delta:  # read and written
+        read += rows * 8 * len(shape.delta.layers) * shape.delta.state_numbers
     return flop, read + rows * kv * (prompt + response / 2)
 
 

@@ -7,7 +7,7 @@ from areal_q.errors import QuantizationError
 
 _QUANTIZED = re.compile(
     r"(?:^|\.)layers\.\d+\.(?:"
-    r"self_attn\.[qkvo]_proj|"
+    r"self_attn\.[qkvo]_proj|linear_attn\.(?:in_proj_qkv|in_proj_z|out_proj)|"
     r"mlp\.(?:experts\.\d+\.|shared_experts?\.)?(?:gate|up|down)_proj|"
     r"block_sparse_moe\.experts\.\d+\.w[123]|"
     # From here on: families that transformers computes. A router is none, nor is GPT-2's transposed c_attn.

@@ -23,7 +23,7 @@ from areal_q.quant import FORMATS
 from bench.common import commit, device, number, publish, table, use_cores, versions
 from bench.shapes.contestants import PROMPT, engine_seconds, generate_seconds
 from bench.shapes.shapes import SHAPES, published
-from rollout.engines.reference.build_ops import build_ops
+from rollout.engines.reference import build_ops
 from rollout.engines.reference.sampling import Knobs
 
 SEQUENCES = (1, 16, 64, 512)

@@ -11,7 +11,7 @@ from bench.shapes.contestants import engine_seconds
 from bench.shapes.limits import Limits, best_seconds, copy_bytes_per_s
 from bench.shapes.settings import Settings
 from bench.shapes.shapes import Shape, published
-from rollout.engines.reference.build_ops import build_ops
+from rollout.engines.reference import build_ops
 from rollout.engines.reference.ops import Ops
 from rollout.engines.reference.sampling import Knobs
 

@@ -141,6 +141,11 @@ def test_what_cannot_share_tokens_is_refused_by_name(complaint: str) -> None:
     assert ranks or complaint in found.says
 
 
+FP8_SCALES = (
+    "rollout.engine.kv_cache=fp8 rollout.engine.kv_on_update=recompute rollout.kv_scales.margin=1.0"
+)
+
+
 def test_transformers_models_share_no_tokens(path: Path) -> None:
     (found, *_) = model_of(run_of(path, "learner.backend.context=2"))
     assert "learner.backend.context = 2: not with phi, which transformers computes" in found.says
@@ -168,6 +173,26 @@ def test_transformers_models_share_no_tokens(path: Path) -> None:
         ("gpt_oss", "learner.backend.type=megatron", r"type = 'megatron': not with gpt_oss, whose"),
         ("gpt_oss", "rollout.engine.type=vllm", r"engine\.type = 'vllm': not with gpt_oss, whose"),
         ("gpt_oss", "rollout.engine.type=sglang", r"type = 'sglang': not with gpt_oss, whose"),
+        *(
+            (
+                "qwen3_5_text",
+                setting,
+                rf"^{complaint}: not with qwen3_5_text, whose .* keep a state: ",
+            )
+            for setting, complaint in {
+                "learner.uaq=1.5": r"learner\.uaq = 1\.5",
+                "rollout.smoothing.alpha=0.5": r"rollout\.smoothing",
+                FP8_SCALES: r"rollout\.kv_scales",
+                "rollout.engine.type=vllm": r"rollout\.engine\.type = 'vllm'",
+                "rollout.engine.type=sglang": r"rollout\.engine\.type = 'sglang'",
+                "learner.backend.type=megatron": r"learner\.backend\.type = 'megatron'",
+            }.items()
+        ),
+        (
+            "qwen3_5_text",
+            "learner.backend.context=2",
+            r"^learner\.backend\.context = 2: not with layers that keep a state",
+        ),
     ],
 )
 def test_what_would_change_a_family_s_function_is_refused(

@@ -20,6 +20,7 @@ from areal_q.models import (
     init_weights,
     packed_layout,
 )
+from areal_q.models.config import DeltaRule
 from areal_q.models.packed_layout import Segment
 from learner.backends.routing_replay import routing_for
 from learner.backends.single_device import token_logprobs
@@ -37,6 +38,7 @@ SHAPE: dict[str, Any] = {
     "mlp": 24,
     "max_positions": 128,
 }
+DELTA = DeltaRule(layers=(0,), key_heads=2, value_heads=4, key_dim=4, value_dim=6, kernel=4)
 MODELS = {
     "plain": {},
     "sliding window": {"window": 4, "sliding": (1,)},
@@ -49,6 +51,7 @@ MODELS = {
         "window": 4,
         "sliding": (1,),
     },
+    "a state": {"family": "qwen3_5_text", "delta": DELTA, "rope_dim": 4},
 }
 STAR = [(99, 0, 1, 20), *[(0, 20, 20, 1)] * 8]
 """A path with eight branches of one token at its end, which alone are few tokens"""

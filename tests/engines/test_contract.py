@@ -10,8 +10,9 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
+from helpers.kinds import config_of
 from helpers.policies import pack_state
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from areal_q.config import HfEngine, Sampling, ScriptedEngine, SglangEngine, TorchEngine, VllmEngine
 from areal_q.config.run import EngineConfig
@@ -22,6 +23,7 @@ from rollout.engines.base import Request
 VOCAB, POSITIONS = 32, 512
 CONFIGS = {
     "torch": TorchEngine(slots=64),
+    "torch, a state": TorchEngine(slots=64),
     "hf": HfEngine(slots=64),
     "vllm": VllmEngine(slots=64),
     "sglang": SglangEngine(slots=64, start_timeout_s=300),
@@ -33,6 +35,7 @@ SERVED = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
 """Marks of engines that have processes of their own and take long to start"""
 KINDS = [
     "torch",
+    "torch, a state",
     "hf",
     "scripted",
     pytest.param("vllm", marks=[pytest.mark.vllm, *SERVED]),
@@ -51,26 +54,28 @@ def kind(request):
 @pytest.fixture
 def published(kind, make_published):
     """`published(v)`: a version v, all with different weights, in a format of the engine."""
-    return partial(make_published, format=FORMATS.get(kind, "int8"))
+    family = "qwen3_5_text" if kind == "torch, a state" else "qwen3"
+    return partial(make_published, family, format=FORMATS.get(kind, "int8"))
 
 
 @pytest.fixture(scope="module")
 def make_published():
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=POSITIONS,
-        initializer_range=0.3,
-    )
+    shape = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": POSITIONS,
+        "initializer_range": 0.3,
+    }
 
-    def make(version, format, **changes):
+    def make(family, version, format, **changes):
         torch.manual_seed(version)
-        model = Qwen3ForCausalLM(config)
+        config = config_of(family, shape)
+        model = AutoModelForCausalLM.from_config(config)
         return pack_state(model.state_dict(), config.to_dict() | changes, format, version)
 
     return make

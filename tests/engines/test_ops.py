@@ -28,7 +28,7 @@ from areal_q.quant.activations import (
     quantize_rows,
     quantize_rows_e4m3,
 )
-from rollout.engines.reference.build_ops import build_ops
+from rollout.engines.reference import build_ops
 from rollout.engines.reference.kv_cache import KVCache
 from rollout.engines.reference.ops import TorchOps
 from rollout.engines.reference.ops_numba import FusedOps

@@ -286,8 +286,12 @@ def generate_with_swap(old, new, kv_on_update, at=10):
     return asyncio.run(main())
 
 
-def test_recomputing_the_cache_gives_the_new_log_probs():
-    old, new = random_model(seed=2), random_model(seed=3)
+caches_and_states = pytest.mark.parametrize("family", ["qwen3", "qwen3_5_text"])
+
+
+@caches_and_states
+def test_recomputing_the_cache_gives_the_new_log_probs(family):
+    old, new = random_model(family, 2), random_model(family, 3)
     for c in generate_with_swap(old, new, "recompute"):
         (first, second), n = c.spans, c.spans[0].tokens
         assert (first.version, second.version) == (0, 1) and second.tokens > 1
@@ -297,9 +301,10 @@ def test_recomputing_the_cache_gives_the_new_log_probs():
         np.testing.assert_allclose(c.logprobs[n:], after[n:], atol=CLOSE)
 
 
+@caches_and_states
 @torch.no_grad()
-def test_keeping_the_cache_records_the_mixtures_log_probs():
-    old, new = random_model(seed=2), random_model(seed=3)
+def test_keeping_the_cache_records_the_mixtures_log_probs(family):
+    old, new = random_model(family, 2), random_model(family, 3)
     for c in generate_with_swap(old, new, "keep"):
         n = c.spans[0].tokens
         ids = torch.tensor([[1, 2, 3, *c.response_ids.tolist()]])
@@ -313,9 +318,10 @@ def test_keeping_the_cache_records_the_mixtures_log_probs():
         assert np.abs(c.logprobs[n:] - pure[n:]).max() > 0.01
 
 
+@caches_and_states
 @pytest.mark.parametrize("fused", [True, False])
-def test_refilled_slots_leave_no_trace_in_the_log_probs(fused):
-    model = random_model(seed=4)
+def test_refilled_slots_leave_no_trace_in_the_log_probs(fused, family):
+    model = random_model(family, 4)
     requests = [
         ask([i % VOCAB] * (1 + i % 13), 1 + i % 4, seed=i, stop=(3, 4, 5)) for i in range(40)
     ]

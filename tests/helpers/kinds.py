@@ -22,6 +22,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     SeedOssConfig,
     SmolLM3Config,
@@ -49,6 +50,12 @@ YARN: dict[str, Any] = {
 WINDOW: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 4}
 BIASES: dict[str, Any] = {"attention_bias": True, "mlp_bias": True}
 EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
 NO_PAD: dict[str, Any] = {"pad_token_id": None}
 
 VARIANTS: dict[str, Callable[..., PreTrainedConfig]] = {
@@ -110,6 +117,18 @@ VARIANTS: dict[str, Callable[..., PreTrainedConfig]] = {
         sliding_window=4,
         rope_parameters=YARN,
         layer_types=["full_attention", "sliding_attention"] * (shape["num_hidden_layers"] // 2),
+    ),
+    "qwen3_5_text": lambda **shape: Qwen3_5TextConfig(
+        **shape | NO_PAD,
+        **DELTA,
+        layer_types=["linear_attention", "full_attention"] * (shape["num_hidden_layers"] // 2),
+    ),
+    "qwen3_5_text, yarn, biases, a state in layer 1": lambda **shape: Qwen3_5TextConfig(
+        **shape | NO_PAD,
+        **DELTA | {"linear_num_key_heads": 4, "linear_conv_kernel_dim": 2},
+        attention_bias=True,
+        layer_types=["full_attention", "linear_attention"] * (shape["num_hidden_layers"] // 2),
+        rope_parameters=YARN | {"partial_rotary_factor": 0.5},
     ),
     "seed_oss, all biases": lambda **shape: SeedOssConfig(
         **shape, attention_out_bias=True, mlp_bias=True
@@ -197,6 +216,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def foreign_config(family: str, **more: Any) -> Any:
+    if family not in FAMILIES:
+        return config_of(family, _SHAPE | _HEADS, **more)
     return CONFIG_MAPPING[family](**FAMILIES[family] | more)
 
 

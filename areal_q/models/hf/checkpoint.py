@@ -23,6 +23,7 @@ from areal_q.models.hf.weight_files import (
     check_tensors,
     is_derived,
     load_config,
+    name_in_text,
     opened,
     weight_files,
 )
@@ -66,6 +67,7 @@ def load_decoder(path: str | Path) -> Decoder:
         with opened(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118
                 tensor = tensors.get_tensor(name)
+                name = name_in_text(name, config)
                 packed = config.stacked_experts and is_packed(name)
                 found[name] = tensor if packed else tensor.float()
                 if not (is_whole(name, tensor) if packed else _finite(found[name])):

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from areal_q.errors import CheckpointError
 from areal_q.models.config import DecoderConfig
 from areal_q.models.hf.stacked_experts import stored_shapes
+from areal_q.models.variants import text_part
 from areal_q.tasks.encoding.hf_tokenizer import check_whole
 
 WEIGHTS = "model.safetensors"
@@ -38,7 +39,7 @@ def declared_dtype(path: str | Path) -> str | None:
     """Returns the dtype that config.json in directory `path` names for the weights, such as "bfloat16"; None if
     it names none, or does not exist any more."""
     file = Path(path) / "config.json"
-    table = _read_object(file) if file.is_file() else {}
+    table = text_part(_read_object(file)) if file.is_file() else {}
     return table.get("dtype") or table.get("torch_dtype")
 
 
@@ -51,7 +52,8 @@ def check_tensors(path: str | Path, config: DecoderConfig) -> None:
         with opened(file, "numpy") as tensors:
             for name in tensors.keys():  # noqa: SIM118
                 if not is_derived(name, config):
-                    found[name] = file, tensors.get_slice(name).get_shape()
+                    shape = tensors.get_slice(name).get_shape()
+                    found[name_in_text(name, config)] = file, shape
     if len(found) < config.layers:  # a model of so many layers would take long to lay out
         raise CheckpointError(
             f"{path}: config.json says {config.layers} layers, and there are {len(found)} tensors"
@@ -68,9 +70,17 @@ def check_tensors(path: str | Path, config: DecoderConfig) -> None:
 
 
 def is_derived(name: str, config: DecoderConfig) -> bool:
-    """Returns True for a tensor that follows from others: transformers 4 wrote a tied head as well, and older
-    versions the frequencies that config.json determines."""
+    """Returns True for a tensor that follows from others, or is none of the language model's: transformers 4
+    wrote a tied head as well, and older versions the frequencies that config.json determines; Qwen3.5 has parts
+    that see images, and that predict several tokens."""
+    if config.delta and name.startswith(("model.visual.", "mtp.")):
+        return True
     return (name == "lm_head.weight" and config.tied) or name.endswith("rotary_emb.inv_freq")
+
+
+def name_in_text(name: str, config: DecoderConfig) -> str:
+    """Returns the name that a tensor of a model that sees images too has in its language model alone."""
+    return name.replace("model.language_model.", "model.", 1) if config.delta else name
 
 
 def weight_files(directory: Path) -> list[Path]:

@@ -1,7 +1,13 @@
 """The decoder's RMSNorms besides torch's own: over each head, and with weights that are added to 1."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+
+def wide(x: Tensor) -> Tensor:
+    """Returns `x` in float32, or in a dtype of its own that is wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class HeadNorm(nn.RMSNorm):
@@ -24,6 +30,6 @@ class OffsetNorm(nn.RMSNorm):
         return self.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = 1 + self.added.float()
-        normed = F.rms_norm(x.float(), list(self.normalized_shape), weight, self.eps)
+        weight = 1 + wide(self.added)
+        normed = F.rms_norm(wide(x), list(self.normalized_shape), weight, self.eps)
         return normed.to(self.weight.dtype)

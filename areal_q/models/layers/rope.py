@@ -18,8 +18,8 @@ def rope_tables(
     device: torch.device | str = "cpu",
     rope: Rope = "model",
 ) -> tuple[Tensor, Tensor]:
-    """Returns (cos, sin) of `rope`, each float32 [length, head_dim]; row p belongs to position p. Some ways to
-    stretch RoPE multiply both by a constant.
+    """Returns (cos, sin) of `rope`, each float32 [length, head_dim], or of as many channels as RoPE turns; row
+    p belongs to position p. Some ways to stretch RoPE multiply both by a constant.
 
     `length` defaults to the model's max_positions.
     """
@@ -63,10 +63,12 @@ def no_rotation(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Returns `x` [..., heads, head_dim] rotated by the angles of its tokens, whose rows of the tables are
-    `cos` and `sin` [..., head_dim].
+    `cos` and `sin` [..., head_dim]; narrower ones turn the first channels alone.
 
     Example: apply_rope(q, cos[positions], sin[positions]), q [T, heads, head_dim], positions [T].
     """
-    first, second = x.chunk(2, dim=-1)
+    turned, rest = x.tensor_split((cos.shape[-1],), dim=-1)
+    first, second = turned.chunk(2, dim=-1)
     rotated = torch.cat((-second, first), dim=-1)
-    return (x * cos.unsqueeze(-2) + rotated * sin.unsqueeze(-2)).to(x.dtype)
+    turned = (turned * cos.unsqueeze(-2) + rotated * sin.unsqueeze(-2)).to(x.dtype)
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned

@@ -6,8 +6,9 @@ from torch import Tensor
 
 from areal_q.config import Sampling
 from areal_q.config.engines import pages_of
+from areal_q.models.config import DecoderConfig
 from rollout.engines.base import Request
-from rollout.engines.reference.kv_cache import grown
+from rollout.engines.reference.kv_cache import States, grown
 from rollout.engines.reference.page_pool import NOTHING
 from rollout.engines.reference.sampling import seed_keys
 
@@ -16,7 +17,7 @@ class BatchState:
     """The state of all rows in tensors whose first dimension is the slot, so that a step needs no loop over
     rows."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, config: DecoderConfig, device: str) -> None:
         def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
@@ -39,6 +40,7 @@ class BatchState:
         self.top_k = empty(0)
         self.top_p = empty(0, dtype=torch.float32)
         self.min_p = empty(0, dtype=torch.float32)
+        self.inputs, self.memory = States.empty(config, device, 0)
 
     def reserve(self, slots: int, length: int) -> None:
         for name, tensor in vars(self).items():
@@ -91,6 +93,11 @@ class BatchState:
             row[: len(pages)] = pages
         moved = torch.from_numpy(found).to(self.device, non_blocking=True)
         self.pages[first : first + len(tables)] = moved
+
+    @property
+    def states(self) -> States:
+        """What layers that keep a state have of the rows: all tokens but the last."""
+        return States(self.inputs, self.memory)
 
     def put_pages(self, slots: list[int], at: list[int], pages: list[int]) -> None:
         """Sets page at[i] of row slots[i] to pages[i]."""

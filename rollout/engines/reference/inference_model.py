@@ -13,7 +13,8 @@ from torch import Tensor
 
 from areal_q.errors import QuantizationError, WeightVersionError
 from areal_q.linear.quantized_linear import Linear
-from areal_q.models.config import Activation, DecoderConfig, Experts
+from areal_q.models.config import Activation, DecoderConfig, DeltaRule, Experts
+from areal_q.models.decoder import split_gates
 from areal_q.models.layers.moe import gates_of, mixed
 from areal_q.models.layers.rope import RopeOfLayers
 from areal_q.models.low_bit.lora import LORA_SCALE, AdaptedLinear, adapter_of
@@ -21,20 +22,26 @@ from areal_q.quant import FORMATS
 from areal_q.quant.kv_scales import kv_scales_of
 from areal_q.quant.state_dict import parts_of
 from areal_q.weights.version import WeightVersion
+from rollout.engines.reference.delta_layer import DeltaLayer, DeltaPass
 from rollout.engines.reference.kv_cache import Attend
 from rollout.engines.reference.ops import Ops
 
 
 @dataclass(frozen=True)
-class Layer:
-    input_norm: Tensor
-    """Factors of the RMSNorm before attention, float32 [D]: its weight, or 1 more in Gemma"""
+class Attention:
     qkv: Linear
     qkv_bias: Tensor | None
     head_norm: Tensor | None
     """Factors of the RMSNorms over the heads of q and k, float32 [heads + kv_heads, head_dim]"""
     sinks: Tensor | None
     """Scores that take a share of each head's softmax from all tokens, float32 [heads]"""
+
+
+@dataclass(frozen=True)
+class Layer:
+    input_norm: Tensor
+    """Factors of the RMSNorm before attention, float32 [D]: its weight, or 1 more in Gemma"""
+    mixer: Attention | DeltaLayer
     o: Linear
     o_bias: Tensor | None
     mlp_norm: Tensor
@@ -142,28 +149,41 @@ class InferenceModel:
                 return None
             return torch.cat([tensors[f"{layer}.{name}.bias"] for name in names]).float()
 
-        experts = self.config.experts
-        qkv = [f"self_attn.{x}_proj" for x in "qkv"]
-        head_norm = outer = None
-        if self.config.outer_norms:
-            behind = ("post_attention_layernorm", "post_feedforward_layernorm")
-            of_attention, of_mlp = (self._factors(tensors, f"{layer}.{x}") for x in behind)
-            outer = of_attention, of_mlp
-        if self.config.qk_norm:
-            q_norm = self._factors(tensors, f"{layer}.self_attn.q_norm")
-            k_norm = self._factors(tensors, f"{layer}.self_attn.k_norm")
-            head_norm = torch.cat(
-                (q_norm.expand(self.config.heads, -1), k_norm.expand(self.config.kv_heads, -1))
+        def factors(name: str) -> Tensor:
+            return self._factors(tensors, f"{layer}.{name}")
+
+        def attention() -> Attention:
+            c, head_norm = self.config, None
+            if c.qk_norm:
+                of_q, of_k = factors("self_attn.q_norm"), factors("self_attn.k_norm")
+                head_norm = torch.cat((of_q.expand(c.heads, -1), of_k.expand(c.kv_heads, -1)))
+            qkv = [f"self_attn.{x}_proj" for x in "qkv"]
+            sinks = tensors[f"{layer}.self_attn.sinks"].float() if c.sinks else None
+            return Attention(linear(*qkv), bias(*qkv), head_norm, sinks)
+
+        def delta(rule: DeltaRule) -> DeltaLayer:
+            at = f"{layer}.linear_attn"
+            names = "in_proj_a.weight in_proj_b.weight A_log dt_bias conv1d.weight norm.weight"
+            return DeltaLayer(
+                rule.layers.index(index),
+                rule,
+                linear("linear_attn.in_proj_qkv"),
+                linear("linear_attn.in_proj_z"),
+                *(tensors[f"{at}.{name}"].float() for name in names.split()),
+                self.config.norm_eps,
             )
+
+        experts, rule, outer = self.config.experts, self.config.delta, None
+        if self.config.outer_norms:
+            outer = factors("post_attention_layernorm"), factors("post_feedforward_layernorm")
+        mixer = delta(rule) if rule and index in rule.layers else attention()
+        o = "linear_attn.out_proj" if isinstance(mixer, DeltaLayer) else "self_attn.o_proj"
         return Layer(
-            input_norm=self._factors(tensors, f"{layer}.input_layernorm"),
-            qkv=linear(*qkv),
-            qkv_bias=bias(*qkv),
-            head_norm=head_norm,
-            sinks=tensors[f"{layer}.self_attn.sinks"].float() if self.config.sinks else None,
-            o=linear("self_attn.o_proj"),
-            o_bias=bias("self_attn.o_proj"),
-            mlp_norm=self._factors(tensors, f"{layer}.{self.config.mlp_norm}"),
+            input_norm=factors("input_layernorm"),
+            mixer=mixer,
+            o=linear(o),
+            o_bias=bias(o),
+            mlp_norm=factors(self.config.mlp_norm),
             mlp=sparse(experts) if experts and experts.has(index) else mlp("mlp"),
             outer_norms=outer,
         )
@@ -171,7 +191,7 @@ class InferenceModel:
     def _out_features(self, name: str) -> int:
         c = self.config
         mlp = c.experts.mlp if c.experts and ".experts." in name else c.mlp
-        by_name = {"q_proj": c.heads * c.head_dim, "gate_proj": mlp, "up_proj": mlp}
+        by_name = {"q_proj": c.q_features, "gate_proj": mlp, "up_proj": mlp}
         by_name |= dict.fromkeys(("k_proj", "v_proj"), c.kv_heads * c.head_dim)
         return by_name.get(name.rpartition(".")[2], c.width)
 
@@ -181,32 +201,52 @@ class InferenceModel:
         positions: Tensor,
         attend: Attend,
         routes: list[Tensor] | None = None,
+        texts: DeltaPass | None = None,
     ) -> Tensor:
         """Returns the last hidden states, float32 [T, D], of `tokens` int64 [T] at `positions` int64 [T]. Every
-        sparse layer appends to `routes` the K experts that it sent the tokens to, int64 [T, K]."""
-        c, ops = self.config, self.ops
-        rotated = c.heads + c.kv_heads
+        sparse layer appends to `routes` the K experts that it sent the tokens to, int64 [T, K]. Layers that
+        keep a state need `texts`, whose states they move on."""
         x = self.embedding.embed(tokens)
-        x = x if c.embedding_scale is None else x * c.embedding_scale
+        x = x if self.config.embedding_scale is None else x * self.config.embedding_scale
         for index, (layer, turned) in enumerate(
             zip(self.layers, self.rope.at(positions), strict=True)
         ):
-            qkv = layer.qkv(self._norm(x, layer.input_norm), layer.qkv_bias)
-            qkv = qkv.view(-1, rotated + c.kv_heads, c.head_dim)
-            ops.rotate(qkv, rotated, layer.head_norm, c.norm_eps, *turned)
-            x = self._rest(layer, x, attend(index, qkv, layer.sinks), routes)
+            h = self._norm(x, layer.input_norm)
+            if isinstance(layer.mixer, DeltaLayer):
+                assert texts
+                found = layer.mixer(h, texts)
+            else:
+                found = self._attended(index, layer.mixer, h, turned, attend)
+            x = self._rest(layer, x, found, routes)
         return x
 
-    def _rest(
-        self, layer: Layer, x: Tensor, attended: Tensor, routes: list[Tensor] | None
+    def _attended(
+        self,
+        index: int,
+        layer: Attention,
+        x: Tensor,
+        turned: tuple[Tensor, Tensor],
+        attend: Attend,
     ) -> Tensor:
-        """Returns the residual stream behind `layer`, from that before it and what attention found for o."""
+        c, gate, qkv = self.config, None, layer.qkv(x, layer.qkv_bias)
+        if c.output_gates:
+            q, rest = qkv.tensor_split((c.q_features,), -1)
+            q, gate = split_gates(q, c.head_dim, gated=True)
+            qkv = torch.cat((q.flatten(-2), rest), -1)
+        rotated = c.heads + c.kv_heads
+        qkv = qkv.view(-1, rotated + c.kv_heads, c.head_dim)
+        self.ops.rotate(qkv, rotated, layer.head_norm, c.norm_eps, *turned)
+        found = attend(index, qkv, layer.sinks)
+        return found if gate is None else found * gate.flatten(-2).sigmoid()
+
+    def _rest(self, layer: Layer, x: Tensor, found: Tensor, routes: list[Tensor] | None) -> Tensor:
+        """Returns the residual stream behind `layer`, from that before it and what its mixer found for o."""
         if layer.outer_norms:
             of_attention, of_mlp = layer.outer_norms
             assert isinstance(layer.mlp, Mlp)
-            x = x + self._norm(layer.o(attended, layer.o_bias), of_attention)
+            x = x + self._norm(layer.o(found, layer.o_bias), of_attention)
             return x + self._norm(layer.mlp(self._norm(x, layer.mlp_norm)), of_mlp)
-        x = layer.o(attended, _sum(x, layer.o_bias))
+        x = layer.o(found, _sum(x, layer.o_bias))
         h = self._norm(x, layer.mlp_norm)
         return layer.mlp(h, x, routes) if isinstance(layer.mlp, SparseMlp) else layer.mlp(h, x)
 

@@ -31,9 +31,10 @@ class KVCache:
     def __init__(self, config: DecoderConfig, device: str, most_bytes: int = 0) -> None:
         self.config, self.device = config, device
         # Zeros rather than empty memory, since a masked position has weight 0, and 0 · NaN would be NaN.
-        shape = (2, config.kv_heads, 1, PAGE, config.head_dim)
+        heads = [config.kv_heads * (i in config.attention_layers) for i in range(config.layers)]
         self.layers = [
-            torch.zeros(shape, device=device, dtype=self.item) for _ in range(config.layers)
+            torch.zeros(2, n, 1, PAGE, config.head_dim, device=device, dtype=self.item)
+            for n in heads
         ]
         experts = config.experts
         self.routes = torch.zeros(
@@ -165,6 +166,28 @@ class DecodeAttention:
         return self.masks[window]
 
 
+class States(NamedTuple):
+    """What layers that keep a state have of texts, float32, of S texts; of one, without the first dimension."""
+
+    inputs: Tensor
+    """The last inputs of their convolutions, [S, L, K - 1, channels]"""
+    memory: Tensor
+    """[S, L, heads, key_dim, value_dim]"""
+
+    @classmethod
+    def empty(cls, config: DecoderConfig, device: str, *texts: int) -> "States":
+        """Returns those of so many texts; of a model without such layers they have no numbers."""
+        shapes: tuple[tuple[int, ...], ...] = (0,), (0,)
+        if rule := config.delta:
+            layers, heads = len(rule.layers), (rule.value_heads, rule.key_dim, rule.value_dim)
+            shapes = (layers, rule.kernel - 1, rule.channels), (layers, *heads)
+        return cls(*(torch.zeros(*texts, *shape, device=device) for shape in shapes))
+
+    def at(self, place: int | slice) -> "States":
+        """Returns a view of some."""
+        return States(self.inputs[place], self.memory[place])
+
+
 class Piece(NamedTuple):
     """Tokens of a prompt that follow one another, to be computed in one forward pass."""
 
@@ -175,13 +198,15 @@ class Piece(NamedTuple):
     pages: list[int]
     """The pages of the prompt, up to the piece's end at least. What lies before `start` is computed, or is by
     other pieces of the same pass."""
+    states: States | None = None
+    """What is kept of the prompt up to `start`, and then up to the piece's end; None without such layers"""
 
 
 class PrefillAttention:
     """Causal attention of the tokens of N pieces, one behind the other, to all before them in their prompts."""
 
     def __init__(self, cache: KVCache, pieces: Sequence[Piece]) -> None:
-        self.cache = cache
+        self.cache, self.pieces = cache, pieces
         counts = np.array([len(piece.ids) for piece in pieces])
         starts = np.array([piece.start for piece in pieces])
         ends = starts + counts
@@ -204,7 +229,7 @@ class PrefillAttention:
         """int64 [T]"""
         self.at = moved(tables[owner, at // PAGE] * PAGE + at % PAGE)
         """Flat places (page, position) of the tokens, int64 [T]"""
-        self.pages = moved(tables)
+        self.pages, self.counts = moved(tables), moved(counts)
         self.pad = moved((counts.cumsum() - counts)[:, None] + padded)
         """The token that each query is, int64 [N, P]"""
         self.unpad = moved(np.flatnonzero(inside))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from areal_q.config.engines import PAGE, pages_of
 from rollout.engines.reference.async_engine import Job
-from rollout.engines.reference.kv_cache import KVCache, Piece
+from rollout.engines.reference.kv_cache import KVCache, Piece, States
 
 
 @dataclass(eq=False)
@@ -22,6 +22,8 @@ class Prompt:
     pages: list[int] = field(default_factory=list)
     done: int = 0
     """Number of tokens whose keys and values are in the cache"""
+    states: States | None = None
+    """What layers that keep a state have of these tokens; None without such layers, and once responses begin"""
 
 
 class Pass:
@@ -38,7 +40,9 @@ class Pass:
         widest = max(self._widest, len(piece.ids))
         furthest = max(self._furthest, piece.start + len(piece.ids))
         size = (len(self.pieces) + 1) * max(widest, pages_of(furthest))
-        if self.pieces and size > self.most_tokens:
+        # A state that a piece leaves behind is there for the next one only in the next pass.
+        follows = piece.states and any(other.states is piece.states for other in self.pieces)
+        if self.pieces and (size > self.most_tokens or follows):
             return False
         self.pieces.append(piece)
         self._widest, self._furthest = widest, furthest
@@ -62,7 +66,7 @@ class PromptQueue:
             _reuse(cache, prompt)
             ids, start = prompt.job.request.prompt_ids, prompt.done
             end = min(len(ids), start + self.most_tokens)
-            piece = Piece(ids[start:end], start, prompt.pages)
+            piece = Piece(ids[start:end], start, prompt.pages, prompt.states)
             if not together.takes(piece):
                 break
             self.open.popleft()
@@ -82,7 +86,9 @@ def know(cache: KVCache, prompt: Prompt, keys: Sequence[bytes], pages: Sequence[
 
 
 def _reuse(cache: KVCache, prompt: Prompt) -> None:
-    """Gives a prompt the pages that it needs next, as far as others have computed them."""
+    """Gives a prompt the pages that it needs next, as far as others have computed them. None has a state."""
+    if cache.config.delta:
+        return
     if not prompt.pages:
         prompt.age = cache.pool.age
     if prompt.age != cache.pool.age:

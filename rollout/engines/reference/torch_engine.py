@@ -25,15 +25,16 @@ from areal_q.config.engines import PAGE, pages_of_group
 from areal_q.errors import RecordError, WeightVersionError
 from areal_q.weights.version import WeightVersion
 from rollout.engines.base import Completion, Request, check_fits, not_finite
-from rollout.engines.reference import CAPABILITIES
+from rollout.engines.reference import CAPABILITIES, build_ops
 from rollout.engines.reference.async_engine import AsyncEngine, Job, StepVersions
 from rollout.engines.reference.batch_state import BatchState
-from rollout.engines.reference.build_ops import build_ops
+from rollout.engines.reference.delta_layer import DeltaPass
 from rollout.engines.reference.inference_model import InferenceModel
 from rollout.engines.reference.kv_cache import (
     KVCache,
     Piece,
     PrefillAttention,
+    States,
     combined_attention,
     places,
 )
@@ -106,7 +107,7 @@ class TorchStepper:
     def swap(self, prepared: InferenceModel) -> None:
         if self.model is None:
             self.cache = build_cache(prepared.config, self.config)
-            self.batch = BatchState(self.config.device)
+            self.batch = BatchState(prepared.config, self.config.device)
         self.model = prepared
         self.cache.new_version(prepared.kv_scales)
         self.versions.swapped(self.steps, prepared.manifest)
@@ -166,8 +167,10 @@ class TorchStepper:
             pages -= _pages_needed(request, request.num_samples)
             if slots < 0 or pages < 0:
                 return
-            keys = page_keys(request.prompt_ids[:-1])
-            self.prompts.open.append(Prompt(self.waiting.popleft(), keys))
+            prompt = Prompt(self.waiting.popleft(), page_keys(request.prompt_ids[:-1]))
+            if self.cache.config.delta:
+                prompt.states = States.empty(self.cache.config, self.config.device)
+            self.prompts.open.append(prompt)
 
     def _extend(self) -> None:
         """Gives another page to the rows whose pages are full."""
@@ -189,6 +192,7 @@ class TorchStepper:
         routes: list[Tensor] | None = [] if model.config.experts else None
         attend = self.ops.decode(self.cache, tables, positions, self._longest()) if old else None
         at = [places(tables, positions)] if routes is not None else []
+        prefill = None
         if pieces:
             prefill = PrefillAttention(self.cache, pieces)
             tokens = torch.cat((tokens, prefill.tokens))
@@ -196,7 +200,8 @@ class TorchStepper:
             at.append(prefill.at)
             attend = combined_attention(attend, prefill, old) if attend else prefill
         assert attend is not None
-        hidden = model.forward(tokens, positions, attend, routes)
+        texts = DeltaPass(self.batch.states.at(slice(old)), prefill)
+        hidden = model.forward(tokens, positions, attend, routes, texts)
         if routes:
             self.cache.put_routes(torch.cat(at), torch.stack(routes, 1))
         if not ready:
@@ -260,6 +265,11 @@ class TorchStepper:
         if targets:
             self.cache.copy(sources, targets)
         self.batch.fill_pages(first, [row.pages for row in self.rows[first:]])
+        for slot, row in enumerate(self.rows[first:], first):
+            for own, kept in zip(self.batch.states.at(slot), row.prompt.states or (), strict=False):
+                own.copy_(kept)
+        for prompt in prompts:
+            prompt.states = None
 
     def _length(self, job: Job) -> int:
         """Returns the number of tokens in a row of a running job, without waiting for the device."""
@@ -367,17 +377,18 @@ class TorchStepper:
 
     def _recompute(self, model: InferenceModel) -> None:
         """Computes the keys and values of all rows and begun prompts again with the new weights."""
-        todo = [(p.job.request.prompt_ids[: p.done], p.pages) for p in self.prompts.open]
+        todo = [(p.job.request.prompt_ids[: p.done], p.pages, p.states) for p in self.prompts.open]
         if self.rows:
             ids, _, lengths = self.batch.read(list(range(len(self.rows))))
-            found = zip(ids, lengths, self.rows, strict=True)
-            todo += [(row_ids[: length - 1], row.pages) for row_ids, length, row in found]
+            for slot, (length, row) in enumerate(zip(lengths, self.rows, strict=True)):
+                states = self.batch.states.at(slot) if model.config.delta else None
+                todo.append((ids[slot][: length - 1], row.pages, states))
         computed, together = set[int](), Pass(self.prompts.most_tokens)
-        for ids, pages in todo:
-            shared = len(list(takewhile(computed.__contains__, pages)))
+        for ids, pages, states in todo:
+            shared = len(list(takewhile(computed.__contains__, pages))) if states is None else 0
             computed.update(pages)
             for start in range(shared * PAGE, len(ids), together.most_tokens):
-                piece = Piece(ids[start : start + together.most_tokens], start, pages)
+                piece = Piece(ids[start : start + together.most_tokens], start, pages, states)
                 if not together.takes(piece):
                     self._compute(model, together.pieces)
                     together = Pass(together.most_tokens)
@@ -387,7 +398,8 @@ class TorchStepper:
 
     def _compute(self, model: InferenceModel, pieces: list[Piece]) -> None:
         prefill = PrefillAttention(self.cache, pieces)
-        model.forward(prefill.tokens, prefill.positions, prefill)
+        texts = DeltaPass(self.batch.states.at(slice(0)), prefill)
+        model.forward(prefill.tokens, prefill.positions, prefill, None, texts)
 
 
 def _pages_needed(request: Request, responses: int) -> int:
