@@ -28,19 +28,21 @@ learner = { groups = 8, group_size = 4, max_lag = 0, uaq = 1.0 }
 eval = { problems = 20, every = 10 }
 checkpoint = { every = 2 }
 """
+OURS = ("gpt_oss", "qwen3_5_text")
 REWARD = "def reward(completion_ids):\n    return sum(completion_ids) % 2\n"
 """Differs within a group, whatever so short a warm start has taught"""
 
 
 @pytest.mark.parametrize(
-    ("family", "format"), [("gpt_neox", "int8"), ("gemma2", "bf16"), ("gpt_oss", "int8")]
+    ("family", "format"),
+    [("gpt_neox", "int8"), ("gemma2", "bf16"), ("gpt_oss", "int8"), ("qwen3_5_text", "int8")],
 )
 def test_a_run_of_another_family_is_whole(family: str, format: str, tmp_path: Path) -> None:
     write_foreign(tmp_path / "model", family)
     (tmp_path / "run.toml").write_text(CONFIG)
     (tmp_path / "own.py").write_text(REWARD)
     said = areal_q(tmp_path, "run", "run.toml", f"rollout.format={format}")
-    assert (f"{family} by transformers" in said) == (family != "gpt_oss")
+    assert (f"{family} by transformers" in said) == (family not in OURS)
     directory = tmp_path / "runs" / "foreign"
     records = read_metrics(directory / "metrics.jsonl")
     steps = [r for r in records if r["kind"] == "step"]
