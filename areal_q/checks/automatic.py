@@ -109,8 +109,8 @@ def why_smoothing(run: Run) -> str:
     return f"rollout.smoothing is {'on' if on else 'off'}: {why}"
 
 
-def _unsmoothed(run: Run) -> str:
-    """Returns why `rollout.smoothing` becomes off if it is `auto`; "" if it becomes on."""
+def why_no_scales(run: Run) -> str:
+    """Returns why the model of `run` has no scales by channel, or needs none; "" if it can be smoothed."""
     if isinstance(run.model, SmallModel):
         return "a small model has no outliers"
     if isinstance(run.model, HfModel):
@@ -120,6 +120,13 @@ def _unsmoothed(run: Run) -> str:
         return "its scales do not fit norms that multiply by 1 + w"
     if family == "gpt_oss":
         return "its scales do not fit experts whose products are clamped"
+    return ""
+
+
+def _unsmoothed(run: Run) -> str:
+    """Returns why `rollout.smoothing` becomes off if it is `auto`; "" if it becomes on."""
+    if why := why_no_scales(run):
+        return why
     if run.rollout.format not in WORTH_SMOOTHING:
         return f"{run.rollout.format} is no nearer to a pretrained model with it"
     if run.learner.precision != "full" or run.learner.lora:

@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from areal_q.checks.automatic import settled
 from areal_q.checks.combinations import check_context, check_family, check_foreign
+from areal_q.checks.format_advice import format_of
 from areal_q.checks.machine import CheckResult
 from areal_q.checks.memory import cached_pages, memory_of, position_bytes
 from areal_q.config import (
@@ -20,14 +20,12 @@ from areal_q.config import (
     ModelTeacher,
     PretrainedModel,
     PythonEnvironment,
-    RolloutConfig,
     Run,
     SingleTurn,
     TorchEngine,
     VllmEngine,
 )
 from areal_q.config.engines import HF_IGNORES, PAGE, pages_of_group
-from areal_q.config.run import ROUNDS_ACTIVATIONS, WORTH_SMOOTHING
 from areal_q.errors import CheckpointError, ConfigError, QuantizationError, TaskError
 from areal_q.models import DecoderConfig, load_config
 from areal_q.models.hf.vllm_shapes import vllm_refuses
@@ -132,32 +130,8 @@ def findings(run: Run, found: FoundModel) -> Iterator[CheckResult]:
         yield CheckResult("prompts", "warning", says, "a smaller rollout.sampling.max_tokens")
     else:
         yield CheckResult("prompts", "ok", room)
-    yield from _noisy_activations(run)
+    yield from format_of(run)
     yield from memory_of(run, shape, len(found.prompt))
-
-
-def _noisy_activations(run: Run) -> Iterator[CheckResult]:
-    """Yields a warning if a pretrained model's activations are to be rounded as they come."""
-    rollout = settled(run).rollout
-    exposed = rollout.format in ROUNDS_ACTIVATIONS and rollout.smooths is None
-    aligned = run.learner.precision != "full" or run.learner.lora
-    if isinstance(run.model, PretrainedModel) and exposed and not aligned:
-        yield CheckResult(
-            "activations",
-            "warning",
-            f"{rollout.format} rounds the outliers of a pretrained model's activations into noise, with which "
-            "SmolLM2-135M in int8 ended a tenth of accuracy lower (docs/aligned.md)",
-            without_noise(rollout),
-        )
-
-
-def without_noise(rollout: RolloutConfig) -> str:
-    """Returns settings that lessen the noise of a format that rounds activations, or end it: smoothing for one
-    scale a token, which outliers spoil most, and weights alone in as many bits."""
-    weights = {"int8": "int8-weight", "fp8-channel": "fp8-weight", "fp8": "fp8-weight"}
-    alone = f"rollout.format={weights.get(rollout.format, 'int4')}"
-    smooth = rollout.format in WORTH_SMOOTHING and rollout.smooths is None
-    return f"rollout.smoothing.alpha=0.5 or {alone}" if smooth else alone
 
 
 def check_fit(

@@ -68,17 +68,24 @@ LAST = 0.2
 
 
 def write(rows: Sequence[Row], path: Path = CSV) -> None:
+    """Writes `rows` to `path`, in place of what it holds of the same runs; of other runs it keeps all."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = {(row["arm"], row["seed"]) for row in rows}
+    before = read(path) if path.exists() else []
+    kept = [row for row in before if (row["arm"], row["seed"]) not in fresh]
+    arms = list(dict.fromkeys(row["arm"] for row in (*before, *rows)))
+    ordered = sorted((*kept, *rows), key=lambda r: (arms.index(r["arm"]), r["seed"], r["step"]))
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, ["arm", "seed", "step", *COLUMNS], lineterminator="\n")
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows(ordered)
 
 
 def read(path: Path = CSV) -> list[Row]:
+    kinds = {"arm": str, "seed": int, "step": int}
     with path.open(newline="") as file:
         return [
-            {k: v if k == "arm" else float(v) for k, v in line.items() if v}
+            {k: kinds.get(k, float)(v) for k, v in line.items() if v}
             for line in csv.DictReader(file)
         ]
 

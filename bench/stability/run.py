@@ -115,6 +115,8 @@ VARIANTS = {
     "twice": ["rollout.smoothing={}", "learner.minibatches=2"],
     "qarl": ["rollout.smoothing.alpha=0.5", "learner.precision=qarl"],
     "aqn": ["rollout.aqn={}"],
+    "kv8": ["rollout.engine.kv_cache=fp8"],
+    "jet": ["learner.precision=jet"],
     "lag0": ["rollout.smoothing.alpha=0.5", "learner.max_lag=0"],
     "lag4": ["rollout.smoothing.alpha=0.5", "learner.max_lag=4"],
 }
@@ -177,6 +179,7 @@ PARTS = [
     [screen("acr", "int4", "qarl"), screen("tbpo", "int8", "smoothed")],
     [sums("naive", "int8", "smoothed"), sums("acr", "fp8-channel", "smoothed")],
     [sums("acr", "int4", "qarl")],
+    [screen("tis", "bf16", "kv8"), screen("acr", "fp8", "jet"), screen("acr", "fp8")],
 ]
 """In the order of their run: all seeds of a part before the next part"""
 ARMS = [arm for part in PARTS for arm in part]

@@ -11,7 +11,7 @@ distribution of a token, q the format's:
     noise = |log q′(token) − log q(token)|, q′ of a pass that differs by float32's rounding (`perturbed`)
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,7 @@ from areal_q.models.low_bit.engine_policy import engine_policy, perturbed
 from areal_q.models.low_bit.quantized_forward import QuantLinear, linears
 from areal_q.models.smoothed_state import first_folds
 from areal_q.quant import quantize_state
+from areal_q.quant.rescaling import Fold
 
 ROWS = 256
 """Tokens whose distributions over the vocabulary are in memory at once"""
@@ -67,10 +68,14 @@ class Reference:
         """Places of the answers' tokens, int64 [N]; the hidden state before each predicts it."""
         self._hidden = self._states(model)
 
-    def published(self, format: str, smoothing: Smoothing | None = None) -> dict[str, Tensor]:
-        """Returns the tensors that a learner publishes as its first version, smoothed by the prompts if there
-        are settings for it. Raises QuantizationError, which names the tensor."""
-        folds = first_folds(self.model, self.prompts, smoothing, format) if smoothing else None
+    def folds(self, format: str, smoothing: Smoothing | None) -> Mapping[str, Fold]:
+        """Returns what a learner's first version multiplies parameters by: smoothing's scales, from the
+        prompts, if there are settings for it."""
+        return first_folds(self.model, self.prompts, smoothing, format) if smoothing else {}
+
+    def published(self, format: str, folds: Mapping[str, Fold] | None = None) -> dict[str, Tensor]:
+        """Returns the tensors that a learner publishes as its first version, with `folds`. Raises
+        QuantizationError, which names the tensor."""
         return quantize_state(self.model.state_dict(), format, folds=folds)
 
     def error_of(self, policy: Decoder) -> Error:
@@ -91,7 +96,7 @@ class Reference:
             noise_max=float(noise.max()),
         )
 
-    def policy(self, published: dict[str, Tensor], format: str) -> Decoder:
+    def policy(self, published: Mapping[str, Tensor], format: str) -> Decoder:
         return engine_policy(self.model.config, published, format)
 
     def _compare(
@@ -113,12 +118,16 @@ class Reference:
         return model(self.ids, self.layout)[self._targets - 1]
 
 
-def quantize_only(policy: Decoder, model: Decoder, chosen: Iterable[str]) -> None:
-    """Gives the linears of `policy` other than those named in `chosen` the weights of `model` in float32."""
+def quantize_only(
+    policy: Decoder, model: Decoder, chosen: Iterable[str], folds: Mapping[str, Fold]
+) -> None:
+    """Gives the linears of `policy` other than those named in `chosen` the weights of `model` in float32, times
+    `folds`, with which `policy` was published."""
     kept, weights = {*chosen}, model.state_dict()
     for name, linear in linears(policy).items():
         assert isinstance(linear, QuantLinear)
         if name in kept:
             linear.take(linear.parts)
         else:
-            linear.product = FloatLinear(weights[f"{name}.weight"])
+            weight = f"{name}.weight"
+            linear.product = FloatLinear(folds.get(weight, Fold()).of(weights[weight]))

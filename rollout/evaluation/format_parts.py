@@ -8,6 +8,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor, nn
 
+from areal_q.config import Smoothing
 from areal_q.models.low_bit.quantized_forward import linears
 from rollout.evaluation.format_error import Error, Reference, quantize_only
 
@@ -33,16 +34,18 @@ class Outlier(Struct, frozen=True):
     """The median of the rows' largest magnitudes"""
 
 
-def parts(reference: Reference, format: str) -> Iterator[Part]:
-    """Yields the error of each kind of linear alone in the format, then of each layer alone."""
-    policy = reference.policy(reference.published(format), format)
+def parts(reference: Reference, format: str, smoothing: Smoothing | None = None) -> Iterator[Part]:
+    """Yields the error of each kind of linear alone in the format, then of each layer alone, smoothed if there
+    are settings for it."""
+    folds = reference.folds(format, smoothing)
+    policy = reference.policy(reference.published(format, folds), format)
     members: dict[str, list[str]] = defaultdict(list)
     layers: dict[str, list[str]] = defaultdict(list)
     for name in linears(policy):
         members[name.rpartition(".")[2]].append(name)
         layers[f"layer {name.partition('layers.')[2].partition('.')[0]}"].append(name)
     for part, names in {**members, **layers}.items():
-        quantize_only(policy, reference.model, names)
+        quantize_only(policy, reference.model, names, folds)
         yield Part(part, reference.error_of(policy))
 
 

@@ -14,6 +14,7 @@ import msgspec
 import typer
 from msgspec import Struct
 
+from areal_q.checks.format_advice import falls_behind, learnt_with
 from areal_q.config import Chat, Smoothing
 from areal_q.config.run import ROUNDS_ACTIVATIONS, WEIGHT_SCALES
 from areal_q.errors import ConfigError, QuantizationError
@@ -34,6 +35,9 @@ FIRST, MOST = 8, 256
 """Prompts that are answered at first, and of a run's held-out problems at most"""
 ENOUGH = 256
 """Tokens of answers below which the figures may be chance, so that more prompts are answered"""
+LEARNT_NATS = 0.2
+"""Largest error with which SmolLM2-135M learnt what it learns with bf16 (docs/stability.md)"""
+SMOOTH = f"rollout.smoothing.alpha={Smoothing().alpha}"
 PAYS = 0.8
 """Share of the error that smoothing may leave to be worth its settings"""
 HEAD = (
@@ -87,7 +91,9 @@ def main(
     ] = None,
     layers: Annotated[
         str | None,
-        typer.Option(metavar="FORMAT", help="show which linears and tokens cause its error"),
+        typer.Option(
+            metavar="FORMAT", help='show which linears cause the error of a row: "int8, smoothed"'
+        ),
     ] = None,
     speed: Annotated[bool, typer.Option(help="measure the pace of decoding")] = True,
     problems: Annotated[
@@ -98,8 +104,8 @@ def main(
     out: Annotated[Path | None, typer.Option(help="file for all figures, as JSON")] = None,
 ) -> None:
     """Compares the number formats on MODEL: error, KL, noise, bytes, pace, and what each would take."""
-    if layers is not None and layers not in FORMATS:
-        raise ConfigError(f"--layers {layers}: none of {', '.join(FORMATS)}")
+    if layers is not None and layers not in named_rows():
+        raise ConfigError(f"--layers {layers!r}: none of {'; '.join(named_rows())}")
     path, tokenizer, asked = prepared(model, data, problems or MOST)
     decoder = load_decoder(path).requires_grad_(False)
     texts, count, more = list[Text](), 0, problems or FIRST
@@ -118,8 +124,11 @@ def main(
             typer.echo(shown(row))
             rows.append(row)
         rows = advised(rows)
+        typer.echo("what each would take:")
         for row in rows:
-            typer.echo(f"{row.name}: {row.says}")
+            typer.echo(f"  {row.name}: {row.says}")
+        for line in to_take(rows):
+            typer.echo(line)
     else:
         found, far = _show_layers(reference, layers, tokenizer)
     if out:
@@ -150,25 +159,37 @@ def prepared(model: Path, data: Path | None, problems: int) -> tuple[Path, Token
     return path, tokenizer, [Text(one, len(one)) for one in ids]
 
 
+def named_rows() -> dict[str, tuple[str, Smoothing | None]]:
+    """Returns each format, and each that may be smoothed once more, by the name of its row."""
+    rows: dict[str, tuple[str, Smoothing | None]] = {}
+    for format in FORMATS:
+        rows[format] = format, None
+        if format in ROUNDS_ACTIVATIONS + WEIGHT_SCALES:
+            rows[f"{format}, smoothed"] = format, Smoothing()
+    return rows
+
+
 def measured(reference: Reference, speed: bool) -> Iterator[Row]:
     """Yields a row for each format, and for each that may be smoothed a second one."""
-    smoothed = ROUNDS_ACTIVATIONS + WEIGHT_SCALES
-    for format in FORMATS:
-        for smoothing in (None, Smoothing()) if format in smoothed else (None,):
-            try:
-                published = reference.published(format, smoothing)
-            except QuantizationError as error:
-                yield Row(format=format, says=f"not for this model: {error}")
-                break
-            timed = speed and smoothing is None
-            yield Row(
-                format=format,
-                smoothed=smoothing is not None,
-                error=reference.error_of(reference.policy(published, format)),
-                bytes=sum(t.nbytes for t in rest_in_bf16(published, format).values()),
-                tokens_per_s=decoding_pace(reference.model, published, format) if timed else None,
-                says=vllm_refuses(reference.model.config, format) or "",
-            )
+    refused = ""
+    for format, smoothing in named_rows().values():
+        if format == refused:
+            continue
+        try:
+            published = reference.published(format, reference.folds(format, smoothing))
+        except QuantizationError as error:
+            yield Row(format=format, says=f"not for this model: {error}")
+            refused = format
+            continue
+        timed = speed and smoothing is None
+        yield Row(
+            format=format,
+            smoothed=smoothing is not None,
+            error=reference.error_of(reference.policy(published, format)),
+            bytes=sum(t.nbytes for t in rest_in_bf16(published, format).values()),
+            tokens_per_s=decoding_pace(reference.model, published, format) if timed else None,
+            says=vllm_refuses(reference.model.config, format) or "",
+        )
 
 
 def advised(rows: Sequence[Row]) -> list[Row]:
@@ -184,13 +205,43 @@ def _advice(row: Row, rows: Sequence[Row]) -> str:
     if e.noise_mean > SMALL_NATS:
         noise = min(e.noise_mean, e.error_mean)
         text += f", {noise:.2g} of it noise that no kernel and no alignment removes"
+    if will_do(row):
+        text += ": take it as it is"
+    elif e.noise_mean > SMALL_NATS:
         text += f": take {' or '.join(_better(row, e, rows)) or 'a format of 16-bit activations'}"
-    elif e.error_mean > SMALL_NATS:
+    else:
         text += ', none of it noise: learner.precision = "qarl" or learner.lora closes it'
         text += "".join(f"; {less}" for less in _smoothed(row, e, rows))
-    else:
-        text += ": take it as it is"
-    return f"{text}; {row.says}" if row.says else text
+    aligned = learnt_with(f"{row.name}, aligned").replace("with it", "aligned")
+    return "; ".join(filter(None, (text, learnt_with(row.name), aligned, row.says)))
+
+
+def will_do(row: Row) -> bool:
+    """Returns True if a pretrained model may be expected to learn with the format of `row` what it learns with
+    bf16: it is so near, or SmolLM2-135M did and this one is no further off."""
+    e = row.error
+    if e is None:
+        return False
+    learnt = falls_behind(row.name) is False and e.error_mean <= LEARNT_NATS
+    return learnt or max(e.error_mean, e.noise_mean) <= SMALL_NATS
+
+
+def to_take(rows: Sequence[Row]) -> Iterator[str]:
+    """Yields what to set for a format of eight bits and for one of four, the nearest first: all that will do as
+    they are, or else the one whose error an aligned learner closes and is least."""
+    for bits in ("8", "4"):
+        some = [(row, row.error) for row in rows if bits in row.format.partition("-")[0]]
+        near = sorted(((e.error_mean, r, e) for r, e in some if e), key=lambda found: found[0])
+        fit = [_settings(row) for _, row, _ in near if will_do(row)]
+        quiet = [_settings(row) for _, row, e in near if e.noise_mean <= SMALL_NATS]
+        fit = fit or [f"{settings} learner.precision=qarl" for settings in quiet[:1]]
+        if fit:
+            yield f"to take in {bits} bits, the nearest first: {', or '.join(fit)}"
+
+
+def _settings(row: Row) -> str:
+    smoothing = f" {SMOOTH}" if row.smoothed else ""
+    return f"rollout.format={row.format}{smoothing}"
 
 
 def _better(row: Row, e: Error, rows: Sequence[Row]) -> Iterator[str]:
@@ -211,7 +262,7 @@ def _smoothed(row: Row, e: Error, rows: Sequence[Row]) -> Iterator[str]:
         if other.format != row.format or not smoothed or row.smoothed or not other.smoothed:
             continue
         if smoothed.error_mean <= PAYS * e.error_mean:
-            yield f"rollout.smoothing.alpha={Smoothing().alpha} ({smoothed.error_mean:.2g} off)"
+            yield f"{SMOOTH} ({smoothed.error_mean:.2g} off)"
 
 
 def shown(row: Row) -> str:
@@ -230,17 +281,17 @@ def _figures(e: Error) -> str:
 
 
 def _show_layers(
-    reference: Reference, format: str, tokenizer: Tokenizer
+    reference: Reference, name: str, tokenizer: Tokenizer
 ) -> tuple[list[Part], list[Outlier]]:
-    typer.echo(f"{format} in these linears alone, all else in full precision; nats a token")
+    typer.echo(f"{name} in these linears alone, all else in full precision; nats a token")
     typer.echo(HEAD[: HEAD.index("     MB")])
     found = []
     try:
-        for part in parts(reference, format):
+        for part in parts(reference, *named_rows()[name]):
             typer.echo(f"{part.name:<22}{_figures(part.error)}")
             found.append(part)
     except QuantizationError as error:
-        raise ConfigError(f"--layers {format}: not for this model: {error}") from error
+        raise ConfigError(f"--layers {name}: not for this model: {error}") from error
     typer.echo(
         "tokens with the largest activations: the largest in its row, and what is usual there"
     )

@@ -9,6 +9,7 @@ import torch
 from helpers.fixture_types import MakeRun
 from msgspec.structs import replace
 
+from areal_q.checks.format_advice import STUDIES, Study
 from areal_q.config import Run, override, settings_hash
 from areal_q.messages import Group
 from areal_q.models import Decoder
@@ -88,6 +89,15 @@ def test_two_arms_are_run_stored_and_not_run_again(tmp_path: Path, monkeypatch: 
     assert (tmp_path / "figure.png").stat().st_size > 0
 
 
+def test_a_study_keeps_the_runs_that_others_measured(tmp_path: Path):
+    path = tmp_path / "stability.csv"
+    before = [{"arm": arm, "seed": 1, "step": 10, "reward": 0.5} for arm in ("a", "b")]
+    report.write(before, path)
+    again, more = ({"arm": "a", "seed": seed, "step": 10, "reward": 0.25} for seed in (1, 2))
+    report.write([more, again], path)
+    assert report.read(path) == [again, more, before[1]]
+
+
 def test_a_run_that_another_process_is_at_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -136,6 +146,28 @@ def test_final_value_is_the_mean_of_the_last_fifth_of_the_steps():
     assert results.final("a", "reward") == {0: 9.5}
     assert results.final("a", "weight_max") == {0: pytest.approx(100 / 9)}
     assert results.largest("a", "weight_max") == 100
+
+
+def arm_of(name: str) -> str:
+    """Returns the arm of a study that trains with the format `name`, as the product calls it."""
+    format, *rest = name.split(", ")
+    variant = {"aligned": "qarl", "jet": "jet", "smoothed": "awq" if "4" in format else "smoothed"}
+    chosen = [variant[rest[-1]]] if rest else []
+    return " ".join([format, "tis" if format == "bf16" else "acr", *chosen])
+
+
+@pytest.mark.parametrize(("study", "csv"), [*zip(STUDIES, ("sums", "screen"), strict=True)])
+def test_the_advice_quotes_what_the_studies_measured(study: Study, csv: str):
+    """The steps, the seeds and each accuracy, and of the long study no arm of ACR is left out."""
+    results = report.Results(report.read(stability.STUDIES[csv].csv))
+    steps, seeds = study.length.split(", ")
+    for name, quoted in study.accuracy.items():
+        runs, found = results.runs[arm_of(name)], results.final(arm_of(name), "accuracy")
+        assert f"{sum(found.values()) / len(found):.2f}" == f"{quoted:.2f}", name
+        assert {rows[-1]["step"] for rows in runs.values()} == {int(steps.split()[0])}
+        assert str(len(runs)) in seeds
+    arms = {arm for arm in results.runs if arm.split()[1] != "naive"}
+    assert csv == "screen" or arms == {*map(arm_of, study.accuracy)}
 
 
 def test_every_arm_has_settings_of_its_own():

@@ -14,6 +14,7 @@ from areal_q.config import Smoothing, load
 from areal_q.config.run import ROUNDS_ACTIVATIONS, WEIGHT_SCALES
 from areal_q.errors import TaskError
 from areal_q.models import Decoder, DecoderConfig, PackedLayout, init_weights, save_decoder
+from areal_q.models.low_bit.quantized_forward import linears
 from areal_q.quant import FORMATS, dequantize_state
 from areal_q.quant.smoothing import SmoothingScales
 from areal_q.tasks import CharTokenizer
@@ -22,7 +23,7 @@ from learner.publishing.version_builder import VersionBuilder, VersionSettings
 from rollout.evaluation.format_error import Error, Reference, Text, quantize_only
 from rollout.evaluation.format_parts import outliers, parts
 from rollout.evaluation.format_texts import answered, read_conversations
-from rollout.evaluation.formats import Row, advised, main, measured, shown
+from rollout.evaluation.formats import Row, advised, main, measured, shown, to_take
 
 CONFIG = DecoderConfig(
     family="llama", vocab_size=CharTokenizer().vocab_size, width=64, layers=2, heads=4, kv_heads=2,
@@ -83,8 +84,31 @@ def test_a_part_alone_leaves_the_others_in_full_precision(model, tmp_path):
     assert found["down_proj"].error_mean == pytest.approx(wanted["error_mean"], rel=1e-3)
     assert {"q_proj", "o_proj", "layer 0", "layer 1"} < {*found}
     policy = reference.policy(reference.published("int4"), "int4")
-    quantize_only(policy, model, ())
+    quantize_only(policy, model, (), {})
     assert reference.error_of(policy).error_max < 1e-5
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_parts_of_smoothed_weights_leave_the_others_as_they_are(model, format):
+    reference = Reference(model, TEXTS)
+    folds = reference.folds(format, Smoothing())
+    policy = reference.policy(reference.published(format, folds), format)
+    whole = reference.error_of(policy)
+    quantize_only(policy, model, (), folds)
+    assert reference.error_of(policy).error_max < 1e-5
+    quantize_only(policy, model, linears(policy), folds)
+    assert reference.error_of(policy) == whole
+    plain, smoothed = (
+        {part.name: part.error for part in parts(reference, format, settings)}
+        for settings in (None, Smoothing())
+    )
+    assert {*plain} == {*smoothed} and plain["down_proj"] != smoothed["down_proj"]
+
+
+def test_layers_are_asked_for_by_the_name_of_a_row(tmp_path: Path):
+    said = run_here("formats", main, str(tmp_path), "--layers", "nvfp4, smoothed")
+    assert said.returncode == 2 and said.stdout == ""
+    assert "--layers 'nvfp4, smoothed': none of" in said.stderr and "int8, smoothed;" in said.stderr
 
 
 def test_a_planted_outlier_is_found_where_it_is(model):
@@ -110,7 +134,7 @@ def test_smoothed_rows_are_of_what_a_learner_publishes_first(model):
     prompts = torch.tensor([i for t in TEXTS for i in t.ids[: t.prompt]])
     policy.smooth(prompts, PackedLayout.of([t.prompt for t in TEXTS]))
     first = VersionBuilder(VersionSettings.of(run), smoothing=policy.smoothing).build(model, 0)
-    found = reference.published("int8", Smoothing())
+    found = reference.published("int8", reference.folds("int8", Smoothing()))
     assert {*found} == {*first.tensors}
     assert all(torch.equal(tensor, first.tensors[name]) for name, tensor in found.items())
     assert not torch.equal(
@@ -160,16 +184,39 @@ def test_the_advice_tells_noise_and_names_quiet_formats():
             Row(format="refused", says="not for this model: …"),
         ]
     )
-    bf16, int8, smoothed, weight_only, fp8, _, four, int4, _, refused = (row.says for row in rows)
+    bf16, int8, smoothed, weight_only, fp8, _, four, int4, awq, refused = (r.says for r in rows)
     assert "0.27 of it noise that no kernel and no alignment removes" in int8
     quiet = "take rollout.format=weight-only (0.06 off, no noise)"
-    assert int8.endswith(
-        f"{quiet.replace('take', 'take rollout.smoothing.alpha=0.5 (0.15 off) or')}"
+    learnt = "; SmolLM2-135M learnt sums to 0.72 with it, with bf16 to 0.77"
+    assert (
+        f"{quiet.replace('take', 'take rollout.smoothing.alpha=0.5 (0.15 off) or')}{learnt}" in int8
     )
-    assert smoothed.endswith(quiet) and fp8.endswith(quiet)
+    assert (
+        "0.12 of it noise that no kernel and no alignment removes: take it as it is; " in smoothed
+    )
+    assert fp8.endswith(quiet)
     assert four.endswith("take rollout.format=bf16 (0.002 off, no noise)")
-    assert int4.endswith("closes it; rollout.smoothing.alpha=0.5 (0.5 off)")
+    assert "closes it; rollout.smoothing.alpha=0.5 (0.5 off); SmolLM2-135M learnt" in int4
+    assert "SmolLM2-135M learnt sums to 0.75 aligned, with bf16 to 0.77" in awq
     assert "qarl" in weight_only and "as it is" in bf16 and refused.startswith("not for")
+
+
+@pytest.mark.parametrize(("nats", "will"), [(0.19, True), (0.21, False)])
+def test_what_was_learnt_elsewhere_holds_no_further_off(nats: float, will: bool):
+    rows = [
+        Row(format="int8", smoothed=True, error=error(nats, 0.1), bytes=100),
+        Row(format="fp8", error=error(0.01, 1e-3), bytes=100),
+        Row(format="int8-weight", error=error(0.3, 1e-5), bytes=100),
+        Row(format="nf4", error=error(0.7, 1e-5), bytes=50),
+        Row(format="int4", smoothed=True, error=error(0.5, 1e-5), bytes=50),
+        Row(format="int4-fp8", error=error(0.4, 0.2), bytes=50),
+        Row(format="nvfp4", says="not for this model: …"),
+    ]
+    eight, four = to_take(rows)
+    smoothed = ", or rollout.format=int8 rollout.smoothing.alpha=0.5" * will
+    assert eight == f"to take in 8 bits, the nearest first: rollout.format=fp8{smoothed}"
+    aligned = "rollout.format=int4 rollout.smoothing.alpha=0.5 learner.precision=qarl"
+    assert four == f"to take in 4 bits, the nearest first: {aligned}"
 
 
 def test_conversations_keep_their_answers_and_prompts_get_one(model, tmp_path):

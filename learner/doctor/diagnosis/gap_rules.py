@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from areal_q.checks.model import without_noise
-from areal_q.config.run import ROUNDS_ACTIVATIONS
+from areal_q.checks.format_advice import instead, learnt_with, name_of
+from areal_q.config import PretrainedModel, Run
 from learner.doctor.diagnosis.findings import Case, Finding, Rule
 from learner.doctor.diagnosis.token_ratios import Split, by_position, split_by_term
 
@@ -46,18 +46,19 @@ def _quantization(case: Case) -> Finding | None:
     if not parts or share < _MAIN_SHARE or max(x.rms for x in parts.values()) < _LARGE_RMS:
         return None
     told = ", ".join(f"{name} {x.rms:.3f}" for name, x in parts.items())
-    change = (
-        "raise learner.uaq, take rollout.format=bf16, or an objective that caps w (acr, tis, tbpo)"
-    )
-    if "activations" in parts and case.run.rollout.format in ROUNDS_ACTIVATIONS:
-        change = f"{without_noise(case.run.rollout)}, or an objective that caps w (acr, tis, tbpo)"
     return Finding(
         "quantization",
         "warning",
         share,
         f"quantization ({case.run.rollout.format}) makes {share:.0%} of the gap (nats rms: {told})",
-        change,
+        f"{instead(case.run)}, or an objective that caps w (acr, tis, tbpo){_known(case.run)}",
     )
+
+
+def _known(run: Run) -> str:
+    """Returns what a pretrained model learnt with the format of `run`, to be appended; "" for a small one."""
+    known = learnt_with(name_of(run)) if isinstance(run.model, PretrainedModel) else ""
+    return f"; {known}" if known else ""
 
 
 def _routes(case: Case) -> Finding | None:
@@ -95,7 +96,7 @@ def _engine(case: Case) -> Finding | None:
             f"{x.share:.0%} of the gap ({x.rms:.3f} nats rms) is noise: activations in "
             f"{case.run.rollout.format} turn float32's own rounding into {case.noise_rms:.3f} nats rms on this "
             "model, which no kernel and no alignment removes",
-            f"{without_noise(case.run.rollout)}; areal-q formats RUN measures what each leaves",
+            f"{instead(case.run)}; areal-q formats RUN measures what each leaves{_known(case.run)}",
         )
     return Finding(
         "engine",

@@ -1,0 +1,114 @@
+"""What a pretrained model learnt with rollouts in a number format, and what to set where that falls behind.
+
+The figures are the laboratory's (docs/stability.md): accuracy of SmolLM2-135M-Instruct on held-out sums.
+`areal-q formats`, `areal-q check`, the start of a run and the doctor quote them from here. A format is named as
+`areal-q formats` does, "int8, smoothed" with scales by channel, and is "aligned" where the learner computes in
+the rollouts' numbers.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from areal_q.checks.automatic import settled, why_no_scales
+from areal_q.checks.machine import CheckResult
+from areal_q.config import HfModel, PretrainedModel, Run
+from areal_q.config.run import ROUNDS_ACTIVATIONS, WEIGHT_SCALES, WORTH_SMOOTHING
+
+
+class Study(NamedTuple):
+    """Trainings that differ in the rollouts' format alone, corrected by ACR."""
+
+    length: str
+    margin: float
+    """How far accuracy may lie below that of bf16 before the format counts as behind"""
+    accuracy: dict[str, float]
+    """At the end, by the format's name"""
+
+
+STUDIES = (
+    Study(
+        "100 steps, 2 to 3 seeds",
+        0.03,
+        {
+            "bf16": 0.77,
+            "int8": 0.72,
+            "int8, smoothed": 0.77,
+            "int8-weight": 0.79,
+            "fp8-channel, smoothed": 0.77,
+            "int4, smoothed": 0.68,
+            "int4, smoothed, aligned": 0.75,
+        },
+    ),
+    Study(
+        "50 steps, 1 seed",
+        0.1,
+        {"bf16": 0.78, "fp8-channel": 0.69, "fp8-weight": 0.65, "int4": 0.44, "nvfp4": 0.16},
+    ),
+)
+"""The longest first. Each figure is compared with bench/results/ by tests/bench/test_stability.py."""
+
+
+def name_of(run: Run) -> str:
+    """Returns the name of the rollouts' format. Example: "int4, smoothed, aligned"."""
+    smoothed = ", smoothed" if run.rollout.smooths else ""
+    aligned = {"full": "", "qarl": ", aligned", "jet": ", jet"}[run.learner.precision]
+    return f"{run.rollout.format}{smoothed}{', LoRA' if run.learner.lora else aligned}"
+
+
+def learnt_with(name: str) -> str:
+    """Returns a sentence on what was learnt with the format `name`, beside bf16; "" if nobody measured it."""
+    for study in STUDIES:
+        if found := study.accuracy.get(name):
+            bf16 = f", with bf16 to {study.accuracy['bf16']:.2f}" if name != "bf16" else ""
+            return f"SmolLM2-135M learnt sums to {found:.2f} with it{bf16} ({study.length})"
+    return ""
+
+
+def falls_behind(name: str) -> bool | None:
+    """Returns True if less was learnt with the format `name` than with bf16; None if nobody measured it."""
+    for study in STUDIES:
+        if found := study.accuracy.get(name):
+            return found < study.accuracy["bf16"] - study.margin
+    return None
+
+
+def instead(run: Run) -> str:
+    """Returns settings on top of those of `run` with which more is learnt, or the gap is closed: for eight bits
+    smoothing, where outliers spoil one scale a token, or weights alone; for four bits an aligned learner, which
+    a model that transformers computes cannot have."""
+    format, smoothed = run.rollout.format, run.rollout.smooths is not None
+    smooth = [] if smoothed or why_no_scales(run) else ["rollout.smoothing.alpha=0.5"]
+    if format in ("int8", "fp8", "fp8-channel", "fp8-weight") or isinstance(run.model, HfModel):
+        weights = f"rollout.format=int8-weight{' rollout.smoothing=off' * smoothed}"
+        return " or ".join([*(smooth if format in WORTH_SMOOTHING else []), weights])
+    weights = ["rollout.format=int4"] if format == "int4-fp8" else []
+    scales = smooth if weights or format in WEIGHT_SCALES else []
+    return " ".join([*weights, *scales, "learner.precision=qarl"])
+
+
+def format_of(run: Run) -> Iterator[CheckResult]:
+    """Yields what a pretrained model learnt with the format of `run`: a warning if that was less than with
+    bf16, or if outliers of activations are rounded as they come."""
+    if not isinstance(run.model, PretrainedModel):
+        return
+    run = settled(run)
+    name, rollout = name_of(run), run.rollout
+    aligned = run.learner.precision != "full" or run.learner.lora is not None
+    exposed = rollout.format in ROUNDS_ACTIVATIONS and rollout.smooths is None and not aligned
+    noise = ", which rounds outliers of activations into noise" if exposed else ""
+    known = learnt_with(name) or "what a pretrained model learns with it has not been measured"
+    says = f"{name}{noise}: {known}; {_correction(run, aligned)} (docs/stability.md)"
+    if exposed or falls_behind(name):
+        yield CheckResult("format", "warning", says, instead(run))
+    else:
+        yield CheckResult("format", "ok", says)
+
+
+def _correction(run: Run, aligned: bool) -> str:
+    """Returns what the laboratory found on objectives for the format of `run`."""
+    if "4" in run.rollout.format and not aligned:
+        return (
+            "of the objectives, acr, tis, icepop, ppo and, with response_tokens, tbpo learn; naive and mis "
+            "hardly do"
+        )
+    return "objective acr fits with its own bounds"
