@@ -450,7 +450,7 @@ def test_noise_of_rounded_activations_has_settings_that_mend_it(term, tmp_path):
         assert ("rollout.smoothing.alpha=0.5 or" in cause.change) == pays
         assert "rollout.format=int8-weight" in cause.change
         known = {"int8": "with it, with bf16 to 0.77", "fp8-channel": "with bf16 to 0.78"}
-        assert known.get(format, "it leaves" if term == "engine" else "cap w") in cause.change
+        assert known.get(format, "each leaves" if term == "engine" else "caps w") in cause.change
 
 
 def test_what_coarse_weights_cost_is_closed_by_alignment():
