@@ -24,6 +24,9 @@ class Study(NamedTuple):
     accuracy: dict[str, float]
     """At the end, by the format's name"""
 
+    def beside_bf16(self, name: str) -> float:
+        return self.accuracy[name] - self.accuracy["bf16"]
+
 
 STUDIES = (
     Study(
@@ -55,21 +58,25 @@ def name_of(run: Run) -> str:
     return f"{run.rollout.format}{smoothed}{', LoRA' if run.learner.lora else aligned}"
 
 
+def study_of(name: str) -> Study | None:
+    """Returns the longest study of the format `name`; None if there is none."""
+    return next((study for study in STUDIES if name in study.accuracy), None)
+
+
 def learnt_with(name: str) -> str:
     """Returns a sentence on what was learnt with the format `name`, beside bf16; "" if nobody measured it."""
-    for study in STUDIES:
-        if found := study.accuracy.get(name):
-            bf16 = f", with bf16 to {study.accuracy['bf16']:.2f}" if name != "bf16" else ""
-            return f"SmolLM2-135M learnt sums to {found:.2f} with it{bf16} ({study.length})"
-    return ""
+    if (study := study_of(name)) is None:
+        return ""
+    found, bf16 = study.accuracy[name], study.accuracy["bf16"]
+    return (
+        f"SmolLM2-135M learnt sums to {found:.2f} with it, with bf16 to {bf16:.2f} ({study.length})"
+    )
 
 
-def falls_behind(name: str) -> bool | None:
-    """Returns True if less was learnt with the format `name` than with bf16; None if nobody measured it."""
-    for study in STUDIES:
-        if found := study.accuracy.get(name):
-            return found < study.accuracy["bf16"] - study.margin
-    return None
+def falls_behind(name: str) -> bool:
+    """Returns True if less was learnt with the format `name` than with bf16; False if nobody measured it."""
+    study = study_of(name)
+    return study is not None and study.beside_bf16(name) < -study.margin
 
 
 def instead(run: Run) -> str:

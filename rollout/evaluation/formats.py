@@ -14,7 +14,7 @@ import msgspec
 import typer
 from msgspec import Struct
 
-from areal_q.checks.format_advice import falls_behind, learnt_with
+from areal_q.checks.format_advice import falls_behind, study_of
 from areal_q.config import Chat, Smoothing
 from areal_q.config.run import ROUNDS_ACTIVATIONS, WEIGHT_SCALES
 from areal_q.errors import ConfigError, QuantizationError
@@ -42,8 +42,11 @@ PAYS = 0.8
 """Share of the error that smoothing may leave to be worth its settings"""
 HEAD = (
     f"{'format':<22}{'error':>7}{'largest':>9}{'KL':>10}{'k3':>9}{'top-1':>8}{'noise':>8}{'largest':>9}"
-    f"{'MB':>7}{'tokens/s':>10}"
+    f"{'MB':>7}{'tokens/s':>10}{'learnt':>8}"
 )
+LEGEND = """error, KL and noise in nats a token, beside the model in full precision
+noise: what float32's own rounding becomes, which no kernel and no alignment removes
+learnt: accuracy of SmolLM2-135M after training on such rollouts, less that with bf16 (docs/stability.md)"""
 
 
 class Row(Struct, frozen=True, kw_only=True):
@@ -118,15 +121,14 @@ def main(
     reference = Reference(decoder, texts)
     rows, found, far = [], [], []
     if layers is None:
-        typer.echo(f"{count} tokens of {len(texts)} answers; error, KL and noise in nats a token")
-        typer.echo(HEAD)
+        typer.echo(f"{count} tokens of {len(texts)} answers\n{LEGEND}\n{HEAD}")
         for row in measured(reference, speed):
             typer.echo(shown(row))
             rows.append(row)
         rows = advised(rows)
         typer.echo("what each would take:")
         for row in rows:
-            typer.echo(f"  {row.name}: {row.says}")
+            typer.echo(f"{row.name:<24}{row.says}")
         for line in to_take(rows):
             typer.echo(line)
     else:
@@ -201,19 +203,16 @@ def _advice(row: Row, rows: Sequence[Row]) -> str:
     e = row.error
     if e is None:
         return row.says
-    text = f"{e.error_mean:.2g} nats off"
-    if e.noise_mean > SMALL_NATS:
-        noise = min(e.noise_mean, e.error_mean)
-        text += f", {noise:.2g} of it noise that no kernel and no alignment removes"
     if will_do(row):
-        text += ": take it as it is"
+        text = "as it is"
     elif e.noise_mean > SMALL_NATS:
-        text += f": take {' or '.join(_better(row, e, rows)) or 'a format of 16-bit activations'}"
+        text = f"take {' or '.join(_better(row, e, rows)) or 'a format of 16-bit activations'}"
     else:
-        text += ', none of it noise: learner.precision = "qarl" or learner.lora closes it'
+        text = "learner.precision=qarl or learner.lora, which close its error"
         text += "".join(f"; {less}" for less in _smoothed(row, e, rows))
-    aligned = learnt_with(f"{row.name}, aligned").replace("with it", "aligned")
-    return "; ".join(filter(None, (text, learnt_with(row.name), aligned, row.says)))
+        if study := study_of(aligned := f"{row.name}, aligned"):
+            text += f" (learnt with qarl: {study.beside_bf16(aligned):+.2f})"
+    return f"{text}; {row.says}" if row.says else text
 
 
 def will_do(row: Row) -> bool:
@@ -222,8 +221,9 @@ def will_do(row: Row) -> bool:
     e = row.error
     if e is None:
         return False
-    learnt = falls_behind(row.name) is False and e.error_mean <= LEARNT_NATS
-    return learnt or max(e.error_mean, e.noise_mean) <= SMALL_NATS
+    learnt = bool(study_of(row.name)) and not falls_behind(row.name)
+    bound = LEARNT_NATS if learnt else SMALL_NATS
+    return e.error_mean <= bound and (learnt or e.noise_mean <= bound)
 
 
 def to_take(rows: Sequence[Row]) -> Iterator[str]:
@@ -252,7 +252,7 @@ def _better(row: Row, e: Error, rows: Sequence[Row]) -> Iterator[str]:
     quiet = [(r, found) for r, found in quiet if found.kl < e.kl]
     small = [(r, found) for r, found in quiet if r.bytes <= 1.02 * row.bytes] or quiet
     for other, found in sorted(small, key=lambda pair: pair[1].kl)[:1]:
-        yield f"rollout.format={other.format} ({found.error_mean:.2g} off, no noise)"
+        yield f"{_settings(other)} ({found.error_mean:.2g} off, no noise)"
 
 
 def _smoothed(row: Row, e: Error, rows: Sequence[Row]) -> Iterator[str]:
@@ -270,7 +270,9 @@ def shown(row: Row) -> str:
     if e is None:
         return f"{row.name:<22}{row.says}"
     pace = "–" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}"
-    return f"{row.name:<22}{_figures(e)}{row.bytes / 1e6:>7.0f}{pace:>10}"
+    study = study_of(row.name)
+    learnt = f"{study.beside_bf16(row.name):+.2f}" if study else "–"
+    return f"{row.name:<22}{_figures(e)}{row.bytes / 1e6:>7.0f}{pace:>10}{learnt:>8}"
 
 
 def _figures(e: Error) -> str:

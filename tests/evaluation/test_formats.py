@@ -169,7 +169,7 @@ def error(mean: float, noise: float) -> Error:
     )
 
 
-def test_the_advice_tells_noise_and_names_quiet_formats():
+def test_the_advice_names_quiet_formats_and_what_was_learnt():
     rows = advised(
         [
             Row(format="bf16", error=error(0.002, 1e-5), bytes=200),
@@ -185,20 +185,14 @@ def test_the_advice_tells_noise_and_names_quiet_formats():
         ]
     )
     bf16, int8, smoothed, weight_only, fp8, _, four, int4, awq, refused = (r.says for r in rows)
-    assert "0.27 of it noise that no kernel and no alignment removes" in int8
     quiet = "take rollout.format=weight-only (0.06 off, no noise)"
-    learnt = "; SmolLM2-135M learnt sums to 0.72 with it, with bf16 to 0.77"
-    assert (
-        f"{quiet.replace('take', 'take rollout.smoothing.alpha=0.5 (0.15 off) or')}{learnt}" in int8
-    )
-    assert (
-        "0.12 of it noise that no kernel and no alignment removes: take it as it is; " in smoothed
-    )
-    assert fp8.endswith(quiet)
-    assert four.endswith("take rollout.format=bf16 (0.002 off, no noise)")
-    assert "closes it; rollout.smoothing.alpha=0.5 (0.5 off); SmolLM2-135M learnt" in int4
-    assert "SmolLM2-135M learnt sums to 0.75 aligned, with bf16 to 0.77" in awq
-    assert "qarl" in weight_only and "as it is" in bf16 and refused.startswith("not for")
+    assert int8 == quiet.replace("take", "take rollout.smoothing.alpha=0.5 (0.15 off) or")
+    assert smoothed == bf16 == "as it is" and fp8 == quiet
+    assert four == "take rollout.format=bf16 (0.002 off, no noise)"
+    assert int4.endswith("close its error; rollout.smoothing.alpha=0.5 (0.5 off)")
+    assert awq.endswith("(learnt with qarl: -0.02)") and "qarl" in weight_only
+    assert refused.startswith("not for")
+    assert shown(rows[1]).endswith("  -0.05") and shown(rows[4]).endswith("  –")
 
 
 @pytest.mark.parametrize(("nats", "will"), [(0.19, True), (0.21, False)])
