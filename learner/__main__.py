@@ -78,9 +78,11 @@ def main(
     if (config is None) == (run_dir is None) or (run_dir and overrides):
         raise ConfigError("either --config CONFIG [a.b=c]... or --run-dir DIR is needed")
     if os.environ.get("RANK", "0") != "0":  # torchrun's other processes
+        with stop.left_to_rank_0():
+            run = load(config or f"{run_dir}/config.toml", overrides)
         from learner.multi_process import follow_and_exit
 
-        follow_and_exit(load(config or f"{run_dir}/config.toml", overrides))
+        follow_and_exit(run, stop)
     with _claimed(config, overrides or [], run_dir, resume) as (run, directory, resume):
         announce = announce or run.broadcast.announce or ANNOUNCE
         fetch = fetch or run.broadcast.fetch or FETCH
@@ -123,20 +125,18 @@ def _learn(
     """Trains to the end or until `stop`, and returns the exit code."""
     exporter = _exporter(run, directory, redis, metrics)
     # torch takes seconds to import; by now a signal during the import finds its handler.
-    from learner.backends.data_parallel import ALONE
-    from learner.build import build_learner, ranks_of
+    from learner.build import build_learner, ends_other_ranks, ranks_of
 
+    if stop.is_set():
+        return stop.exit_code
     ranks, progress = ranks_of(run), Progress(*([watchdog] if watchdog else []))
     try:
-        learner = build_learner(
-            run, directory, redis, announce, fetch, resume, stop, ranks, progress
-        )
+        with ends_other_ranks(ranks):
+            learner = build_learner(
+                run, directory, redis, announce, fetch, resume, stop, ranks, progress
+            )
     except (Stopped, BufferGone) as stopped:
         logger.info("stopped: %s", stopped)
-        if ranks is not ALONE:
-            from learner.multi_process import end_other_ranks
-
-            end_other_ranks(ranks)
         return stop.exit_code
     gc.freeze()  # What exists now stays: looking through it again took 14 ms of a step of the quickstart.
     exporter.progress = progress

@@ -3,8 +3,8 @@
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -14,7 +14,7 @@ import typer
 from areal_q.checks.model import check_fit, longest_prompt
 from areal_q.checks.settings import check_sets
 from areal_q.config import BroadcastConfig, MegatronBackend, Run, dump_toml, workers_hash
-from areal_q.errors import ConfigError
+from areal_q.errors import AReaLQError, ConfigError
 from areal_q.models.shape import shape_of
 from areal_q.observability.metrics_log import MetricsLog, read_metrics
 from areal_q.observability.run_end import going_on
@@ -146,6 +146,20 @@ def ranks_of(run: Run) -> Ranks:
     from learner.multi_process import join
 
     return join(run)
+
+
+@contextmanager
+def ends_other_ranks(ranks: Ranks) -> Iterator[None]:
+    """A context that, if it is left by an error which this process will name, first ends the other ranks: they
+    wait for its first message, and would name its end instead."""
+    try:
+        yield
+    except AReaLQError:
+        if ranks is not ALONE:
+            from learner.multi_process import end_other_ranks
+
+            end_other_ranks(ranks)
+        raise
 
 
 def leave(run: Run, code: int) -> NoReturn:

@@ -34,6 +34,7 @@ from torch.distributed.rendezvous import rendezvous
 from areal_q.config import AdamW, MegatronBackend, Run, TorchBackend
 from areal_q.errors import ConfigError, RankLost
 from areal_q.system.processes import end_with_parent
+from areal_q.system.stop_request import StopRequest, ended_by_signals
 from learner.arithmetic import set_arithmetic
 from learner.backends.base import Shard
 from learner.backends.data_parallel import Ranks
@@ -92,10 +93,11 @@ def join(run: Run) -> Ranks:
         end_with_parent()
     if "MASTER_ADDR" in os.environ:
         faulthandler.dump_traceback_later(JOIN_S, exit=True)
-        store, rank, _ = next(iter(rendezvous("env://")))
-        dist.init_process_group(
-            backend, store=_of_this_start(store), rank=rank, world_size=size, timeout=timeout
-        )
+        with ended_by_signals():  # another rank may have been refused, and torchrun ends this one
+            store, rank, _ = next(iter(rendezvous("env://")))
+            dist.init_process_group(
+                backend, store=_of_this_start(store), rank=rank, world_size=size, timeout=timeout
+            )
         faulthandler.cancel_dump_traceback_later()
     else:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
@@ -260,10 +262,14 @@ def follow(run: Run, ranks: Ranks) -> None:
         _take_part(_shard(begin, run, ranks, None), ranks)
 
 
-def follow_and_exit(run: Run) -> NoReturn:
+def follow_and_exit(run: Run, stop: StopRequest) -> NoReturn:
     """Takes part in the steps of rank 0, and ends this process."""
     set_arithmetic(run.learner.threads, run.learner.device)
-    follow(run, join(run))
+    if stop.is_set():
+        exit_process(stop.exit_code)
+    with stop.left_to_rank_0():
+        ranks = join(run)
+    follow(run, ranks)
     exit_process()
 
 

@@ -12,7 +12,15 @@ If a service ended with 0 after SIGTERM, a Kubernetes Job would count it as comp
 """
 
 import signal
+import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from areal_q.errors import UserError
+
+RANK_0_S = 30.0
+"""Seconds that another rank leaves rank 0 to say what is wrong"""
 
 
 class StopRequest(threading.Event):
@@ -39,3 +47,25 @@ class StopRequest(threading.Event):
         """Installs handlers for both signals. Only the main thread may call this."""
         for number in self.SIGNALS:
             signal.signal(number, lambda received, frame: self.receive(received))
+
+    @contextmanager
+    def left_to_rank_0(self) -> Iterator[None]:
+        """A context for a rank other than 0, whose UserError is most often rank 0's too: it is raised only if no
+        signal comes within RANK_0_S, as one does once rank 0 has said it and ended."""
+        try:
+            yield
+        except UserError:
+            if self.wait(RANK_0_S):
+                sys.exit(2)
+            raise
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """A context in which a signal of StopRequest ends this process at once: for a wait that looks for none."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in StopRequest.SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,16 +1,18 @@
 """`python -m areal_q.system.torchrun …` runs torchrun and exits with the code of the process that failed first.
 
 torchrun itself exits with 1 whatever the exit codes of its processes, from which an orchestrator could not tell
-a wrong setting (2), or a learner stopped by SIGTERM (143), from a crash (areal_q/system/stop_request.py).
+a wrong setting (2), or a learner stopped by SIGTERM (143), from a crash (areal_q/system/stop_request.py). And it
+reports each end by thirty lines and a traceback, which hide the line of the process itself.
 """
 
+import logging
 import os
 import signal
 import sys
 from collections.abc import Sequence
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import parse_args, run
 
 from areal_q.system.command import accept_any_text
@@ -19,17 +21,27 @@ from areal_q.system.command import accept_any_text
 def torchrun(arguments: Sequence[str]) -> int:
     """Runs torchrun. Returns 0, the exit code of the process that failed first, or 128 plus the number of the
     signal that ended that process or torchrun."""
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     try:
         run(parse_args(list(arguments)))
     except SignalException as told:
         return 128 + told.sigval
     except ChildFailedError as error:
-        print(error, file=sys.stderr)
-        _, failure = error.get_first_failure()
-        return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
+        rank, failure = error.get_first_failure()
+        code = failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
+        if code != 2:  # whoever ends with 2 has said why
+            print(f"torchrun: {_end_of(rank, failure)}", file=sys.stderr)
+        return code
     # Ranks other than the first exit with 0 even if the run is not finished. In an Indexed Job of Kubernetes a
     # pod that exited with 0 counts as complete, and would be missing when the run goes on.
     return 0 if os.environ.get("JOB_COMPLETION_INDEX", "0") == "0" else 128 + signal.SIGTERM
+
+
+def _end_of(rank: int, failure: ProcessFailure) -> str:
+    """Example: rank 1 (process 4711) was killed by SIGKILL"""
+    code = failure.exitcode
+    end = f"ended with exit code {code}" if code >= 0 else f"was killed by {failure.signal_name()}"
+    return f"rank {rank} (process {failure.pid}) {end}"
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ The learner is that of RL, without Redis and workers.
 import logging
 import os
 import signal
-from contextlib import closing
+from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -58,12 +58,13 @@ def main(
     if name is None and not Path(config).is_dir():
         name = f"{load(config, overrides or []).name}-sft"
     follows = os.environ.get("RANK", "0") != "0"
-    try:
-        run = asked_for(config, overrides or [], resume, name)
-    except CheckpointError:
-        if not follows:
-            raise
-        run = asked_for(config, overrides or [], False, name)  # the run is on rank 0's host alone
+    with stop.left_to_rank_0() if follows else nullcontext():
+        try:
+            run = asked_for(config, overrides or [], resume, name)
+        except CheckpointError:
+            if not follows:
+                raise
+            run = asked_for(config, overrides or [], False, name)  # the run is on rank 0's host
     if resume and not follows and run.sft is None:
         raise ConfigError(
             f"{run_dir.path_of(run)}: no supervised run; go on with areal-q run --resume"
@@ -74,23 +75,25 @@ def main(
     if follows:
         from learner.multi_process import follow_and_exit
 
-        follow_and_exit(run)
+        follow_and_exit(run, stop)
     _train(run, resume, stop)
 
 
 def _train(run: Run, resume: bool, stop: StopRequest) -> NoReturn:
     """Trains, shows the run meanwhile, and ends this process."""
     from learner.arithmetic import set_arithmetic
-    from learner.build import leave, ranks_of
+    from learner.build import ends_other_ranks, leave, ranks_of
     from learner.sft.build import build_supervised, rows_of
 
     run = settled(fetched(run))
     set_arithmetic(run.learner.threads, run.learner.device)
     ranks = ranks_of(run)  # before all that takes long: the others do not wait for ever
-    counted, rows = rows_of(run)
-    run = run if resume else counted
-    view = build_view(run)
-    with run_dir.claimed(run, resume) as (directory, moved):
+    with ExitStack() as claimed:
+        with ends_other_ranks(ranks):
+            counted, rows = rows_of(run)
+            run = run if resume else counted
+            directory, moved = claimed.enter_context(run_dir.claimed(run, resume))
+        view = build_view(run)
         run = load(directory / "config.toml")
         if moved:
             view.note(f"an earlier run was in {directory}: moved to {moved}")
@@ -99,7 +102,8 @@ def _train(run: Run, resume: bool, stop: StopRequest) -> NoReturn:
         metrics = MetricsLog(directory, began=command_began())
         metrics.also("view", lambda _: view.refresh())
         try:
-            training = build_supervised(run, directory, rows, resume, metrics, stop, ranks)
+            with ends_other_ranks(ranks):
+                training = build_supervised(run, directory, rows, resume, metrics, stop, ranks)
             with closing(training):
                 done = training.train(stop)
         finally:

@@ -29,6 +29,23 @@ Path(DIRECTORY, f"made-{ranks.rank}").write_text(str(os.getpid()))
 Path(DIRECTORY, f"made-{ranks.rank}").rename(Path(DIRECTORY, f"rank-{ranks.rank}"))
 time.sleep(600)
 """
+REFUSES_ALONE = """
+import os, time
+from areal_q.errors import ConfigError
+from areal_q.system import stop_request
+from areal_q.system.command import exit_with
+
+if os.environ["RANK"] == "0":
+    time.sleep(600)
+stop_request.RANK_0_S = 0.1
+stop = stop_request.StopRequest()
+stop.listen()
+try:
+    with stop.left_to_rank_0():
+        raise ConfigError("no such device")
+except ConfigError as error:
+    exit_with(error, 2, "here")
+"""
 
 
 @pytest.mark.parametrize(
@@ -41,6 +58,43 @@ def test_torchrun_ends_with_the_code_of_the_rank_that_ended(tmp_path: Path, firs
     script = tmp_path / "rank.py"
     script.write_text(RANK_0 + first_rank + OTHERS)
     assert subprocess.run([*COMMAND, str(script)], cwd=ROOT, capture_output=True).returncode == code
+
+
+REFUSALS = {
+    "every rank": (["learner", "no.such=1"], "no: no such setting"),
+    "rank 0, while the others wait for it to join": (
+        ["learner", "steps=1000000", "checkpoint.every=1", "checkpoint.keep=1000000"],
+        "1000001 checkpoints of the model need",
+    ),
+    "rank 0, when all have joined": (["learner", "task.prompt='{a}é{b}'"], "character 'é'"),
+    "rank 0, of a supervised run": (["areal_q", "task.prompt='{a}é{b}'"], "character 'é'"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", REFUSALS)
+def test_two_ranks_refuse_a_setting_by_one_line(tmp_path: Path, by: str):
+    """torchrun's thirty lines, a second rank's, an abort at the exit and a rank that did not end hid it."""
+    (module, *settings), line = REFUSALS[by]
+    config = str(ROOT / "configs/quickstart.toml")
+    known = ["--redis=redis://127.0.0.1:1", f"--config={config}"]
+    known = ["sft", config] if module == "areal_q" else known
+    command = [*COMMAND, "--shutdown-timeout=3600", "-m", module, *known, f"root='{tmp_path}'"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, *settings], capture_output=True, env=environment, text=True)
+    told = [
+        text for text in done.stderr.splitlines() if text[:1] != "2"
+    ]  # the log begins with a date
+    assert done.returncode == 2 and len(told) == 1 and line in told[0], done.stderr
+
+
+@pytest.mark.slow
+def test_what_one_rank_alone_refuses_is_said(tmp_path: Path):
+    script = tmp_path / "rank.py"
+    script.write_text(REFUSES_ALONE)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*COMMAND, str(script)], capture_output=True, env=environment, text=True)
+    assert (done.returncode, done.stderr) == (2, "here: no such device\n")
 
 
 @pytest.mark.slow
