@@ -149,6 +149,7 @@ class Worker:
         self._resumed = 0
         self._swaps = 0
         self._swap_s = 0.0
+        self._loading = False
         self._loaded: Manifest | None = None
         self._lag = LoopLag()
         self._waits = ("", 0.0, False)
@@ -267,7 +268,9 @@ class Worker:
 
     async def _swap(self) -> None:
         while True:
+            self._loading = False
             weights = await self._subscriber.wait()
+            self._loading = True
             self._swap_s += await self._engine.load_weights(weights)
             self._swaps += 1
             self._loaded = weights.manifest
@@ -292,6 +295,8 @@ class Worker:
 
     def _hindrance(self) -> str:
         if self._engine.version < 0:
+            if self._loading:  # vLLM and SGLang start from the first weights, which takes a minute
+                return f"engine {self._engine.name}, which starts"
             return f"the first weights of run {self._buffer.keys.run}"
         if self._buffer.waiting:
             return "room in Redis"

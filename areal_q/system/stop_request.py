@@ -50,8 +50,8 @@ class StopRequest(threading.Event):
 
     @contextmanager
     def left_to_rank_0(self) -> Iterator[None]:
-        """A context for a rank other than 0, whose UserError is most often rank 0's too: it is raised only if no
-        signal comes within RANK_0_S, as one does once rank 0 has said it and ended."""
+        """A context for a rank other than 0, whose UserError is most often rank 0's too: it is raised only if
+        no signal comes within RANK_0_S, as one does once rank 0 has said it and ended."""
         try:
             yield
         except UserError:

@@ -1,8 +1,8 @@
 """`python -m areal_q.system.torchrun …` runs torchrun and exits with the code of the process that failed first.
 
 torchrun itself exits with 1 whatever the exit codes of its processes, from which an orchestrator could not tell
-a wrong setting (2), or a learner stopped by SIGTERM (143), from a crash (areal_q/system/stop_request.py). And it
-reports each end by thirty lines and a traceback, which hide the line of the process itself.
+a wrong setting (2), or a learner stopped by SIGTERM (143), from a crash (areal_q/system/stop_request.py). Also
+it reports each end by thirty lines and a traceback, which hide the line of the process itself.
 """
 
 import logging

@@ -45,6 +45,7 @@ from areal_q.tasks import (
     build_tokenizer,
     problem_at,
 )
+from areal_q.weights.version import WeightVersion
 from buffer.redis_store import Claim, LearnerBuffer, WorkerBuffer
 from buffer.redis_store.connection import Patience, insist_async
 from buffer.redis_store.keys import WORKERS_GROUP, Keys
@@ -433,6 +434,31 @@ async def test_a_worker_is_alive_while_its_engine_takes_a_step(
         for group in await side.take(2):
             group.validate()
     await endpoint.close()
+
+
+async def test_a_worker_says_that_its_engine_starts(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide], monkeypatch: pytest.MonkeyPatch
+):
+    """vLLM took a minute, in which the run waited for "the first weights", which were there."""
+    side = learner(make_run(SCRIPTED))
+    engine = build_engine(side.run.rollout.engine)
+    loads, started = engine.load_weights, asyncio.Event()
+
+    async def starts(weights: WeightVersion) -> float:
+        await started.wait()
+        return await loads(weights)
+
+    monkeypatch.setattr(engine, "load_weights", starts)
+
+    def waits() -> set[str]:
+        return {status.waits_for for status in side.buffer.workers()}
+
+    async with working(side, engine):
+        await until(lambda: waits() == {f"the first weights of run {side.run.name}"})
+        side.publish(0)
+        await until(lambda: waits() == {"engine scripted, which starts"})
+        started.set()
+        await until(lambda: waits() == {"tickets"})
 
 
 @pytest.mark.timeout(60)
