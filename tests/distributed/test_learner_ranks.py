@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from helpers.foreign_hand import ForeignHand
 
 from areal_q.config import Run, dump_toml
 from areal_q.models import load_decoder
 from areal_q.observability.metrics_log import read_metrics
+from buffer.logs.trajectory_log import read_log
 from learner import checkpoint
 
 STEPS = 8
@@ -58,30 +60,45 @@ def steps_in(directory: Path) -> list[int]:
     return [r["step"] for r in records if r["kind"] == "step"]
 
 
+@contextmanager
+def on_two_ranks(
+    make_run: Callable[..., Run], redis_url: str, place: Path, backend: str
+) -> Iterator[tuple[Run, subprocess.Popen, subprocess.Popen]]:
+    """Starts run "two" in `place`, a worker and a learner on two ranks, and yields it with torchrun and the
+    worker, whose words are in the file `log`."""
+    if backend == "megatron" and importlib.util.find_spec("megatron") is None:
+        pytest.skip("megatron is not installed: make test-megatron")
+    settings = [f"root='{place}'", f"steps={STEPS}", "name=two", "checkpoint.every=2"]
+    settings += ["learner.optimizer.lr=1e-3", "eval.every=1000", "eval.problems=4"]
+    run = make_run(*settings, *BACKENDS[backend])
+    config, log = place / "two.toml", place / "log"
+    config.write_text(dump_toml(run))
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun += ["--max-restarts", "3", "-m", "learner"]
+    learner = [*torchrun, "--redis", redis_url, "--config", str(config)]
+    learner += [f"--{kind}=ipc://{place}/{kind[0]}" for kind in ("announce", "fetch")]
+    with (
+        started(log, "rollout", "--redis", redis_url, "--run", "two", "--id", "w") as worker,
+        started(log, *learner) as leader,
+    ):
+        yield run, leader, worker
+
+
+def await_step(step: int, place: Path, leader: subprocess.Popen) -> None:
+    while len(steps_in(place / "two")) < step:
+        assert leader.poll() is None, (place / "log").read_text()[-3000:]
+        time.sleep(0.05)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize(("backend", "killed"), [("fsdp", "1"), ("megatron", "0")])
 def test_a_learner_on_two_ranks_goes_on_after_kill_9_of_one(
     make_run: Callable[..., Run], redis_url: str, tmp_path: Path, backend: str, killed: str
 ):
-    if backend == "megatron" and importlib.util.find_spec("megatron") is None:
-        pytest.skip("megatron is not installed: make test-megatron")
-    settings = [f"root='{tmp_path}'", f"steps={STEPS}", "name=two", "checkpoint.every=2"]
-    settings += ["learner.optimizer.lr=1e-3", "eval.every=1000", "eval.problems=4"]
-    run = make_run(*settings, *BACKENDS[backend])
-    config, directory, log = tmp_path / "two.toml", tmp_path / "two", tmp_path / "log"
-    config.write_text(dump_toml(run))
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    torchrun += ["--max-restarts", "3", "-m", "learner"]
-    learner = [*torchrun, "--redis", redis_url, "--config", str(config)]
-    learner += [f"--{kind}=ipc://{tmp_path}/{kind[0]}" for kind in ("announce", "fetch")]
-    with (
-        started(log, "rollout", "--redis", redis_url, "--run", "two", "--id", "w") as worker,
-        started(log, *learner) as leader,
-    ):
-        while len(steps_in(directory)) < 3:
-            assert leader.poll() is None, log.read_text()[-3000:]
-            time.sleep(0.05)
+    directory, log = tmp_path / "two", tmp_path / "log"
+    with on_two_ranks(make_run, redis_url, tmp_path, backend) as (run, leader, worker):
+        await_step(3, tmp_path, leader)
         ranks = {rank_of(pid): pid for pid in children(leader.pid)}
         os.kill(ranks[killed], signal.SIGKILL)
         assert leader.wait() == 0, log.read_text()[-3000:]
@@ -99,3 +116,27 @@ def test_a_learner_on_two_ranks_goes_on_after_kill_9_of_one(
     # Each ticket counts once, over both lives; later ones were drawn with what the ranks had published.
     assert set(Counter(row["number"] for row in rows).values()) == {2}
     assert max(span["version"] for row in rows for span in row["spans"]) >= 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_forged_records_end_neither_of_two_ranks(
+    make_run: Callable[..., Run], redis_url: str, tmp_path: Path
+):
+    with (
+        on_two_ranks(make_run, redis_url, tmp_path, "fsdp") as (run, leader, worker),
+        ForeignHand(redis_url, run, seed=2) as hand,
+    ):
+        for step in range(1, STEPS):
+            await_step(step, tmp_path, leader)
+            hand.act()
+        assert (leader.wait(), worker.wait()) == (0, 0), (tmp_path / "log").read_text()[-3000:]
+    assert hand.done["_group"] > 0 and hand.done["_requeue"] > 0, hand.done
+    assert "another rank is gone" not in (tmp_path / "log").read_text()
+    records = [r for r in read_metrics(tmp_path / "two" / "metrics.jsonl") if r["kind"] == "step"]
+    assert [r["step"] for r in records] == list(range(1, STEPS + 1))
+    assert records[-1]["buffer/quarantined"] > 0
+    taken = [
+        g.ticket.number for _, groups in read_log(tmp_path / "two/trajectories") for g in groups
+    ]
+    assert len(taken) == len({*taken}) == STEPS * run.learner.groups
