@@ -11,8 +11,11 @@ from helpers.fixture_types import MakeRun, MakeSamples
 from helpers.policies import build_policy, raw_bytes, save_at
 from torch import nn
 
+from areal_q.config import TorchEngine
 from areal_q.config.engines import pages_of
 from areal_q.errors import ConfigError
+from areal_q.models import Decoder, DecoderConfig, init_weights
+from areal_q.models.config import DeltaRule
 from areal_q.models.layers.linear import Linear
 from areal_q.models.low_bit.bf16_rounding import round_rest
 from areal_q.models.low_bit.published_state import published_state
@@ -95,6 +98,45 @@ def test_aligned_learner_has_the_log_probs_of_the_engine(make_run: MakeRun, form
         policy, drawn_tokens(VersionBuilder(VersionSettings.of(run)).build(policy.model, 0))
     )
     assert gap.max() < 1e-4
+
+
+DELTA = DeltaRule(layers=(0, 2), key_heads=2, value_heads=4, key_dim=8, value_dim=12, kernel=4)
+STATES = DecoderConfig(
+    family="qwen3_5_text", vocab_size=13, width=32, layers=4, heads=4, kv_heads=2, head_dim=16, mlp=48,
+    max_positions=64, tied=False, delta=DELTA, rope_dim=4,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [QARL, "rollout.format=bf16", "rollout.unquantized=fp32"],
+        [QARL, "rollout.format=int4", "rollout.unquantized=bf16"],
+        ["learner.lora={rank=4}", "rollout.format=nf4", "rollout.unquantized=bf16"],
+    ],
+)
+def test_layers_with_a_state_have_the_log_probs_of_the_engine(
+    make_run: MakeRun, settings: list[str]
+):
+    """All that no format applies to, off the numbers that bfloat16 holds."""
+    run, model = make_run(*settings), Decoder(STATES)
+    init_weights(model, 0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(1)) * 0.1)
+    set_precision(model, PrecisionSettings.of(run))
+    policy = TorchPolicy(model, run.learner, 1.0)
+    weights = VersionBuilder(VersionSettings.of(run)).build(policy.model, 0)
+    prompts = [np.arange(n).astype(np.int32) % 13 for n in (1, 5, 20)]
+    requests = [ask(prompt, 4, max_tokens=20) for prompt in prompts]
+    plain = TorchEngine(slots=64, fused=False)
+    drawn = engines.generate(weights, *requests, config=plain)
+    samples = [
+        as_sample(prompt, n, c)
+        for n, (prompt, group) in enumerate(zip(prompts, drawn, strict=True))
+        for c in group
+    ]
+    assert gap_to_learner(policy, samples).max() < 1e-5
 
 
 def test_unquantized_tensors_travel_in_bfloat16_if_asked(make_run: MakeRun):

@@ -63,7 +63,7 @@ class GatedDelta(nn.Module):
         qkv, z = self.in_proj_qkv(x), self.in_proj_z(x)
         with torch.autocast(x.device.type, enabled=False):
             a, b, log_a, bias, kernel = (
-                straight(p) if self.out_proj.rounds_rest else p
+                straight(p) if self.in_proj_a.rounds_rest else p
                 for p in (
                     self.in_proj_a.weight, self.in_proj_b.weight,
                     self.A_log, self.dt_bias, self.conv1d.weight,
