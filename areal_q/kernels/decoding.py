@@ -137,9 +137,7 @@ def _softmax(w, first, last, length, scale, sinks):
 def decode_attention(qkv, keys, values, tables, positions, window, scale, sinks, out):
     """Writes the new keys and values of qkv [R, heads + 2 · kv_heads, dim] into the cache [kv_heads, pages,
     PAGE, dim], and computes the attention of each row r, whose pages are tables[r], to its last `window`
-    positions up to positions[r]. `sinks` [heads] are scores of no position, or None. The next head's keys and
-    values come into the processor's cache meanwhile: it would itself look for them after a page's last
-    position."""
+    positions up to positions[r]. `sinks` [heads] are scores of no position, or None."""
     kv_heads, page, heads, dim = keys.shape[0], keys.shape[2], out.shape[1], out.shape[2]
     group = heads // kv_heads
     w = np.empty((tables.shape[1], group, page), float32)
@@ -154,18 +152,15 @@ def decode_attention(qkv, keys, values, tables, positions, window, scale, sinks,
                 k[i] = qkv[r, heads + h, i]
                 v[i] = qkv[r, heads + kv_heads + h, i]
             mine = slice(h * group, (h + 1) * group)
-            row, head = (r, h + 1) if h + 1 < kv_heads else (min(r + 1, qkv.shape[0] - 1), 0)
-            end = positions[row] // page
             for p in range(first // page, last + 1):
                 skip = max(first - p * page, 0)
-                seen, ahead = min(length - p * page, page) - skip, tables[row, min(p, end)]
-                dots(keys[h, tables[r, p], skip:], qkv[r, mine], seen, w[p], keys[head, ahead])
+                seen = min(length - p * page, page) - skip
+                dots(keys[h, tables[r, p], skip:], qkv[r, mine], seen, w[p])
             _softmax(w, first, last, length, scale, None if sinks is None else sinks[mine])
             for p in range(first // page, last + 1):
                 skip = max(first - p * page, 0)
-                seen, ahead = min(length - p * page, page) - skip, tables[row, min(p, end)]
-                rows = values[h, tables[r, p], skip:]
-                weighted_sums(w[p], rows, seen, out[r, mine], values[head, ahead])
+                seen = min(length - p * page, page) - skip
+                weighted_sums(w[p], values[h, tables[r, p], skip:], seen, out[r, mine])
 
 
 @kernel()

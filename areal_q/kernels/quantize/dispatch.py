@@ -1,8 +1,8 @@
 """Quantizing by kernels that read each weight once: numba's on a CPU, Triton's on a GPU.
 
 The formats' torch operations say what is computed; these compute it, to the bit, at the speed of memory.
-Each function returns None where there is no kernel for the weight (another device, numba missing), and
-the caller goes on with the torch operations.
+Each function returns None where there is no kernel for the weight (of another device or dtype, or not
+contiguous), and the caller goes on with the torch operations.
 """
 
 import logging
@@ -21,7 +21,7 @@ LARGEST = 2.0**127
 """A code times its scale may round to a little more than the range, which must not be infinite."""
 TOO_LARGE = f"holds NaN, an infinity or a magnitude above 2^{127}"
 _LARGEST_BITS = int(np.float32(LARGEST).view(np.int32))
-_NO_RANGES, _NO_CODES = np.empty((0, 0), np.float32), np.empty((0, 0), np.uint8)
+_NO_RANGES = np.empty((0, 0), np.float32)
 _NO_BORDERS = _NO_FACTORS = torch.empty(0)
 
 
@@ -33,9 +33,8 @@ def eight_bits(
     given: Tensor | None = None,
     *,
     factors: tuple[Tensor, Tensor] | None = None,
-    previous: Tensor | None = None,
-) -> tuple[Tensor, Tensor, int] | None:
-    """(codes [out, in], scales float32 [blocks down, blocks across], codes that differ from `previous`).
+) -> tuple[Tensor, Tensor] | None:
+    """(codes [out, in], scales float32 [blocks down, blocks across]).
 
     weight float32 [out, in], multiplied on the way by `factors` of its columns [in], then of its rows [out],
     float32; `dtype` int8 or float8_e4m3fn; `given`: ranges in the shape of the scales, in place of the measured
@@ -45,17 +44,17 @@ def eight_bits(
     if gpu := _on_gpu(weight):
         if factors:
             weight = (weight * factors[0]).mul_(factors[1][:, None])
-        *result, worst = gpu.quantize(weight, dtype, (height, width), given, previous)
+        codes, scales, worst = gpu.quantize(weight, dtype, (height, width), given)
         if worst > _LARGEST_BITS:
             raise QuantizationError(f"{name}: {TOO_LARGE}")
-        return tuple(result)
+        return codes, scales
     kernels = _for(weight)
     if kernels is None:
         return None
     codes = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     scales = weight.new_empty((-(-weight.shape[0] // height), -(-weight.shape[1] // width)))
     of_columns, of_rows = factors or (_NO_FACTORS, _NO_FACTORS)
-    moved, worst = kernels.quantize(
+    worst = kernels.quantize(
         weight.numpy(),
         of_rows.contiguous().numpy(),
         of_columns.contiguous().numpy(),
@@ -63,25 +62,12 @@ def eight_bits(
         height,
         width,
         _NO_RANGES if given is None else given.contiguous().numpy(),
-        _NO_CODES if previous is None else previous.contiguous().view(torch.uint8).numpy(),
         codes.view(torch.uint8).numpy(),
         scales.numpy(),
     )
     if worst > _LARGEST_BITS:
         raise QuantizationError(f"{name}: {TOO_LARGE}")
-    return codes, scales, moved
-
-
-def sixteen_bits(weight: Tensor, name: str) -> Tensor | None:
-    """bfloat16 [out, in] nearest to float32 `weight`. Raises QuantizationError for what is not finite or above
-    LARGEST."""
-    kernels = _for(weight)
-    if kernels is None:
-        return None
-    rounded = torch.empty(weight.shape, dtype=torch.bfloat16)
-    if kernels.round_to_bf16(weight.numpy(), rounded.view(torch.uint16).numpy()) > _LARGEST_BITS:
-        raise QuantizationError(f"{name}: {TOO_LARGE}")
-    return rounded
+    return codes, scales
 
 
 def row_blocks(weight: Tensor, width: int) -> Tensor | None:
@@ -137,22 +123,16 @@ def activations(
 
 def _for(weight: Tensor) -> ModuleType | None:
     suits = weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.is_contiguous()
-    return _kernels() if suits and weight.numel() else None
+    if not (suits and weight.numel()):
+        return None
+    from areal_q.kernels.quantize import eight_bits as kernels  # compiles them, if none are cached
+
+    return kernels
 
 
 def _on_gpu(x: Tensor) -> ModuleType | None:
     suits = x.is_cuda and x.dim() == 2 and x.dtype == torch.float32 and x.is_contiguous()
     return _gpu_kernels() if suits and x.numel() else None
-
-
-@cache
-def _kernels() -> ModuleType | None:
-    try:
-        from areal_q.kernels.quantize import eight_bits as kernels
-    except ImportError as error:  # a platform for which numba has no wheel
-        logger.warning("quantizing in plain torch, which is slower: %s", error)
-        return None
-    return kernels
 
 
 @cache

@@ -2,21 +2,19 @@
 
 A row, or a block of 128×128, is small enough to stay in the cache between the search for its largest
 magnitude and the division by the scale that follows from it. Along the way the weight is multiplied by
-smoothing's factors of its rows and columns, and the new codes are compared with the previous ones, where there
-are any.
+smoothing's factors of its rows and columns.
 Codes and scales are, to the bit, those of the torch operations in areal_q/quant/formats.
 
-Arrays are C contiguous. `given` are ranges to use in place of the measured ones, `previous` the codes of
-the version before; they and the factors may have no elements. Results: number of codes that moved, and the
-largest magnitude seen as the bits of a float32 (without their sign floats are ordered like integers, with
-infinity and NaN above all). Compiled when this module is first imported, and read from disk afterwards.
+Arrays are C contiguous. `given` are ranges to use in place of the measured ones; they and the factors may have
+no elements. The result is the largest magnitude seen as the bits of a float32 (without their sign floats are
+ordered like integers, with infinity and NaN above all). Compiled when this module is first imported, and read
+from disk afterwards.
 """
 
 import numpy as np
 from numba import types as nt
 from numba import void
 
-from areal_q.kernels import cpu_rows
 from areal_q.kernels.jit import MAGNITUDE, ROUND, ROUND_E4M3, TINY, kernel
 from areal_q.kernels.quantize.nibbles import nibbles as nibbles
 
@@ -72,18 +70,10 @@ def _e4m3(x, scale, codes):
         codes[i] = uint8(code | ((bits >> int32(24)) & int32(0x80)))
 
 
-@kernel()
-def _moved(codes, previous):
-    moved = 0
-    for i in range(codes.shape[0]):
-        moved += codes[i] != previous[i]
-    return moved
-
-
-@kernel(nt.UniTuple(nt.int64, 2)(F2, F1, F1, nt.float32, nt.int64, nt.int64, F2, U2, U2, F2))
-def quantize(w, of_rows, of_columns, largest, height, width, given, previous, codes, scales):
+@kernel(nt.int64(F2, F1, F1, nt.float32, nt.int64, nt.int64, F2, U2, F2))
+def quantize(w, of_rows, of_columns, largest, height, width, given, codes, scales):
     """w [out, in] → codes (int8 where `largest` is 127, else E4M3) and scales of blocks [height, width]."""
-    moved, worst, tops = 0, int32(0), np.empty(w.shape[1], int32)
+    worst, tops = int32(0), np.empty(w.shape[1], int32)
     scaled = np.empty((height, of_columns.shape[0]), float32)
     for p in range(scales.shape[0]):
         rows = range(p * height, min((p + 1) * height, w.shape[0]))
@@ -108,32 +98,15 @@ def quantize(w, of_rows, of_columns, largest, height, width, given, previous, co
                     _int8(x[start:end], scales[p, q], codes[o, start:end])
                 else:
                     _e4m3(x[start:end], scales[p, q], codes[o, start:end])
-            if previous.shape[0]:
-                moved += _moved(codes[o], previous[o])
-    return moved, np.int64(worst)
-
-
-@kernel(nt.int64(F2, nt.Array(nt.uint16, 2, "C")))
-def round_to_bf16(w, out):
-    """w [out, in] → bits of the nearest bfloat16, ties to even. Returns the largest magnitude as bits."""
-    worst = int32(0)
-    for o in range(w.shape[0]):
-        x, y = w[o], out[o]
-        for i in range(x.shape[0]):
-            bits = float32(x[i]).view(int32)
-            worst = max(worst, int32(bits & MAGNITUDE))
-            odd = int32(int32(bits >> int32(16)) & int32(1))
-            y[i] = np.uint16(int32(bits + int32(0x7FFF) + odd) >> int32(16))
     return np.int64(worst)
 
 
 @kernel(void(F2, nt.int64, F2))
 def ranges(w, width, out):
     """Largest magnitude of every `width` numbers of a row: w [out, in] → [out, ⌈in / width⌉]; NaN stays."""
-    blocks = w.shape[1] // width
-    whole = blocks * width
     for o in range(w.shape[0]):
-        row = w[o]
-        cpu_rows.ranges(row[:whole].reshape(blocks, width), out[o, :blocks])
-        if whole < row.shape[0]:
-            cpu_rows.ranges(row[whole:].reshape(1, row.shape[0] - whole), out[o, blocks:])
+        for q in range(out.shape[1]):
+            top = int32(0)
+            for x in w[o, q * width : (q + 1) * width]:
+                top = max(top, int32(float32(x).view(int32) & MAGNITUDE))
+            out[o, q] = int32(top).view(float32)

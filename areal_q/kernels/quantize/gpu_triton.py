@@ -31,10 +31,10 @@ def _magnitude(x):
 
 @triton.jit
 def _quantize(
-    w, given, previous, codes, scales, found, rows, columns, across, width, largest,
+    w, given, codes, scales, found, rows, columns, across, width, largest,
     least_range, least_scale,
     E4M3: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, SQUARE: tl.constexpr,
-    GIVEN: tl.constexpr, PREVIOUS: tl.constexpr, CHECKED: tl.constexpr,
+    GIVEN: tl.constexpr, CHECKED: tl.constexpr,
 ):  # fmt: skip
     """One block [HEIGHT, width] where SQUARE, else HEIGHT blocks [1, width] one after the other."""
     p = tl.program_id(0)
@@ -71,14 +71,9 @@ def _quantize(
     else:
         clamped = tl.minimum(tl.maximum(y, -127.0), 127.0)
         code = (clamped + _ROUND).to(tl.int32, bitcast=True) & 0xFF
-    code = code.to(tl.uint8)
-    tl.store(codes + at, code, mask=inside)
+    tl.store(codes + at, code.to(tl.uint8), mask=inside)
     if CHECKED:
         tl.atomic_max(found, tl.max(tl.max(top, axis=1), axis=0))
-    if PREVIOUS:
-        old = tl.load(previous + at, mask=inside, other=0)
-        differs = ((old != code) & inside).to(tl.int32)
-        tl.atomic_add(found + 1, tl.sum(tl.sum(differs, axis=1), axis=0))
 
 
 @triton.jit
@@ -132,13 +127,11 @@ def _nibbles(
 
 
 def quantize(
-    weight: Tensor, dtype: torch.dtype, block: tuple[int, int],
-    given: Tensor | None, previous: Tensor | None,
-) -> tuple[Tensor, Tensor, int, int]:  # fmt: skip
-    """(codes, scales, codes that moved, bits of the largest magnitude), as kernels.quantize."""
-    codes, scales, found = _run(weight, dtype, block, given, previous, checked=True)
-    worst, moved = found.tolist()
-    return codes, scales, moved, worst
+    weight: Tensor, dtype: torch.dtype, block: tuple[int, int], given: Tensor | None
+) -> tuple[Tensor, Tensor, int]:
+    """(codes, scales, bits of the largest magnitude), as kernels.quantize."""
+    codes, scales, found = _run(weight, dtype, block, given, checked=True)
+    return codes, scales, int(found)
 
 
 def activations(
@@ -154,25 +147,22 @@ def activations(
 
 
 def _run(
-    x: Tensor, dtype: torch.dtype, block: tuple[int, int],
-    given: Tensor | None = None, previous: Tensor | None = None,
+    x: Tensor, dtype: torch.dtype, block: tuple[int, int], given: Tensor | None = None,
     floors: tuple[float, float] = (0.0, torch.finfo(torch.float32).tiny), *, checked: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     (rows, columns), (height, width) = x.shape, block
     down, across = -(-rows // height), -(-columns // width)
     codes = torch.empty(x.shape, dtype=dtype, device=x.device)
     scales = torch.empty(down, across, dtype=torch.float32, device=x.device)
-    found = torch.zeros(2 if checked else 0, dtype=torch.int32, device=x.device)
+    found = torch.zeros(int(checked), dtype=torch.int32, device=x.device)
     square, (tile, whole) = height > 1, _tile(width)
     programs = down * across if square else -(-down * across // tile)
-    raw = codes.view(torch.uint8)
     _quantize[(programs,)](  # pyright: ignore[reportIndexIssue]
         x, scales if given is None else given.contiguous(),
-        raw if previous is None else previous.contiguous().view(torch.uint8),
-        raw, scales, found, rows, columns, across, width,
+        codes.view(torch.uint8), scales, found, rows, columns, across, width,
         127.0 if dtype == torch.int8 else 448.0, *floors,
         E4M3=dtype != torch.int8, HEIGHT=height if square else tile, WIDTH=whole, SQUARE=square,
-        GIVEN=given is not None, PREVIOUS=previous is not None, CHECKED=checked,
+        GIVEN=given is not None, CHECKED=checked,
         **_launch(height * whole if square else tile * whole),
     )  # fmt: skip
     return codes, scales, found

@@ -10,8 +10,7 @@ the rounding of the weights as the only difference from the learner.
 import torch
 from torch import Tensor
 
-from areal_q.kernels.quantize import dispatch
-from areal_q.quant.format import Parts, Ranges, as_float32, checked_float32
+from areal_q.quant.format import Parts, Ranges, checked_float32
 from areal_q.quant.rescaling import Fold
 
 
@@ -21,20 +20,13 @@ class Bf16:
     code_bits = 16
     shared_scale = False
 
-    def bits_per_weight(self, out_features: int, in_features: int) -> float:
-        return 16.0
-
     def ranges(self, weight: Tensor) -> None:
         return None
 
     def quantize(
         self, weight: Tensor, name: str, ranges: Ranges | None = None, fold: Fold | None = None
     ) -> Parts:
-        w = as_float32(weight, name, fold)
-        rounded = dispatch.sixteen_bits(w, name)
-        if rounded is None:
-            rounded = checked_float32(w, name).to(torch.bfloat16)
-        return {"weight": rounded}
+        return {"weight": checked_float32(weight, name, fold).to(torch.bfloat16)}
 
     def dequantize(self, parts: Parts) -> Tensor:
         return parts["weight"].to(torch.float32)

@@ -1,6 +1,5 @@
 """The reference engine in torch: continuous batching over a KV cache in pages."""
 
-import logging
 from typing import TYPE_CHECKING, get_args
 
 from areal_q.config import TorchEngine
@@ -17,18 +16,14 @@ CAPABILITIES = Capabilities(
     kv_scales=True,
     routes=True,
 )
-logger = logging.getLogger(__name__)
 
 
 def build_ops(config: TorchEngine) -> "Ops":
-    """Returns the operations for `config`. Without numba they are plain torch, and a warning is logged."""
+    """Returns the operations between the GEMMs for an engine's settings: plain torch or numba."""
     from rollout.engines.reference.ops import TorchOps
 
     if config.device != "cpu" or not config.fused:
         return TorchOps()
-    try:
-        from rollout.engines.reference.ops_numba import FusedOps
-    except ImportError as error:  # a platform for which numba has no wheel
-        logger.warning("decoding in plain torch, which is slower: %s", error)
-        return TorchOps()
+    from rollout.engines.reference.ops_numba import FusedOps  # compiles kernels, if none are cached
+
     return FusedOps(config.dtype)
