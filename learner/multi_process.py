@@ -116,10 +116,9 @@ def _of_this_start(store: Store) -> Store:
 def _refused(run: Run, size: int) -> dict[str, bool]:
     """Returns for some settings, by name, whether they are set and not supported here."""
     cfg, backend = run.learner, run.learner.backend
+    sharing = size // cfg.context
     if isinstance(backend, MegatronBackend):
-        sharing = size // (backend.tensor * backend.pipeline)
-    else:
-        sharing = size // cfg.context
+        sharing //= backend.tensor * backend.pipeline
     # If advantages need the policy, each rank computes its own, from at least one whole group.
     too_few = needs_policy(cfg) and cfg.groups // cfg.minibatches < sharing
     found = {

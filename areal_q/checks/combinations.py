@@ -1,12 +1,22 @@
-"""What a model that transformers computes, `model.type = "hf"`, ranks that share a micro-batch, and models of
-ours of some families do not combine with."""
+"""What a model that transformers computes, `model.type = "hf"`, ranks that share a micro-batch, Megatron, and
+models of ours of some families do not combine with."""
 
 from collections.abc import Iterator
 
-from areal_q.config import Muon, Run, ScriptedEngine, SglangEngine, TorchBackend, VllmEngine
+from areal_q.config import (
+    LearnerConfig,
+    MegatronBackend,
+    Muon,
+    Run,
+    ScriptedEngine,
+    SglangEngine,
+    TorchBackend,
+    VllmEngine,
+)
 from areal_q.config.engines import HfEngine
 from areal_q.errors import ConfigError
 from areal_q.models import DecoderConfig
+from areal_q.models.rope_scaling import turned_by
 
 
 def check_foreign(run: Run, family: str, ranks: int = 1, rollouts: bool = True) -> None:
@@ -98,9 +108,11 @@ def _refused(run: Run) -> Iterator[tuple[str, str]]:
     yield from ((setting, why) for setting, (is_set, why) in refused.items() if is_set)
 
 
-def check_context(run: Run, shape: DecoderConfig, ranks: int = 0) -> None:
-    """Raises ConfigError if a model of this `shape`, or so many `ranks` (0: not known yet), cannot share
-    micro-batches as `learner.backend.context` asks."""
+def check_backend(run: Run, shape: DecoderConfig, ranks: int = 0) -> None:
+    """Raises ConfigError if a model of this `shape` is none for the Megatron backend, or if that shape, or so
+    many `ranks` (0: not known yet), cannot share micro-batches as `learner.backend.context` asks."""
+    if isinstance(backend := run.learner.backend, MegatronBackend):
+        _check_megatron(run.learner, backend, shape)
     size = run.learner.context
     if size == 1:
         return
@@ -116,3 +128,35 @@ def check_context(run: Run, shape: DecoderConfig, ranks: int = 0) -> None:
     if ranks % size:
         several = f"torchrun --nproc-per-node {size} -m learner"
         raise ConfigError(f"{setting} does not divide {ranks} processes of the learner; {several}")
+
+
+def _check_megatron(cfg: LearnerConfig, backend: MegatronBackend, shape: DecoderConfig) -> None:
+    """Raises ConfigError for variants of the decoder that Megatron's has not, for a model that cannot be
+    divided equally among the ranks, and for settings that a mixture of experts excludes."""
+    for name, asked in {
+        "biases of o_proj or the MLP": shape.o_bias or shape.mlp_bias,
+        "sliding windows": shape.window,
+        "layers without RoPE": shape.unrotated,
+        "RoPE that scales its angles' sines": turned_by(shape.rope_scaling) != 1.0,
+    }.items():
+        if asked:
+            raise ConfigError(f"learner.backend.type = megatron: not with {name}; torch has them")
+    aligned = cfg.precision != "full"
+    for name, refused in {
+        "learner.backend.tensor with learner.precision": backend.tensor > 1 and aligned,
+        "learner.dtype": cfg.products == "bfloat16",
+        "learner.recompute with learner.router_aux_coef": cfg.recompute and cfg.router_aux_coef > 0,
+    }.items():
+        if shape.sparse_layers and refused:
+            raise ConfigError(f"{name}: not with a mixture of experts on backend megatron")
+    for name, ranks, what, count in (
+        ("tensor", backend.tensor, "key and value heads", shape.kv_heads),
+        ("tensor", backend.tensor, "channels in the MLP", shape.mlp),
+        ("pipeline", backend.pipeline, "layers", shape.layers),
+        ("tensor", backend.tensor, "channels", shape.width if aligned or cfg.lora else 0),
+        ("experts", backend.experts, "experts", shape.experts.count if shape.experts else 0),
+    ):
+        if count % ranks:
+            raise ConfigError(
+                f"learner.backend.{name} = {ranks} does not divide the model's {count} {what}"
+            )

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from areal_q.checks.combinations import check_context, check_family, check_foreign
+from areal_q.checks.combinations import check_backend, check_family, check_foreign
 from areal_q.checks.format_advice import format_of
 from areal_q.checks.machine import CheckResult
 from areal_q.checks.memory import cached_pages, memory_of, position_bytes
@@ -145,7 +145,7 @@ def check_fit(
     elif isinstance(run.model, PretrainedModel):
         check_family(run, shape)
         check_tensors(run.model.path, shape)
-    check_context(run, shape, ranks)
+    check_backend(run, shape, ranks)
     check_experts(shape, run.learner)
     check_format(shape, run.rollout.format)
     prompt = tokenizer.encode_prompt(task.train[0].asked)

@@ -131,12 +131,15 @@ class TorchBackend(TaggedSettings, frozen=True, kw_only=True, tag="torch"):
 
 
 class MegatronBackend(TaggedSettings, frozen=True, kw_only=True, tag="megatron"):
-    """Megatron-core: `pip install 'areal-q[megatron]'`. Processes = tensor · pipeline · data parallel ones."""
+    """Megatron-core: `pip install 'areal-q[megatron]'`. Processes = tensor · pipeline · context · data parallel
+    ones."""
 
     tensor: Count = 1
     """Processes that share each matrix."""
     pipeline: Count = 1
     """Processes that share the layers."""
+    context: Count = 1
+    """Processes that share the tokens of a micro-batch, as on the torch backend."""
     experts: Count = 1
     """So many of the processes that have the same layers share the experts of a mixture."""
 
@@ -307,7 +310,7 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
     @property
     def context(self) -> int:
         """Number of processes that share the tokens of a micro-batch."""
-        return self.backend.context if isinstance(self.backend, TorchBackend) else 1
+        return self.backend.context
 
     @property
     def update_scores_itself(self) -> bool:

@@ -1,6 +1,6 @@
 """Context parallelism: ranks that take the same micro-batch, and share its tokens.
 
-    batch ─▶ own_share ─▶ model, head: scores of the response tokens that own tokens predict
+    batch ─▶ own share ─▶ model, head: scores of the response tokens that own tokens predict
                                        └─ joined ─▶ scores of all response tokens, on every rank ─▶ the loss
 
 A rank's memory and work are those of its share of the tokens, except for a few numbers for each response token.
@@ -10,7 +10,7 @@ goes back to each rank's own scores alone; the ranks' gradients of the weights a
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,29 +29,44 @@ def scores_over(
 ) -> dict[str, Any]:
     """Returns the scores [T] of all of the batch's response tokens by name, of which `scores` returns those of
     a share; the model has so many query `heads`. Collective over `ranks`, which share the batch's tokens."""
-    if ranks.size == 1:
-        return dict(scores(batch))
-    own, places = own_share(batch, ranks, heads)
-    count = len(batch.targets)
-    return {
-        name: Joined.apply(score, places, count, ranks.group) for name, score in scores(own).items()
-    }
+    shared = SharedBatch.of(batch, ranks, heads)
+    return shared.joined(scores(shared.own))
 
 
-def own_share(batch: PackedBatch, ranks: Ranks, heads: int) -> tuple[PackedBatch, Tensor]:
-    """Returns `batch` with the inputs of this rank alone, and with the targets that they predict; and the
-    places of these among all response tokens, int64 [t]. All other fields are those of the whole batch."""
-    share = TokenShare(ranks.rank, ranks.size, ranks.group, len(batch.token_ids), heads)
-    first, end = share.own.start, share.own.stop
-    places = ((batch.predict >= first) & (batch.predict < end)).nonzero().squeeze(1)
-    own = replace(
-        batch,
-        layout=batch.layout.of_rank(share),
-        token_ids=batch.token_ids[share.own],
-        predict=batch.predict[places] - first,
-        targets=batch.targets[places],
-    )
-    return own, places
+class SharedBatch(NamedTuple):
+    """A batch whose tokens `ranks` share."""
+
+    whole: PackedBatch
+    ranks: Ranks
+    own: PackedBatch
+    """The batch with the inputs of this rank alone, and with the targets that they predict. All other fields
+    are those of the whole batch."""
+    places: Tensor | None = None
+    """Places of these targets among all response tokens, int64 [t]; None where one rank has all"""
+
+    @classmethod
+    def of(cls, batch: PackedBatch, ranks: Ranks, heads: int) -> "SharedBatch":
+        """Returns this rank's share of `batch` for a model with so many query `heads`."""
+        if ranks.size == 1:
+            return cls(batch, ranks, batch)
+        share = TokenShare(ranks.rank, ranks.size, ranks.group, len(batch.token_ids), heads)
+        first, end = share.own.start, share.own.stop
+        places = ((batch.predict >= first) & (batch.predict < end)).nonzero().squeeze(1)
+        own = replace(
+            batch,
+            layout=batch.layout.of_rank(share),
+            token_ids=batch.token_ids[share.own],
+            predict=batch.predict[places] - first,
+            targets=batch.targets[places],
+        )
+        return cls(batch, ranks, own, places)
+
+    def joined(self, scores: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the scores of all response tokens by name, from those of this rank's. Collective."""
+        if self.places is None:
+            return dict(scores)
+        count, group = len(self.whole.targets), self.ranks.group
+        return {n: Joined.apply(own, self.places, count, group) for n, own in scores.items()}
 
 
 class Joined(torch.autograd.Function):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from areal_q.checks.combinations import check_context, check_family, check_foreign
+from areal_q.checks.combinations import check_backend, check_family, check_foreign
 from areal_q.checks.model import check_experts, check_format, check_vocabulary
 from areal_q.config import PretrainedModel, Run, Sft
 from areal_q.models.hf.weight_files import check_tensors
@@ -97,7 +97,7 @@ def _data(
     elif isinstance(run.model, PretrainedModel):
         check_family(run, shape, rollouts=False)
         check_tensors(run.model.path, shape)
-    check_context(run, shape, ranks.size)
+    check_backend(run, shape, ranks.size)
     check_experts(shape, run.learner)
     if run.learner.lora or run.learner.precision != "full":
         check_format(shape, run.rollout.format)

@@ -8,7 +8,7 @@ import pytest
 from helpers.kinds import VOCAB, config_of, foreign_model, write_foreign
 
 from areal_q.checks.automatic import settled
-from areal_q.checks.combinations import check_context, check_foreign
+from areal_q.checks.combinations import check_backend, check_foreign
 from areal_q.checks.model import check_model
 from areal_q.config import HfEngine, HfModel, PretrainedModel, Run, TorchEngine, load
 from areal_q.errors import UserError
@@ -135,7 +135,7 @@ def test_what_cannot_share_tokens_is_refused_by_name(complaint: str) -> None:
     run = load(None, [f"learner.backend.context={context}", *more.split()])
     tokenizer = build_tokenizer(run.model, run.task)
     with pytest.raises(UserError, match=f"^learner.backend.{complaint}"):
-        check_context(run, shape_of(run.model, tokenizer), ranks)
+        check_backend(run, shape_of(run.model, tokenizer), ranks)
     (found, *_) = model_of(run)
     assert found.name == "model" and (found.level == "error") == (not ranks)
     assert ranks or complaint in found.says

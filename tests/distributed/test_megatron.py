@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers.policies import build_policy, save_at
 
+from areal_q.checks.combinations import check_backend
 from areal_q.config import Run
 from areal_q.errors import ConfigError
 from areal_q.kernels.cpu_tile import has
@@ -67,6 +68,7 @@ SETTINGS = [
     "learner.microbatch_tokens=24",
 ]
 REFERENCE = "learner.reference_kl={coef=0.1}"
+SHARE_TOKENS = ["learner.backend.context=2", "learner.microbatch_tokens=12"]
 CRITIC = ["learner.advantage.type=gae", "learner.critic={optimizer={eps=1e-3, lr=1e-2}}"]
 SHARED = "learner.critic.trunk=shared"
 SHARES = "checkpoint.sharded=true"
@@ -84,6 +86,7 @@ JOBS = {
         ],
     ),
     "pipeline": ("qwen3", ["learner.backend.pipeline=2", REFERENCE, *CRITIC, SHARES]),
+    "context": ("qwen3", [*SHARE_TOKENS, "learner.recompute=true", REFERENCE, *CRITIC, SHARES]),
     "pipeline, one trunk": ("qwen2", ["learner.backend.pipeline=2", *CRITIC, SHARED]),
     "data": ("llama", ["learner.epochs=2", REFERENCE, *CRITIC, SHARED]),
     "data, two trunks": ("llama", [*CRITIC, SHARES]),
@@ -271,6 +274,7 @@ ADAPTED = {
     ),
     "pipeline": ("qwen3", ["learner.backend.pipeline=2", "rollout.format=fp8", *CRITIC, SHARES]),
     "data": ("llama", ["rollout.format=int4", *CRITIC, SHARED]),
+    "context": ("qwen3", [*SHARE_TOKENS, "rollout.format=nf4", SHARES]),
 }
 
 
@@ -346,11 +350,13 @@ LAYOUTS = {
     "tensor": (2, "wide", ["learner.backend.tensor=2"]),
     "pipeline": (2, "qwen3", ["learner.backend.pipeline=2"]),
     "data": (2, "llama", []),
+    "context": (2, "qwen3", SHARE_TOKENS),
     "experts": (2, "moe", ["learner.backend.experts=2"]),
 }
-# Its weights' gradient is rounded by groups of an expert's tokens, here those of both ranks: codes turn. So do
-# those of tensor parallel ranks by the order in which a processor without AVX-512 adds up.
-NOISY = ("experts, jet", *(() if has("avx512f") else ("tensor, jet",)))
+# Its weights' gradient is rounded by groups of an expert's tokens, here those of both ranks, and of a rank's
+# share of a micro-batch: codes turn. So do those of tensor parallel ranks by the order in which a processor
+# without AVX-512 adds up.
+NOISY = ("experts, jet", "context, jet", *(() if has("avx512f") else ("tensor, jet",)))
 
 
 @needs_megatron
@@ -425,8 +431,6 @@ def test_experts_are_shared_out_in_their_order():
     assert found == [(0, "0", "0"), (0, "1", "1"), (1, "0", "2"), (1, "1", "3")]
 
 
-@needs_megatron
-@pytest.mark.filterwarnings("ignore")  # Megatron's, as it is imported
 @pytest.mark.parametrize(
     ("setting", "name"),
     [
@@ -437,15 +441,10 @@ def test_experts_are_shared_out_in_their_order():
     ],
 )
 def test_settings_that_experts_exclude_are_refused_by_name(run_of, setting: str, name: str):
-    from learner.backends.megatron.settings import transformer_config
-
-    run = run_of("moe", *setting.split())
     with pytest.raises(ConfigError, match=name):
-        transformer_config(SHAPES["moe"], run.learner, run.learner.backend)
+        check_backend(run_of("moe", *setting.split()), SHAPES["moe"])
 
 
-@needs_megatron
-@pytest.mark.filterwarnings("ignore")  # Megatron's, as it is imported
 @pytest.mark.parametrize(
     ("variant", "name"),
     [
@@ -457,17 +456,14 @@ def test_settings_that_experts_exclude_are_refused_by_name(run_of, setting: str,
     ],
 )
 def test_variants_that_megatron_lacks_are_refused_by_name(run_of, variant: dict, name: str):
-    from learner.backends.megatron.settings import transformer_config
-
-    run = run_of("llama")
     with pytest.raises(ConfigError, match=name):
-        transformer_config(shaped(**variant), run.learner, run.learner.backend)
+        check_backend(run_of("llama"), shaped(**variant))
 
 
 def test_ranks_that_do_not_fill_the_processes_are_refused(make_run, monkeypatch):
     backend = make_run("learner.backend={type='megatron', tensor=2, pipeline=2}").learner.backend
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
-    with pytest.raises(ConfigError, match="tensor = 2 times pipeline = 2 does not divide 6"):
+    with pytest.raises(ConfigError, match="pipeline = 2 times context = 1 does not divide 6"):
         require(backend, 6)
     require(backend, 8)
     shared = make_run("learner.backend={type='megatron', pipeline=2, experts=2}").learner.backend

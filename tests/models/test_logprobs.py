@@ -124,3 +124,13 @@ def test_large_vocabulary_takes_a_fifth_of_the_memory():
         return peak_bytes(lambda: side(*inputs, 0.7, True)[0].sum().backward())
 
     assert peak(blockwise) < peak(whole) / 5
+
+
+def test_no_tokens_have_no_log_probs_and_no_gradient():
+    """As of a rank whose share of a micro-batch is a prompt's beginning."""
+    hidden, weight = torch.zeros(0, 32, requires_grad=True), torch.randn(257, 32)
+    weight.requires_grad_()
+    logprobs, entropy = blockwise(hidden, weight, torch.zeros(0, dtype=torch.int64), 1.0, True)
+    (logprobs.sum() + entropy.sum()).backward()
+    assert logprobs.shape == entropy.shape == (0,)
+    assert weight.grad is not None and not weight.grad.any()

@@ -1,4 +1,4 @@
-"""The backend in Megatron-core 0.16: tensor, pipeline and data parallelism, its schedules and optimizer.
+"""The backend in Megatron-core 0.16: tensor, pipeline, context and data parallelism, schedules and optimizer.
 
     policy.py        the backend's methods          model.py         GPTModel for packed batches
     schedule.py      a pipeline's stages            settings.py      our settings as Megatron's
@@ -20,10 +20,10 @@ from areal_q.errors import ConfigError
 def require(backend: MegatronBackend, size: int) -> None:
     """Raises ConfigError if Megatron is not installed, or its ranks do not fill `size` processes."""
     check_megatron()
-    if size % (backend.tensor * backend.pipeline):
+    if size % (backend.tensor * backend.pipeline * backend.context):
         raise ConfigError(
-            f"learner.backend: tensor = {backend.tensor} times pipeline = {backend.pipeline} "
-            f"does not divide {size} processes"
+            f"learner.backend: tensor = {backend.tensor} times pipeline = {backend.pipeline} times "
+            f"context = {backend.context} does not divide {size} processes"
         )
     if size // backend.pipeline % backend.experts:
         raise ConfigError(

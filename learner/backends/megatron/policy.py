@@ -4,8 +4,9 @@
                   ─backward──────────▶ schedule, 1F1B ─▶ last stage: loss, metrics ─broadcast─▶ all stages
                   ─step_optimizer────▶ clip, distributed optimizer, all-gather of the weights
 
-Tensor-parallel ranks, and the stages of a pipeline, work on the same micro-batches; `ranks` are the
-data-parallel ones, among which the samples are divided. The losses of micro-batches add up to the step's loss,
+Tensor-parallel ranks, those that share tokens (learner/backends/context_parallel.py), and the stages of a
+pipeline, work on the same micro-batches; `ranks` are the data-parallel ones, among which the samples are
+divided. The losses of micro-batches add up to the step's loss,
 so that their gradients must be summed, while Megatron averages over micro-batches and ranks.
 """
 # pyright: reportMissingImports=false
@@ -25,6 +26,7 @@ from areal_q.algorithms.reducers import Mean, Metrics
 from areal_q.config import AdamW, CriticConfig, LearnerConfig, MegatronBackend
 from areal_q.models import DecoderConfig
 from learner.backends.base import LossOf, Scores
+from learner.backends.context_parallel import SharedBatch
 from learner.backends.data_parallel import Ranks
 from learner.backends.megatron.cuda_shim import cuda_or_cpu
 from learner.backends.megatron.tensor_names import entries
@@ -84,7 +86,7 @@ class MegatronShard:
             ps.get_data_parallel_world_size(),
             ps.get_data_parallel_group(),
         )
-        self._stages = Stages(cfg.device)
+        self._stages = Stages(cfg.device, shape.heads // backend.tensor)
         self._lora = AdapterSettings(cfg.lora, self._format) if cfg.lora else None
         config = transformer_config(shape, cfg, backend)
         self.policy = self._stage(shape, config)
@@ -154,7 +156,7 @@ class MegatronShard:
         return self._own.lr
 
     def scores(self, batches: Sequence[PackedBatch], graph: bool = False) -> list[Scores]:
-        def flat_scores(batch: PackedBatch, hidden: Tensor) -> Tensor:
+        def flat_scores(batch: SharedBatch, hidden: Tensor) -> Tensor:
             scores = self._scores(batch, hidden)
             return torch.cat([*(scores[name] for name in self._names), self.policy.report])
 
@@ -169,8 +171,9 @@ class MegatronShard:
             return [None] * len(batches)
         model = self.frozen or self.policy
 
-        def logprobs(batch: PackedBatch, hidden: Tensor) -> Tensor:
-            return self._logprobs(model, batch, hidden)[0]
+        def logprobs(batch: SharedBatch, hidden: Tensor) -> Tensor:
+            own, _ = self._logprobs(model, batch.own, hidden)
+            return batch.joined({"logprobs": own})["logprobs"]
 
         with adapters_off(model):
             return [*self._stages.on_all(model, batches, logprobs, lambda b: len(b.targets))]
@@ -180,7 +183,7 @@ class MegatronShard:
     ) -> list[Metrics]:
         scale, number = len(batches) * self.ranks.size, iter(range(len(batches)))
 
-        def loss(batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Metrics]:
+        def loss(batch: SharedBatch, hidden: Tensor) -> tuple[Tensor, Metrics]:
             out, metrics = loss_of(next(number), self._scores(batch, hidden))
             # The schedule divides by the number of micro-batches, in place, and DDP by that of its ranks.
             return out * scale, metrics
@@ -207,17 +210,18 @@ class MegatronShard:
     def _names(self) -> tuple[str, ...]:
         return ("logprobs", "entropy") if self.critic is None else ("logprobs", "entropy", "values")
 
-    def _scores(self, batch: PackedBatch, hidden: Tensor) -> Scores:
+    def _scores(self, batch: SharedBatch, hidden: Tensor) -> Scores:
         """Returns the scores of `batch` from the hidden states of the last stage."""
         own, critics = hidden, hidden
         if isinstance(self._both, PolicyAndCritic):
             own, critics = hidden.chunk(2, -1)
-        logprobs, entropy = self._logprobs(self.policy, batch, own)
-        found: Scores = {"logprobs": logprobs, "entropy": entropy}
+        logprobs, entropy = self._logprobs(self.policy, batch.own, own)
+        found = {"logprobs": logprobs, "entropy": entropy}
         if self.critic is not None:
-            found["values"] = values(self.critic, critics, batch)
+            found["values"] = values(self.critic, critics, batch.own)
+        found = batch.joined(found)
         if len(self.policy.report):
-            found["routed"] = read_report(self.policy.report, batch, self.shape)
+            found["routed"] = read_report(self.policy.report, batch.whole, self.shape)
         return found
 
     def _scores_in(self, flat: Tensor, batch: PackedBatch) -> Scores:
@@ -321,6 +325,7 @@ def megatron_shard(
         ps.initialize_model_parallel(
             backend.tensor,
             backend.pipeline,
+            context_parallel_size=backend.context,
             expert_model_parallel_size=backend.experts,
             expert_tensor_parallel_size=1,
         )

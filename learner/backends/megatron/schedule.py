@@ -17,19 +17,27 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from areal_q.algorithms.reducers import Metrics
+from learner.backends.context_parallel import SharedBatch
 from learner.backends.data_parallel import Ranks, decoded, encoded
 from learner.backends.megatron.cuda_shim import cuda_or_cpu
 from learner.data.packing import PackedBatch
 
-_Finish = Callable[[PackedBatch, Tensor], Any]
-"""A function of a batch and its hidden states from the last stage."""
+_Finish = Callable[[SharedBatch, Tensor], Any]
+"""A function of a batch and the hidden states of this rank's tokens from the last stage."""
 
 
 class Stages:
-    """The stages of this rank's pipeline, which all work on the same micro-batches."""
+    """The stages of this rank's pipeline, which all work on the same micro-batches, and on the same tokens of
+    them as those that share tokens with it."""
 
-    def __init__(self, device: str) -> None:
-        self._device = device
+    def __init__(self, device: str, heads: int) -> None:
+        """Each rank of `device` has so many query `heads`."""
+        self._device, self._heads = device, heads
+        self._sharing = Ranks(
+            ps.get_context_parallel_rank(),
+            ps.get_context_parallel_world_size(),
+            ps.get_context_parallel_group(),
+        )
         self._ranks = Ranks(
             ps.get_pipeline_model_parallel_rank(),
             ps.get_pipeline_model_parallel_world_size(),
@@ -48,8 +56,8 @@ class Stages:
             return []
 
         def forward(batches: Iterator[PackedBatch], model: nn.Module) -> tuple[Tensor, Any]:
-            batch = next(batches)
-            return model(batch), partial(_finished, finish, batch)
+            shared = SharedBatch.of(next(batches), self._sharing, self._heads)
+            return model(shared.own), partial(_finished, finish, shared)
 
         with cuda_or_cpu():
             return get_forward_backward_func()(
@@ -88,5 +96,5 @@ class Stages:
         return [decoded(self._ranks.broadcast(each, self.last)) for each in data]
 
 
-def _finished(finish: _Finish, batch: PackedBatch, hidden: Tensor, non_loss_data: bool = False):
-    return finish(batch, hidden)
+def _finished(finish: _Finish, shared: SharedBatch, hidden: Tensor, non_loss_data: bool = False):
+    return finish(shared, hidden)

@@ -1,4 +1,4 @@
-"""Translation of our settings into Megatron's; those that Megatron does not support are refused by name."""
+"""Translation of our settings into Megatron's; areal_q/checks/combinations.py refuses what it does not have."""
 # pyright: reportMissingImports=false
 
 from typing import Any
@@ -9,39 +9,13 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from areal_q.config import AdamW, LearnerConfig, MegatronBackend
-from areal_q.errors import ConfigError
 from areal_q.models import DecoderConfig
-from areal_q.models.rope_scaling import turned_by
 
 
 def transformer_config(
     shape: DecoderConfig, cfg: LearnerConfig, backend: MegatronBackend
 ) -> TransformerConfig:
-    """Returns Megatron's settings of the model. Raises ConfigError if the model cannot be divided equally among
-    the ranks, for variants of the decoder that Megatron's has not, or for settings that a mixture of experts
-    excludes."""
-    sparse: dict[str, Any] = {}
-    if shape.sparse_layers:
-        sparse = _sparse(shape, cfg, backend)
-    for name, asked in {
-        "biases of o_proj or the MLP": shape.o_bias or shape.mlp_bias,
-        "sliding windows": shape.window,
-        "layers without RoPE": shape.unrotated,
-        "RoPE that scales its angles' sines": turned_by(shape.rope_scaling) != 1.0,
-    }.items():
-        if asked:
-            raise ConfigError(f"learner.backend.type = megatron: not with {name}; torch has them")
-    quantized = cfg.precision != "full" or cfg.lora
-    for name, ranks, what, count in (
-        ("tensor", backend.tensor, "key and value heads", shape.kv_heads),
-        ("tensor", backend.tensor, "channels in the MLP", shape.mlp),
-        ("pipeline", backend.pipeline, "layers", shape.layers),
-        ("tensor", backend.tensor, "channels", shape.width if quantized else 0),
-    ):
-        if count % ranks:
-            raise ConfigError(
-                f"learner.backend.{name} = {ranks} does not divide the model's {count} {what}"
-            )
+    """Returns Megatron's settings of the model."""
     dtype = getattr(torch, cfg.products)
     recompute: dict[str, Any] = {}
     if cfg.recompute:
@@ -68,6 +42,7 @@ def transformer_config(
         attention_dropout=0.0,
         tensor_model_parallel_size=backend.tensor,
         pipeline_model_parallel_size=backend.pipeline,
+        context_parallel_size=backend.context,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -85,25 +60,13 @@ def transformer_config(
         batch_p2p_sync=False,
         deallocate_pipeline_outputs=False,
         **recompute,
-        **sparse,
+        **(_sparse(shape, backend) if shape.sparse_layers else {}),
     )
 
 
-def _sparse(shape: DecoderConfig, cfg: LearnerConfig, backend: MegatronBackend) -> dict[str, Any]:
+def _sparse(shape: DecoderConfig, backend: MegatronBackend) -> dict[str, Any]:
     experts = shape.experts
     assert experts
-    for name, refused in {
-        "learner.backend.tensor with learner.precision": backend.tensor > 1
-        and cfg.precision != "full",
-        "learner.dtype": cfg.products == "bfloat16",
-        "learner.recompute with learner.router_aux_coef": cfg.recompute and cfg.router_aux_coef > 0,
-    }.items():
-        if refused:
-            raise ConfigError(f"{name}: not with a mixture of experts on backend megatron")
-    if experts.count % backend.experts:
-        raise ConfigError(
-            f"learner.backend.experts = {backend.experts} does not divide the model's {experts.count} experts"
-        )
     return {
         "num_moe_experts": experts.count,
         "moe_ffn_hidden_size": experts.mlp,

@@ -34,9 +34,13 @@ class ShardLayout:
             ps.get_tensor_model_parallel_world_size(),
         )
         self.owner = ps.get_expert_model_parallel_rank()
-        self.index_in_stage = self.rank + self.size * ps.get_data_parallel_rank()
+        self.index_in_stage = self.rank + self.size * ps.get_data_parallel_rank(
+            with_context_parallel=True
+        )
         """This rank's number among the ranks of its stage, of which there are `ranks_in_stage`."""
-        self.ranks_in_stage = self.size * ps.get_data_parallel_world_size()
+        self.ranks_in_stage = self.size * ps.get_data_parallel_world_size(
+            with_context_parallel=True
+        )
         self.sends = self.index_in_stage == 0
         """True for the rank that sends its stage's tensors to rank 0, in whose pipeline it is."""
         self.own = dict(module.named_parameters())
@@ -166,8 +170,10 @@ class OptimizerState:
                 value = master if name == "param" else self._slot(p)[name]
                 flat[part].copy_(value.flatten())
             shared = not getattr(p, "allreduce", True)  # Megatron's mark of experts
-            group = ps.get_expert_data_parallel_group() if shared else ps.get_data_parallel_group()
-            dist.all_reduce(flat, group=group)
+            everywhere = ps.get_data_parallel_group(with_context_parallel=True)
+            dist.all_reduce(
+                flat, group=ps.get_expert_data_parallel_group() if shared else everywhere
+            )
             return flat.view_as(p)
 
         return read
