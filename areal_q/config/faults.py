@@ -82,6 +82,7 @@ OURS = {
     "loss_type": "learner.objective.type, and learner.aggregation.type for the mean over tokens",
     "epsilon": "learner.objective.clip_low and learner.objective.clip_high",
     "epsilon_high": "learner.objective.clip_high",
+    "clip": "learner.objective.clip_low and learner.objective.clip_high",
     "clip_ratio": "learner.objective.clip_low and learner.objective.clip_high",
     "adv_estimator": "learner.advantage.type",
     "advantage_estimator": "learner.advantage.type",

@@ -276,7 +276,8 @@ def advice(fault: Fault, run: Run) -> str:
     match fault.name:
         case "policy diverged" | "reward collapsed":
             lr = run.learner.optimizer.lr
-            return f"a smaller learner.optimizer.lr (now {lr:g}), from a checkpoint before it"
+            before = "from a checkpoint before it (areal-q run RUN --resume --from STEP)"
+            return f"a smaller learner.optimizer.lr (now {lr:g}), {before}"
         case "rewards fail":
             mended = f"mend the reward {reward_name(run.task, run.reward)}"
             return (
