@@ -61,9 +61,9 @@ test-agents: $(VENV)-agents/.installed
 test-verifiers: $(VENV)-verifiers/.installed
 	VERIFIERS_PYTHON=$(abspath $(VENV)-verifiers/bin/python) $(BIN)/python -m pytest -m verifiers tests/environments
 
-# Every command on the pages of docs/, and the tool that the agent of docs/agents.md learns: a quarter of an hour.
-test-pages: $(VENV)-agents/.installed
-	$(VENV)-agents/bin/python -m pytest -m pages tests/test_pages.py tests/openai_server/test_agents_page.py
+# Every command on the pages of docs/, and the tools that the real model learns on two of them: half an hour.
+test-pages: $(VENV)-agents/.installed $(VENV)-verifiers/.installed real-model
+	VERIFIERS_PYTHON=$(abspath $(VENV)-verifiers/bin/python) $(VENV)-agents/bin/python -m pytest -m pages tests/test_pages.py tests/openai_server/test_agents_page.py
 
 # wandb, MLflow and trackio, offline, read back: docs/trackers.md.
 test-trackers: $(VENV)-trackers/.installed

@@ -2,7 +2,7 @@ import json
 import random
 
 rng = random.Random(0)
-sums = rng.sample([(a, b) for a in range(10, 100) for b in range(10, 100)], 4000)
+sums = rng.sample([(a, b) for a in range(10, 100) for b in range(10, 100)], 1000)
 parameters = {"type": "object", "properties": {"a": {}, "b": {}}}
 tools = [{"type": "function", "function": {"name": "add", "parameters": parameters}}]
 

@@ -5,7 +5,7 @@ import random
 
 rng = random.Random(1)
 with open("demos.jsonl", "w") as lines:
-    for _ in range(4000):
+    for _ in range(1000):
         a, b = rng.randrange(10, 100), rng.randrange(10, 100)
         asked = [{"role": "user", "content": f"{a}+{b}"}]
         said = [{"role": "assistant", "content": str(a + b)}]

@@ -1,4 +1,5 @@
-"""The page docs/agents.md: a loop of openai-agents, with which the small model learns to use a tool."""
+"""The pages docs/agents.md and docs/verifiers.md: the real model learns to use its tool, from a loop of
+openai-agents and from an environment of verifiers."""
 
 import os
 import shutil
@@ -13,34 +14,40 @@ from typing import Any
 
 import pytest
 from helpers.commands import wait_until
-from helpers.paths import ROOT
+from helpers.openai_server.verifiers_place import PYTHON
+from helpers.paths import REAL_MODEL, ROOT
 
 import areal_q
-from areal_q.messages import Group
 from areal_q.observability.metrics_log import Record, read_metrics
 from areal_q.system.ports import free_ports
 from buffer.logs.trajectory_log import iter_log
 
-PAGE = (ROOT / "docs" / "agents.md").read_text("utf-8")
 EXAMPLES = ROOT / "docs" / "examples"
-FILES = ("adder_rows.py", "adder_model.py", "adder.toml", "adder_agent.py")
+FILES = {
+    "agents": ("adder_rows.py", "tools.jinja", "adder.toml", "adder_agent.py"),
+    "verifiers": ("asker_rows.py", "asker.toml", "asker.py"),
+}
+SFT = ("steps=8", "learner.optimizer.lr=5e-5", "checkpoint.every=8")
+SHOWN = {".py": "```python\n# {}\n", ".toml": "```toml\n# {}\n", ".jinja": "```text\n"}
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_the_page_shows_the_files_of_the_agent(file: str):
+@pytest.mark.parametrize(("page", "file"), [(page, file) for page in FILES for file in FILES[page]])
+def test_the_pages_show_the_files_of_the_agents(page: str, file: str):
     text = (EXAMPLES / file).read_text("utf-8")
-    kind = "toml" if file.endswith(".toml") else "python"
-    assert f"```{kind}\n# {file}\n{text}```" in PAGE
+    begins = SHOWN[Path(file).suffix].format(file)
+    assert f"{begins}{text}```" in (ROOT / "docs" / f"{page}.md").read_text("utf-8")
     assert len(text.splitlines()) <= 30
 
 
 class Place:
-    """A directory with the files of the page, and the programs that run there."""
+    """A directory with the files of a page and the real model, and the programs that run there."""
 
     def __init__(self, root: Path, programs: ExitStack) -> None:
         self.root, self._programs = root, programs
-        for file in FILES:
+        for file in sum(FILES.values(), ()):
             shutil.copy(EXAMPLES / file, root)
+        (root / "models").mkdir()
+        (root / "models" / REAL_MODEL.name).symlink_to(REAL_MODEL)
         (self.port,) = free_ports(1)
 
     @contextmanager
@@ -70,28 +77,18 @@ class Place:
     def said(self) -> str:
         return "\n".join(path.read_text()[-2000:] for path in sorted(self.root.glob("*.log")))
 
-    @property
-    def records(self) -> list[Record]:
-        path = self.root / "runs" / "adder" / "metrics.jsonl"
-        return read_metrics(path) if path.exists() else []
-
-    @property
-    def groups(self) -> list[Group]:
-        log = iter_log(self.root / "runs" / "adder" / "trajectories", 0, 1000)
-        return [group for _, step in log for group in step]
-
-
-def child_of(process: subprocess.Popen[Any], module: str) -> int:
-    """The process that runs `python -m module` for one that was started."""
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(path.read_text().rpartition(")")[2].split()[1])
-            line = (path.parent / "cmdline").read_text()
-        except OSError:
-            continue
-        if parent == process.pid and f"\0-m\0{module}\0" in line:
-            return int(path.parent.name)
-    raise AssertionError(f"no {module}")
+    def kill(self, words: str) -> None:
+        """Kills the process here whose command has these words. It is no child of the test's."""
+        for command in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                if (
+                    words in command.read_text().replace("\0", " ")
+                    and (command.parent / "cwd").readlink() == self.root
+                ):
+                    return os.kill(int(command.parent.name), signal.SIGKILL)
+            except OSError:
+                continue  # it has ended
+        raise AssertionError(f"no {words}")
 
 
 @pytest.fixture
@@ -101,47 +98,62 @@ def place(tmp_path: Path) -> Iterator[Place]:
 
 
 @pytest.mark.pages
-@pytest.mark.timeout(600)
-def test_the_small_model_learns_a_tool_from_an_agents_loop(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-):
-    """With fewer steps. The agent and then the worker are killed while they play: both lose their open
-    episodes, which others play. Before and after, the agent plays the held-out problems."""
-    pytest.importorskip("agents", reason="needs openai-agents: make test-pages")
-    place.do("adder_rows.py")
-    place.do("adder_model.py")
-    sft = ("steps=200", "learner.optimizer.lr=2e-3", "learner.optimizer.decay_steps=200")
-    place.do("-m", "areal_q", "sft", "adder.toml", *sft, "eval.every=200", "checkpoint.every=200")
-    settings = ["model.path=runs/adder-sft/hf", f"rollout.serve={place.port}", "steps=8"]
-    more = ["eval.problems=32", "eval.every=8", "rollout.environment.episode_timeout_s=5"]
-    run = place.start("-m", "areal_q", "run", "adder.toml", *settings, *more)
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not REAL_MODEL.is_dir(), reason="needs the real model: make real-model")
+@pytest.mark.parametrize("name", ["adder", "asker"])
+def test_the_real_model_learns_a_tool(place: Place, name: str, monkeypatch: pytest.MonkeyPatch):
+    """With fewer steps. What plays the episodes and then the worker are killed while they play: both lose their
+    open episodes, which others play. Before and after, the held-out problems are played."""
+    by_agent, more = name == "adder", [f"rollout.serve={place.port}"]
+    if by_agent:
+        pytest.importorskip("agents", reason="needs openai-agents: make test-pages")
+        more += ["rollout.environment.episode_timeout_s=5"]
+    elif PYTHON:
+        more = [f"task.python={PYTHON}"]
+    else:
+        pytest.skip("needs verifiers: make test-pages")
+    directory = place.root / "runs" / name
 
     def wait(holds: Callable[[Record], object], *processes: subprocess.Popen[Any]) -> None:
-        wait_until(lambda: any(map(holds, place.records)), place.said, *processes)
+        log = directory / "metrics.jsonl"
+        wait_until(
+            lambda: log.exists() and any(map(holds, read_metrics(log))), place.said, *processes
+        )
 
+    place.do(f"{name}_rows.py")
+    place.do("-m", "areal_q", "sft", f"{name}.toml", *SFT)
+    settings = [f"model.path=runs/{name}-sft/hf", "steps=6", "eval.problems=32", "eval.every=6"]
+    run = place.start("-m", "areal_q", "run", f"{name}.toml", *settings, *more)
     wait(lambda r: r["kind"] == "waiting", run)
-    first = place.agent()
-    wait(lambda r: r.get("rollout/open_episodes", 0) > 1, run, first)
-    first.kill()
-    second = place.agent()
-    wait(lambda r: r["kind"] == "eval", run, second)
-    wait(lambda r: r["kind"] == "step", run, second)
-    os.kill(child_of(run, "rollout"), signal.SIGKILL)
-    assert run.wait() == 1 and "to go on: areal-q run runs/adder --resume" in place.said()
-    second.kill()
+    players = [place.agent()] if by_agent else []
+    wait(lambda r: r.get("rollout/open_episodes", 0) > 1, run, *players)
+    if by_agent:
+        players.pop().kill()
+        players.append(place.agent())
+    else:
+        place.kill("verifiers_player.py")
+    wait(lambda r: r["kind"] == "eval", run, *players)
+    wait(lambda r: r["kind"] == "step", run, *players)
+    place.kill("-m rollout")
+    assert run.wait() == 1 and f"to go on: areal-q run runs/{name} --resume" in place.said()
+    for player in players:
+        player.kill()
     began_s = time.time()
-    run = place.start("-m", "areal_q", "run", "runs/adder", "--resume")
+    run = place.start("-m", "areal_q", "run", f"runs/{name}", "--resume")
     wait(lambda r: r["kind"] == "waiting" and r["time_s"] > began_s, run)
-    place.agent()
+    if by_agent:
+        place.agent()
     assert run.wait() == 0, place.said()
 
-    taken = [r for r in place.records if r["kind"] == "step"]
+    records = read_metrics(directory / "metrics.jsonl")
+    taken = [r for r in records if r["kind"] == "step"]
     rewards = [r["reward/mean"] for r in taken]
     assert sum(rewards[-2:]) > sum(rewards[:2]) + 0.3, rewards
-    before, *_, after = [r for r in place.records if r["kind"] == "eval"]
+    before, *_, after = [r for r in records if r["kind"] == "eval"]
     assert after["eval/accuracy"] >= before["eval/accuracy"]
-    assert after["eval/turns"] >= before["eval/turns"] > 1
-    numbers = [group.ticket.number for group in place.groups]
+    assert after["eval/turns"] >= before["eval/turns"] >= 1
+    log = iter_log(directory / "trajectories", 0, 1000)
+    numbers = [group.ticket.number for _, step in log for group in step]
     assert len(numbers) == len({*numbers}) == 8 * len(taken), "no group counts twice"
     monkeypatch.chdir(place.root)
-    assert areal_q.replay("runs/adder")
+    assert areal_q.replay(f"runs/{name}")
