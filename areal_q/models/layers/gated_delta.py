@@ -73,14 +73,13 @@ class GatedDelta(nn.Module):
             decay, beta = gates(F.linear(x, a), F.linear(x, b), log_a, bias)
             outputs = []
             for bucket in layout.buckets:
-                rows = (
-                    y.index_select(0, bucket.rows.flatten()).unflatten(0, bucket.rows.shape)
-                    for y in (qkv, decay, beta)
+                rows, flat = bucket.rows.shape, bucket.rows.flatten()
+                x, fades, writes = (
+                    y.index_select(0, flat).unflatten(0, rows) for y in (qkv, decay, beta)
                 )
-                mixed = mix(
-                    *rows, kernel, *empty_state(self.rule, len(bucket.rows), qkv), self.rule
-                )
-                outputs.append(mixed[0][:, bucket.first :].flatten(0, 1))
+                before, state = empty_state(self.rule, rows[0], qkv)
+                found, _ = mix(x, fades, writes, kernel, before, state, self.rule)
+                outputs.append(found[:, bucket.first :].flatten(0, 1))
             mixed = torch.cat(outputs).index_select(0, layout.unpad)
             gated = self.norm(mixed) * F.silu(wide(z).view_as(mixed))
         return self.out_proj(gated.flatten(-2))

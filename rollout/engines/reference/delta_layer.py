@@ -61,9 +61,9 @@ class DeltaPass:
         convolution, x [T, channels], and `decay` and `beta` [T, heads]."""
         rows, at, found = len(self.rows.inputs), layer.number, list[Tensor]()
         if rows:
-            each = (y[:rows].unsqueeze(1) for y in (x, decay, beta))
-            kept = self.rows.inputs[:, at], self.rows.memory[:, at]
-            found.append(_advance(layer, *each, self.ones, *kept))
+            each, fades, writes = (y[:rows].unsqueeze(1) for y in (x, decay, beta))
+            inputs, memory = self.rows.inputs[:, at], self.rows.memory[:, at]
+            found.append(_advance(layer, each, fades, writes, self.ones, inputs, memory))
         if self.prefill:
             texts = [piece.states for piece in self.prefill.pieces if piece.states]
             inputs, memory = (torch.stack([y[at] for y in of]) for of in zip(*texts, strict=True))

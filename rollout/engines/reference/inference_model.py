@@ -162,15 +162,22 @@ class InferenceModel:
             return Attention(linear(*qkv), bias(*qkv), head_norm, sinks)
 
         def delta(rule: DeltaRule) -> DeltaLayer:
-            at = f"{layer}.linear_attn"
-            names = "in_proj_a.weight in_proj_b.weight A_log dt_bias conv1d.weight norm.weight"
+            names = ("in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_bias", "conv1d.weight")
+            a, b, log_a, dt, kernel = (
+                tensors[f"{layer}.linear_attn.{name}"].float() for name in names
+            )
             return DeltaLayer(
-                rule.layers.index(index),
-                rule,
-                linear("linear_attn.in_proj_qkv"),
-                linear("linear_attn.in_proj_z"),
-                *(tensors[f"{at}.{name}"].float() for name in names.split()),
-                self.config.norm_eps,
+                number=rule.layers.index(index),
+                rule=rule,
+                qkv=linear("linear_attn.in_proj_qkv"),
+                z=linear("linear_attn.in_proj_z"),
+                a=a,
+                b=b,
+                log_a=log_a,
+                bias=dt,
+                kernel=kernel,
+                norm=tensors[f"{layer}.linear_attn.norm.weight"].float(),
+                eps=self.config.norm_eps,
             )
 
         experts, rule, outer = self.config.experts, self.config.delta, None
