@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from areal_q.checks.automatic import has_experts
 from areal_q.checks.hub import fetched
 from areal_q.config import Run, parse
 from areal_q.config.tasks import chat_of
@@ -46,9 +47,11 @@ class WorkerParts(NamedTuple):
 def build_parts(run: Run, run_name: str, address: EndpointAddress) -> WorkerParts:
     """Returns the components and starts none of them. Raises ConfigError, which names the setting, for what
     cannot be done on this machine."""
-    tokenizer = build_tokenizer(fetched(run).model, run.task)
+    local = fetched(run)
+    tokenizer = build_tokenizer(local.model, run.task)
     engine = build_engine(run.rollout.engine)
-    if problem := engine.capabilities.lacks(run.rollout, run.learner.routing_replay):
+    replays, experts = run.learner.routing_replay, has_experts(local)
+    if problem := engine.capabilities.lacks(run.rollout, replays, experts):
         raise ConfigError(f"engine {engine.name}: {problem}")
     client = EngineClient(engine, tokenizer, run.rollout.request_timeout_s)
     environment = build_environment(run, client)

@@ -139,7 +139,7 @@ def _dtype(run: Run) -> tuple[Dtype, str]:
     learner = run.learner
     if learner.precision != "full" or learner.lora:
         return "float32", "it computes with the rollouts' numbers"
-    if _has_experts(run):
+    if has_experts(run):
         return "float32", "a mixture of experts has no kernels in bfloat16"
     if learner.device.startswith("cuda"):
         return "bfloat16", "a GPU multiplies it faster"
@@ -176,7 +176,8 @@ def _config_of(run: Run) -> dict[str, Any]:
     return text_part(table) if isinstance(table, dict) else {}
 
 
-def _has_experts(run: Run) -> bool:
+def has_experts(run: Run) -> bool:
+    """Returns True if the model of `run` is a mixture of experts."""
     if isinstance(run.model, SmallModel):
         return run.model.experts > 0
     model = _config_of(run)

@@ -14,6 +14,7 @@ from areal_q.config import (
     VllmEngine,
 )
 from areal_q.config.engines import HfEngine
+from areal_q.config.run import EngineConfig
 from areal_q.errors import ConfigError
 from areal_q.models import DecoderConfig
 from areal_q.models.rope_scaling import turned_by
@@ -32,8 +33,12 @@ def check_foreign(run: Run, family: str, ranks: int = 1, rollouts: bool = True) 
 
 def check_family(run: Run, shape: DecoderConfig, rollouts: bool = True) -> None:
     """Raises ConfigError, which names the first setting of `run` that a model of this `shape` does not combine
-    with: one that scales norms by their weights alone or a product that is clamped, or that knows no second
-    norms, no sinks or no layers with a state. `rollouts` is as for `check_foreign`."""
+    with: an engine that does not know its experts, or what scales norms by their weights alone or a product
+    that is clamped, or knows no second norms, no sinks or no layers with a state. `rollouts` is as for
+    `check_foreign`."""
+    if rollouts and (why := _unknown_experts(run.rollout.engine, shape)):
+        tag = run.rollout.engine.__struct_config__.tag
+        raise ConfigError(f"rollout.engine.type = {tag!r}: not with this {shape.family}: {why}")
     if shape.delta:
         why = "whose norms multiply by 1 + w, and whose layers keep a state"
     elif shape.offset_norms:
@@ -65,6 +70,18 @@ def check_family(run: Run, shape: DecoderConfig, rollouts: bool = True) -> None:
     }.items():
         if is_set:
             raise ConfigError(f"{setting}: not with {shape.family}, {why}: {instead}")
+
+
+def _unknown_experts(engine: EngineConfig, shape: DecoderConfig) -> str:
+    """Returns why the engine would run other experts than the model's, or none; "" if it runs these."""
+    if not shape.sparse_layers:
+        return ""
+    if isinstance(engine, HfEngine):
+        return "transformers joins the experts that are published one by one; rollout.engine.type = 'torch'"
+    dense = sorted({*range(shape.layers)} - {*shape.sparse_layers})
+    if isinstance(engine, SglangEngine) and dense:
+        return f"SGLang takes every layer for a mixture, and its layer {dense[0]} is none"
+    return ""
 
 
 def _refused(run: Run) -> Iterator[tuple[str, str]]:

@@ -142,9 +142,10 @@ def check_fit(
     or a tokenizer that do not, and TaskError if the chat template refuses a problem or none is left."""
     if shape.foreign is not None:
         check_foreign(run, shape.family, ranks)
-    elif isinstance(run.model, PretrainedModel):
+    else:
         check_family(run, shape)
-        check_tensors(run.model.path, shape)
+        if isinstance(run.model, PretrainedModel):
+            check_tensors(run.model.path, shape)
     check_backend(run, shape, ranks)
     check_experts(shape, run.learner)
     check_format(shape, run.rollout.format)

@@ -15,7 +15,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from areal_q.checks.automatic import settled, why_dtype
+from areal_q.checks.automatic import has_experts, settled, why_dtype
 from areal_q.checks.hub import fetched
 from areal_q.checks.machine import CheckResult, check_device, environment
 from areal_q.checks.packages import worker_python
@@ -212,7 +212,7 @@ def engine_of(run: Run) -> Iterator[CheckResult]:
             f"engine {tag}", "error", str(error), "another rollout.engine, or setting"
         )
         return
-    if problem := able.lacks(run.rollout, run.learner.routing_replay):
+    if problem := able.lacks(run.rollout, run.learner.routing_replay, has_experts(run)):
         yield CheckResult(f"engine {tag}", "error", problem, "another rollout.engine, or setting")
     else:
         told = (

@@ -25,18 +25,27 @@ class Capabilities(Struct, frozen=True):
     """What an engine can do, which is compared with the settings when the worker starts."""
 
     formats: frozenset[str]
+    """Number formats that it computes."""
     kv_on_update: frozenset[str]
     kv_cache: frozenset[str] = frozenset({"auto"})
     kv_scales: bool = False
     """True if the engine takes the scales of an FP8 cache from the learner."""
     routes: bool = False
     """True if the engine records the experts that tokens were sent to."""
+    of_experts: frozenset[str] | None = None
+    """Those of `formats` that it computes a mixture of experts in; None: all of them."""
 
-    def lacks(self, asked: RolloutConfig, routes: bool = False) -> str | None:
+    def lacks(
+        self, asked: RolloutConfig, routes: bool = False, experts: bool = False
+    ) -> str | None:
         """Returns one line that names what the settings ask for and the engine cannot do, or None if it can do
-        everything. `routes` is True if the learner needs the experts that tokens were sent to."""
+        everything. `routes` is True if the learner needs the experts that tokens were sent to, `experts` if the
+        model is a mixture."""
         if asked.format not in self.formats:
             return f"rollout.format: {asked.format} is not among {', '.join(sorted(self.formats))}"
+        if experts and self.of_experts is not None and asked.format not in self.of_experts:
+            able = ", ".join(sorted(self.of_experts))
+            return f"rollout.format: of a mixture of experts {asked.format} is not among {able}"
         kv = getattr(asked.engine, "kv_on_update", None)
         if kv is not None and kv not in self.kv_on_update:
             able = ", ".join(sorted(self.kv_on_update))

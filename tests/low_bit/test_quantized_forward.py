@@ -13,11 +13,13 @@ from torch import nn
 
 from areal_q.config import TorchEngine
 from areal_q.config.engines import pages_of
+from areal_q.config.run import ROUNDS_ACTIVATIONS
 from areal_q.errors import ConfigError
 from areal_q.models import Decoder, DecoderConfig, init_weights
 from areal_q.models.config import DeltaRule
 from areal_q.models.layers.linear import Linear
 from areal_q.models.low_bit.bf16_rounding import round_rest
+from areal_q.models.low_bit.engine_policy import engine_policy
 from areal_q.models.low_bit.published_state import published_state
 from areal_q.models.low_bit.quantized_forward import QuantLinear, linears, use
 from areal_q.models.packed_layout import PackedLayout
@@ -179,6 +181,32 @@ def test_forward_on_rounded_tensors_has_the_masters_gradient(make_run: MakeRun):
     assert rounding.keys() == plain.keys() == dict(model.named_parameters()).keys()
     for name, grad in plain.items():
         torch.testing.assert_close(rounding[name], grad)
+
+
+@pytest.mark.parametrize("precision", ["full", "qarl", "jet"])
+@pytest.mark.parametrize("format", sorted(FORMATS))
+def test_each_format_runs_as_published_and_is_learnt(
+    make_run: MakeRun, format: str, precision: str
+):
+    """The cells of docs/models.md: what the engine draws is scored alike by its published weights, and by an
+    aligned learner, which then takes a step."""
+    if precision == "jet" and format != "fp8":
+        with pytest.raises(ConfigError, match=r"needs rollout\.format = 'fp8'"):
+            make_run(f"learner.precision={precision}", f"rollout.format={format}")
+        return
+    run = make_run(f"learner.precision={precision}", f"rollout.format={format}", *LARGER)
+    policy, builder = build_policy(run), VersionBuilder(VersionSettings.of(run))
+    weights = builder.build(policy.model, 0)
+    samples = drawn_tokens(weights)
+    batch = pack_samples(samples)
+    logprobs, _ = token_logprobs(engine_policy(policy.shape, weights.tensors, format), batch, 1.0)
+    far = 1.0 if format in ROUNDS_ACTIVATIONS else 1e-4
+    gap = (logprobs - batch.behavior_logprobs).abs().numpy()
+    gaps = [gap, gap_to_learner(policy, samples)] if precision == "qarl" else [gap]
+    assert all(np.median(gap) < 1e-4 and gap.max() < far for gap in gaps)
+    values = update_policy(policy, samples)
+    assert np.isfinite(values["train/loss"]) and values["train/grad_norm"] > 0
+    assert builder.build(policy.model, 1).manifest.digest != weights.manifest.digest
 
 
 @pytest.mark.parametrize("format", ["int8", "fp8"])

@@ -60,7 +60,8 @@ def rows() -> list[str]:
 
 
 def test_the_page_says_what_is_taken() -> None:
-    said = re.findall(r"^\| (?!family)[^-].* \|$", PAGE.read_text(), re.MULTILINE)
+    families, *_ = PAGE.read_text().split("\n## ")
+    said = re.findall(r"^\| (?!family)[^-].* \|$", families, re.MULTILINE)
     assert said == rows()
 
 

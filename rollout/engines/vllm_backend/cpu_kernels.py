@@ -59,6 +59,9 @@ _NEEDS = {"int8": "avx512vnni", "int4": "avx512f"}
 FORMATS = frozenset(f for f, _ in KERNELS if f not in _NEEDS or has(_NEEDS[f]))
 """Formats that vLLM computes right on this processor"""
 
+OF_EXPERTS = frozenset({"bf16"})
+"""Those that vLLM computes a mixture's experts in on every processor; for others it needs AMX."""
+
 
 def has_amx() -> bool:
     """Returns True if vLLM would find AMX tiles on this processor."""

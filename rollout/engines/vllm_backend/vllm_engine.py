@@ -80,6 +80,7 @@ class VllmBackend:
             formats=_formats(),
             kv_on_update=frozenset({"keep", "recompute"}),
             kv_cache=frozenset({"auto", "fp8"}),
+            of_experts=None if checkpoint_backend.has_gpu() else cpu_kernels.OF_EXPERTS,
         )
         self.slots, self.timeout_s = config.slots, config.timeout_s
         self.restarts, self.keeps_cache = config.restarts, config.kv_on_update == "keep"

@@ -13,7 +13,8 @@ from areal_q.config import RolloutConfig, VllmEngine, load
 from areal_q.errors import ConfigError, EngineDied
 from areal_q.models import DecoderConfig
 from areal_q.quant import FORMATS
-from rollout.commands.check import vllm_on_cpu
+from rollout.build import EndpointAddress, build_parts
+from rollout.commands.check import engine_of, vllm_on_cpu
 from rollout.engines.process.streaming_engine import StreamingEngine
 from rollout.engines.vllm_backend import cpu_kernels, vllm_engine
 from rollout.engines.vllm_backend.cache_size import cache_for
@@ -118,6 +119,23 @@ def test_formats_without_a_product_are_refused_by_name(monkeypatch, format):
     engine = VllmEngine()
     problem = VllmBackend(engine).capabilities.lacks(RolloutConfig(format=format, engine=engine))
     assert problem is not None and f"rollout.format: {format} is not among bf16" in problem
+
+
+@pytest.mark.parametrize("format", ["int8", "int4", "fp8-channel"])
+def test_quantized_experts_are_refused_by_name(
+    monkeypatch, make_run: MakeRun, every_engine_installed: None, format: str
+):
+    """In all processes alike: vLLM has them for processors with AMX alone."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(cpu_kernels, "FORMATS", frozenset(FORMATS))
+    asked = ["rollout.engine.type=vllm", "model.experts=4"]
+    words = f"of a mixture of experts {format} is not among bf16"
+    run = make_run(*asked, f"rollout.format={format}")
+    (found,) = engine_of(run)
+    assert found.level == "error" and words in found.says
+    with pytest.raises(ConfigError, match=words):
+        build_parts(run, "r", EndpointAddress())
+    assert [one.level for one in engine_of(make_run(*asked, "rollout.format=bf16"))] == ["ok"] * 2
 
 
 async def test_widths_that_vllm_cannot_hold_start_nothing(make_run: MakeRun, starts: list[str]):
