@@ -24,13 +24,6 @@ import torch.distributed.tensor  # torch.testing imports it, which a cold disk m
 from helpers import commands
 from helpers.fixture_types import Buffers, MakeBuffers
 from helpers.hooks.coroutine_tests import pytest_pyfunc_call  # noqa: F401  as a hook of pytest
-from helpers.hooks.not_run import (  # noqa: F401  the closing lines, as hooks of pytest
-    pytest_configure,
-    pytest_deselected,
-    pytest_sessionfinish,
-    pytest_terminal_summary,
-    pytest_testnodedown,
-)
 from helpers.hooks.schedule import pytest_xdist_make_scheduler  # noqa: F401  likewise
 from hypothesis import settings
 

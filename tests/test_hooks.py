@@ -1,5 +1,4 @@
-"""What the tests stand on: coroutines run and fail, waits end with what was seen, files share what is made once
-for them, and a run of pytest says what it left out, and the command that would run it."""
+"""What tests stand on: coroutines run and fail, waits end with what was seen, a fixture is made once."""
 
 import asyncio
 import shutil
@@ -12,33 +11,10 @@ from typing import Any, cast
 
 import pytest
 from helpers.commands import limit, wait_until
-from helpers.hooks import not_run, schedule
+from helpers.hooks import schedule
 from helpers.hooks.coroutine_tests import pytest_pyfunc_call
 from helpers.paths import ROOT
 
-LEFT_OUT = """
-import pytest
-
-def test_passes():
-    pass
-
-@pytest.mark.slow
-@pytest.mark.parametrize("i", range(3))
-def test_whole_run(i):
-    pass
-
-@pytest.mark.vllm
-def test_engine():
-    pytest.skip("vllm is not installed")
-
-def test_tool():
-    pytest.skip("no kubectl on PATH\\nand more")
-"""
-LEFT_OUT_FILE = """
-import pytest
-
-pytest.skip("Triton is not installed: make test-formats", allow_module_level=True)
-"""
 SHARED = """
 import pytest
 
@@ -52,39 +28,15 @@ def test_some(made, i):
 """
 
 
-def run_pytest(directory: Path, hook: str, tests: str, *options: str) -> list[str]:
-    """The lines that pytest prints for `tests` with that file of hooks, all of which pass or are left out."""
-    if "-n" in options:
-        pytest.importorskip(
-            "xdist", reason="pytest-xdist is not installed: pip install --group dev"
-        )
-    shutil.copy(hook, directory / "conftest.py")
-    (directory / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow\n    vllm\n")
-    (directory / "test_some.py").write_text(tests)
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider"]
-    done = subprocess.run([*command, *options], cwd=directory, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.splitlines()
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("options", [[], ["-n", "2"]], ids=["alone", "two"])
-def test_what_did_not_run_is_counted_with_its_command(tmp_path: Path, options: list[str]):
-    (tmp_path / "test_file.py").write_text(LEFT_OUT_FILE)
-    *_, last = lines = run_pytest(tmp_path, not_run.__file__, LEFT_OUT, *options)
-    assert [line for line in lines if line.startswith("did not run")] == lines[-5:-1]
-    assert set(lines[-5:-1]) == {
-        "did not run: 3 tests deselected: make test-slow",
-        "did not run: 1 test skipped: vllm is not installed: make test-vllm",
-        "did not run: 1 test skipped: no kubectl on PATH",
-        "did not run: 1 file skipped: Triton is not installed: make test-formats",
-    }
-    assert last.startswith("1 passed, 3 skipped")
-
-
 @pytest.mark.timeout(60)
 def test_a_fixture_of_a_file_is_made_in_one_process(tmp_path: Path):
-    run_pytest(tmp_path, schedule.__file__, SHARED, "-n", "2")
+    pytest.importorskip("xdist", reason="pytest-xdist is not installed: pip install --group dev")
+    shutil.copy(schedule.__file__, tmp_path / "conftest.py")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "test_some.py").write_text(SHARED)
+    command = [sys.executable, "-m", "pytest", "-n", "2", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
     assert len((tmp_path / "made").read_text().split()) == 1
 
 
