@@ -31,9 +31,8 @@ def codes_moved(before: Mapping[str, Tensor], after: Mapping[str, Tensor], forma
     new = codes_of(after, format)
     pairs = [(old, new[name]) for name, old in codes_of(before, format).items()]
     total = sum(8 * old.nbytes // bits for old, _ in pairs)
-    return sum(_moved(old, new, bits) for old, new in pairs) / max(1, total)
-
-
-def _moved(old: Tensor, new: Tensor, bits: int) -> int:
     whole = torch.uint8 if bits <= 8 else torch.int16
-    return differing(*(x.cpu().flatten().view(whole).numpy() for x in (old, new)), bits < 8)
+    moved = 0
+    for pair in pairs:
+        moved += differing(*(x.cpu().flatten().view(whole).numpy() for x in pair), bits < 8)
+    return moved / max(1, total)

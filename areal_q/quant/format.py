@@ -56,10 +56,6 @@ class Format(Protocol):
         """True if linears that an engine fuses must agree on `Ranges.whole`."""
         ...
 
-    def bits_per_weight(self, out_features: int, in_features: int) -> float:
-        """Stored bits per weight, scales included."""
-        ...
-
     def ranges(self, weight: Tensor) -> Ranges | None:
         """Measured ranges of a float `weight` [out, in]; None for a format without scales."""
         ...

@@ -96,18 +96,17 @@ def torchao_ways(w: Tensor) -> dict[str, Callable[[], object]]:
     }
 
 
-def memory() -> dict[str, tuple[float, float, float]]:
-    """GiB of a 7B-shaped model by arithmetic; bits per weight of its linears by arithmetic and as stored."""
+def memory() -> dict[str, tuple[float, float]]:
+    """GiB of a 7B-shaped model, and bits per weight of its linears."""
     linears = LAYERS * sum(rows * columns for rows, columns in LAYER.values())
     rest = (
         2 * (2 * VOCABULARY * WIDTH + LAYERS * 2 * WIDTH) * 8
     )  # bits: embedding, head, norms in bf16
     result = {}
     for name, format in FORMATS.items():
-        bits = sum(r * c * format.bits_per_weight(r, c) for r, c in LAYER.values()) * LAYERS
-        parts = format.quantize(torch.randn(512, 3584), "w").values()
-        stored = 8 * sum(t.nbytes for t in parts) / (512 * 3584)
-        result[name] = ((bits + rest) / 8 / 2**30, bits / linears, stored)
+        parts = [format.quantize(torch.zeros(shape), "w") for shape in LAYER.values()]
+        bits = 8 * LAYERS * sum(t.nbytes for each in parts for t in each.values())
+        result[name] = ((bits + rest) / 8 / 2**30, bits / linears)
     return result
 
 
@@ -164,7 +163,7 @@ def main() -> None:
         f"GB of float32 weights per CPU second, one thread, {SIZE}×{SIZE}:",
         table(["format", "copy", "ours", "torchao", "plain torch", "copy / ours"], rate),
         "A model of Qwen2.5-7B's shape, the embedding and head in bf16:",
-        table(["format", "GiB", "bits per linear weight", "the same, stored (512×3584)"], gib),
+        table(["format", "GiB", "bits per linear weight"], gib),
         f"Sticky scales at {DRIFT}, updates of ±{LR:g} on weights of 0.02, mean of {STEPS} deltas:",
         table(
             ["format", "delta, bytes", "sticky", "codes moved, %", "sticky", "squared error ×"],

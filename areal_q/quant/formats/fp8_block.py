@@ -32,10 +32,6 @@ class Fp8:
     code_bits = 8
     shared_scale = False
 
-    def bits_per_weight(self, out_features: int, in_features: int) -> float:
-        blocks = -(-out_features // _BLOCK) * -(-in_features // _BLOCK)
-        return 8.0 + 32.0 * blocks / (out_features * in_features)
-
     def ranges(self, weight: Tensor) -> Ranges:
         rows = row_ranges(weight, _BLOCK)
         blocks = torch.stack([x.amax(0) for x in rows.blocks.split(_BLOCK)])

@@ -40,9 +40,6 @@ class Fp8Channel:
     code_bits = 8
     shared_scale = False
 
-    def bits_per_weight(self, out_features: int, in_features: int) -> float:
-        return 8.0 + 32.0 / in_features
-
     def ranges(self, weight: Tensor) -> Ranges:
         return row_ranges(weight)
 
@@ -69,9 +66,6 @@ class Fp8Channel:
 
 class Fp8Weight(Fp8Channel):
     name = "fp8-weight"
-
-    def bits_per_weight(self, out_features: int, in_features: int) -> float:
-        return 8.0 + 16.0 / in_features
 
     def quantize(
         self, weight: Tensor, name: str, ranges: Ranges | None = None, fold: Fold | None = None

@@ -44,10 +44,6 @@ class Int4:
     code_bits = 4
     shared_scale = False
 
-    def bits_per_weight(self, out_features: int, in_features: int) -> float:
-        words, groups = -(-in_features // 8), -(-in_features // self.group)
-        return (32 * words + 16 * groups + 128 / out_features) / in_features
-
     def ranges(self, weight: Tensor) -> Ranges:
         return row_ranges(weight, self.group)
 

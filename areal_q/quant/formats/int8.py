@@ -46,9 +46,6 @@ class Int8:
     code_bits = 8
     shared_scale = False
 
-    def bits_per_weight(self, out_features: int, in_features: int) -> float:
-        return 8.0 + 32.0 / in_features
-
     def ranges(self, weight: Tensor) -> Ranges:
         return row_ranges(weight)
 
@@ -84,9 +81,6 @@ class Int8Weight:
     suffixes = ("weight_packed", "weight_scale", "weight_shape")
     code_bits = 8
     shared_scale = False
-
-    def bits_per_weight(self, out_features: int, in_features: int) -> float:
-        return (32 * -(-in_features // 4) + 16 + 128 / out_features) / in_features
 
     def ranges(self, weight: Tensor) -> Ranges:
         return row_ranges(weight)

@@ -42,9 +42,6 @@ class Mxfp4:
     code_bits = 4
     shared_scale = False
 
-    def bits_per_weight(self, out_features: int, in_features: int) -> float:
-        return 4.0 + 8.0 * -(-in_features // BLOCK) / in_features
-
     def ranges(self, weight: Tensor) -> Ranges:
         return row_ranges(weight, BLOCK)
 

@@ -48,11 +48,6 @@ class Nf4:
     code_bits = 4
     shared_scale = False
 
-    def bits_per_weight(self, out_features: int, in_features: int) -> float:
-        n = out_features * in_features
-        constants = 32 * len(_TABLE) + 8 * len(_state(out_features, in_features))
-        return (8.0 * -(-n // 2) + 32.0 * -(-n // _BLOCK) + constants) / n
-
     def ranges(self, weight: Tensor) -> Ranges:
         rows = row_ranges(_blocks(weight.detach().to(torch.float32)), _BLOCK)
         return Ranges(rows.blocks.flatten(), rows.whole)
@@ -73,8 +68,9 @@ class Nf4:
             codes = torch.bucketize(scaled, borders, out_int32=True).to(torch.uint8)
             packed = codes[:, ::2] << 4 | codes[:, 1::2]
         packed = packed.view(-1, 1)[: -(-w.numel() // 2)]
+        table = {"quant_type": "nf4", "blocksize": _BLOCK, "dtype": "bfloat16", "shape": [*w.shape]}
         # Only the host reads it.
-        state = torch.tensor(list(_state(*w.shape)), dtype=torch.uint8)
+        state = torch.tensor(list(json.dumps(table).encode()), dtype=torch.uint8)
         return dict(
             zip(self.suffixes, (packed, scale, on(_TABLE, w.device).clone(), state), strict=True)
         )
@@ -98,9 +94,3 @@ def _blocks(w: Tensor) -> Tensor:
         return w
     flat = w.reshape(-1)
     return torch.nn.functional.pad(flat, (0, -len(flat) % _BLOCK)).view(-1, _BLOCK)
-
-
-def _state(out_features: int, in_features: int) -> bytes:
-    shape = [out_features, in_features]
-    table = {"quant_type": "nf4", "blocksize": _BLOCK, "dtype": "bfloat16", "shape": shape}
-    return json.dumps(table).encode()

@@ -45,9 +45,6 @@ class Nvfp4:
     code_bits = 4
     shared_scale = True
 
-    def bits_per_weight(self, out_features: int, in_features: int) -> float:
-        return 4.0 + (8.0 * -(-in_features // BLOCK) + 32.0 / out_features) / in_features
-
     def ranges(self, weight: Tensor) -> Ranges:
         return row_ranges(weight, BLOCK)
 
