@@ -47,7 +47,11 @@ def load_function(path: str, *defaults: str) -> Callable[..., Any]:
     where, name = parted(path)
     names = [name] if name else defaults
     with user_code(path):
-        module = _load_file(where) if where.endswith(".py") else _import(where)
+        if where.endswith(".py"):
+            module = _load_file(where)
+        else:
+            _origin(where)
+            module = importlib.import_module(where)
     found = (function for name in names if callable(function := getattr(module, name, None)))
     if function := next(found, None):
         return function
@@ -150,11 +154,6 @@ def _load_file(path: str) -> ModuleType:
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def _import(name: str) -> ModuleType:
-    _origin(name)
-    return importlib.import_module(name)
 
 
 def _origin(name: str) -> Path:

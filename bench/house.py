@@ -120,16 +120,20 @@ def _size_rows(found: dict[str, list[Module]]) -> Iterator[list[object]]:
 
 
 def _figures(product: list[Module]) -> Iterator[tuple[str, object]]:
-    lines = sum(module.lines().total() for module in product)
     lengths = sorted(_length(f) for module in product for f in module.functions)
-    single = sum(len(module.single_use()) for module in product)
     names = Counter(name for module in product for name in set(module.public_names()))
     entries = sum('if __name__ == "__main__"' in module.text for module in product)
     yield (
         "functions; median, longest lines",
         f"{len(lengths):,}; {statistics.median(lengths):g}, {lengths[-1]}",
     )
-    yield "private functions with one caller, per 1,000 lines", f"{single / lines * 1000:.1f}"
+    step = [module for module in product if str(module.path.relative_to(ROOT)) in STEP]
+    for where, some in (("", product), (" of a step's files", step)):
+        single, of = sum(len(m.single_use()) for m in some), sum(m.lines().total() for m in some)
+        yield (
+            f"private functions with one caller, per 1,000 lines{where}",
+            f"{single / of * 1000:.1f}",
+        )
     yield "public names in more than one module", sum(count > 1 for count in names.values())
     yield "classes that a reader of one step meets", concepts(product)
     yield "modules over 300 lines", sum(m.lines().total() > 300 for m in product)

@@ -14,7 +14,7 @@ from rich.table import Table
 from areal_q.checks.hub import fetched
 from areal_q.checks.memory import total
 from areal_q.checks.model import check_model
-from areal_q.checks.pass_memory import Lengths, Part
+from areal_q.checks.pass_memory import Lengths
 from areal_q.config import load
 from areal_q.observability.run_summary import plural
 from areal_q.plan.calibration import measured
@@ -110,7 +110,9 @@ def _show(name: str, made: Estimate, explain: bool, correction: Correction | Non
                 table.add_row(
                     f"[bold]{process}{place}[/]", f"[bold]{size(total(some, gpu))}[/]", ""
                 )
-                _add(table, some, explain)
+                for part in some:
+                    formula = escape(part.formula) if explain else ""
+                    table.add_row(f"  {part.name}", size(part.nbytes), formula)
     table.add_row("[bold]wire and speed[/]", "", "")
     for label, value, formula in rows(made):
         table.add_row(f"  {label}", value, escape(formula) if explain else "")
@@ -123,11 +125,6 @@ def _show(name: str, made: Estimate, explain: bool, correction: Correction | Non
     typer.echo(_verdict(made))
     for line in made.advice:
         typer.echo(f"better: {line}" if made.fits else line)
-
-
-def _add(table: Table, parts: list[Part], explain: bool) -> None:
-    for part in parts:
-        table.add_row(f"  {part.name}", size(part.nbytes), escape(part.formula) if explain else "")
 
 
 def _verdict(made: Estimate) -> str:

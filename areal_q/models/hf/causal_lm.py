@@ -67,12 +67,12 @@ class HfDecoder(Decoder):
     ) -> Tensor:
         reduced = self.dtype != torch.float32
         with torch.autocast(token_ids.device.type, self.dtype, enabled=reduced):
-            rows = [self._hidden(token_ids[b.rows])[:, b.first :] for b in layout.buckets]
+            hidden = [
+                self.net.base_model(input_ids=token_ids[b.rows], use_cache=False).last_hidden_state
+                for b in layout.buckets
+            ]
+        rows = [x[:, b.first :] for x, b in zip(hidden, layout.buckets, strict=True)]
         return torch.cat([x.flatten(0, 1) for x in rows])[layout.unpad].to(self.dtype)
-
-    def _hidden(self, ids: Tensor) -> Tensor:
-        """Returns the hidden states [S, longest, D] of padded rows of ids int64 [S, longest]."""
-        return self.net.base_model(input_ids=ids, use_cache=False).last_hidden_state
 
     @property
     def head(self) -> Tensor:
@@ -197,7 +197,8 @@ def load_foreign(config: DecoderConfig, path: str | Path) -> HfDecoder:
             output_loading_info=True,
         )
     except Exception as error:  # transformers raises anything
-        raise CheckpointError(f"{path}: {_first_line(error)}") from error
+        said = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        raise CheckpointError(f"{path}: {said[0]}") from error
     if missing := sorted(found["missing_keys"]):
         raise CheckpointError(f"{path}: tensor {missing[0]} is missing ({len(missing)} in all)")
     for name, tensor in net.named_parameters():
@@ -247,7 +248,3 @@ def _silent(config: DecoderConfig) -> Any:
     ]
     kind = transformers().CONFIG_MAPPING[table["model_type"]]
     return kind.from_dict(table | dict.fromkeys(chance, 0.0))
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -72,16 +72,13 @@ class Fp8KVCache(KVCache):
 
     def read(self, layer: int, pages: Tensor, length: int) -> Tensor:
         scales = self.page_scales[layer][:, pages].repeat_interleave(PAGE, 2)[:, :, :length]
-        return _numbers(super().read(layer, pages, length), scales[:, None, ..., None])
+        codes = super().read(layer, pages, length).view(torch.float8_e4m3fn)
+        return dequantize(codes, scales[:, None, ..., None])
 
 
 def _codes(x: Tensor, scale: Tensor) -> Tensor:
     """Returns the E4M3 codes of x as bytes, since not every operation of torch takes E4M3."""
     return quantize(x, scale).view(torch.uint8)
-
-
-def _numbers(codes: Tensor, scale: Tensor) -> Tensor:
-    return dequantize(codes.view(torch.float8_e4m3fn), scale)
 
 
 def build_cache(shape: DecoderConfig, config: TorchEngine) -> KVCache:

@@ -190,7 +190,8 @@ class TorchStepper:
         tables, positions = self.batch.pages[:old], self.batch.length[:old] - 1
         tokens = self.batch.ids[:old].gather(1, positions.unsqueeze(1)).squeeze(1)
         routes: list[Tensor] | None = [] if model.config.experts else None
-        attend = self.ops.decode(self.cache, tables, positions, self._longest()) if old else None
+        longest = max(map(self._length, self.running), default=0)
+        attend = self.ops.decode(self.cache, tables, positions, longest) if old else None
         at = [places(tables, positions)] if routes is not None else []
         prefill = None
         if pieces:
@@ -274,10 +275,6 @@ class TorchStepper:
     def _length(self, job: Job) -> int:
         """Returns the number of tokens in a row of a running job, without waiting for the device."""
         return len(job.request.prompt_ids) + self.steps - job.started
-
-    def _longest(self) -> int:
-        """Returns the largest number of tokens in a row."""
-        return max(map(self._length, self.running))
 
     def _draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         rows, n = self.batch, len(logits)
