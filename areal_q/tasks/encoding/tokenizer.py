@@ -11,6 +11,8 @@ from areal_q.tasks.base import NO_VARIABLES, Message, Stop, Tokenizer, Tool, Var
 from areal_q.tasks.encoding.chat_template import joined
 from areal_q.tasks.encoding.hf_tokenizer import HFTokenizer
 
+_LARGEST = 1 << 16
+"""Bytes of a file beyond which it is not that of CharTokenizer"""
 CHARACTERS = "0123456789+-*/()=.,% "
 PAD, EOS = "<pad>", "<eos>"
 
@@ -98,8 +100,11 @@ class CharTokenizer:
 
     def wrote(self, directory: str | Path) -> bool:
         """Returns True if `directory` holds this very tokenizer."""
+        file = Path(directory) / "tokenizer.json"
         try:
-            return json.loads((Path(directory) / "tokenizer.json").read_bytes()) == self._pipeline()
+            if file.stat().st_size > _LARGEST:  # a real model's has megabytes
+                return False
+            return json.loads(file.read_bytes()) == self._pipeline()
         except (OSError, ValueError, RecursionError):
             return False
 
