@@ -14,11 +14,11 @@ import pytest
 import redis
 from helpers.commands import run_here
 from helpers.fixture_types import MakeRun
-from helpers.foreign_hand import ForeignHand
 
 from areal_q.config import Run
 from areal_q.observability.metrics_log import read_metrics
 from areal_q.system.run_dir import METRICS_FILE, claimed, has_checkpoint
+from bench.chaos.foreign_hand import ForeignHand
 from buffer.logs.trajectory_log import read_log
 from buffer.weight_sync import WeightSource
 from learner.build import build_learner

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from helpers.foreign_hand import ForeignHand
 
 from areal_q.config import Run, dump_toml
 from areal_q.models import load_decoder
 from areal_q.observability.metrics_log import read_metrics
+from bench.chaos.foreign_hand import ForeignHand
 from buffer.logs.trajectory_log import read_log
 from learner import checkpoint
 
