@@ -57,6 +57,25 @@ def test_a_start_removes_what_a_killed_worker_left(tmp_path: Path, start):
     assert [living] == list(tmp_path.iterdir())
 
 
+CLOSES = """
+import os, sys
+from multiprocessing import shared_memory
+from rollout.engines.process.own_directory import OwnDirectory
+segment = shared_memory.SharedMemory(create=True, size=4096)
+own = OwnDirectory("areal-q-test-", sys.argv[1])
+own.note_segments([os.getpid()])
+own.close()
+print(os.path.exists(f"/dev/shm/{segment.name}"))
+"""
+
+
+def test_a_close_leaves_no_shared_memory_to_warn_of(tmp_path: Path):
+    """Of the engine's processes, which are killed at the end and so cannot remove theirs."""
+    command = [sys.executable, "-c", CLOSES, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("False\n", "")
+
+
 def test_a_segment_that_another_made_since_is_kept(tmp_path: Path):
     segment = shared_memory.SharedMemory(create=True, size=16)
     try:

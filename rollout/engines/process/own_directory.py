@@ -9,7 +9,8 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 from areal_q.system.files import remove_abandoned, try_lock
@@ -43,6 +44,8 @@ class OwnDirectory:
         (self.path / SEGMENTS).write_text("".join(lines))
 
     def close(self) -> None:
+        """Removes the directory, and the shared memory of processes that were killed and so did not."""
+        _remove_segments(self.path, resource_tracker.unregister)
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
@@ -58,8 +61,11 @@ def _mapped(pid: int) -> Iterable[str]:
             yield path.name
 
 
-def _remove_segments(directory: Path) -> None:
-    """Removes the shared memory that a directory lists."""
+def _remove_segments(
+    directory: Path, forget: Callable[[str, str], None] = lambda name, kind: None
+) -> None:
+    """Removes the shared memory that a directory lists. `forget` takes what Python has on its list of things to
+    remove at its end: it would warn of a leak."""
     if not (listed := directory / SEGMENTS).exists():
         return
     for line in listed.read_text().splitlines():
@@ -67,3 +73,4 @@ def _remove_segments(directory: Path) -> None:
         segment = SHARED_MEMORY / Path(name).name
         if segment.exists() and str(segment.stat().st_ino) == inode:
             segment.unlink()
+            forget(f"/{segment.name}", "shared_memory")

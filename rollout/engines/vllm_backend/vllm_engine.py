@@ -10,6 +10,7 @@ stamps every token with its version. Written against vLLM 0.32 and 0.33.
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import tempfile
@@ -204,6 +205,9 @@ class VllmBackend:
                 shutdown = asyncio.to_thread(llm.shutdown, timeout=SHUTDOWN_S)
                 await asyncio.wait_for(shutdown, 2 * SHUTDOWN_S)
             await self.kill()
+            # It is part of a cycle; freed at the interpreter's end, without modules, its __del__ would fail.
+            del llm, shutdown
+            gc.collect()
         self.pids = []
         if self._stager is not None:
             self._stager.close()

@@ -1,7 +1,9 @@
 """What vLLM is asked to compute with on a CPU, and what is refused, as far as it shows without vLLM."""
 
+import gc
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -152,6 +154,24 @@ async def test_a_value_that_vllm_refuses_is_tried_once(make_run: MakeRun, starts
         await engine.load_weights(initial_version(make_run("rollout.format=int8")))
     assert (len(starts), engine.deaths) == (1, 0)
     await engine.close()
+
+
+async def test_vllm_is_freed_while_its_modules_are_there(monkeypatch: pytest.MonkeyPatch):
+    """Freed at the interpreter's end, its __del__ wrote a TypeError into the worker's log."""
+
+    class Cyclic:
+        def __init__(self) -> None:
+            self.output_handler = self
+
+        def shutdown(self, timeout: float) -> None: ...
+
+    backend = VllmBackend(VllmEngine())
+    monkeypatch.setattr(backend, "_llm", Cyclic())
+    left = weakref.ref(backend._llm)
+    gc.disable()
+    await backend.close()
+    gc.enable()
+    assert left() is None
 
 
 CORE = """
