@@ -102,14 +102,13 @@ OURS = {
     "val_files": "task.heldout, a share of the data or a file, and eval.sets",
     "reward_funcs": "reward.path",
     "eval_steps": "eval.every",
-    "test_freq": "eval.every",
     "save_steps": "checkpoint.every",
     "save_freq": "checkpoint.every",
     "output_dir": "root and name",
     "report_to": _TRACKERS,
     "wandb": _TRACKERS,
 }
-"""Where the settings of TRL, verl, OpenRLHF and prime-rl are here, by the last part of their names"""
+"""The places here of settings of TRL, verl, OpenRLHF and prime-rl, by the last part of their names"""
 
 
 def fault(error: msgspec.ValidationError, table: Table) -> str:
