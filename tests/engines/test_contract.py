@@ -12,15 +12,24 @@ import pytest
 import torch
 from helpers.kinds import config_of
 from helpers.policies import pack_state
+from msgspec.structs import replace
 from transformers import AutoModelForCausalLM
 
 from areal_q.config import HfEngine, Sampling, ScriptedEngine, SglangEngine, TorchEngine, VllmEngine
 from areal_q.config.run import EngineConfig
 from areal_q.errors import EngineDied, RecordError, WeightVersionError
+from areal_q.models import Decoder, DecoderConfig, Experts, PackedLayout, Routing, init_weights
+from areal_q.models.low_bit.engine_policy import engine_policy
 from rollout.engines import ENGINES, build_engine
 from rollout.engines.base import Request
 
 VOCAB, POSITIONS = 32, 512
+MIXTURE = DecoderConfig(
+    family="qwen3_moe", vocab_size=VOCAB, width=64, layers=3, heads=2, kv_heads=1, head_dim=32, mlp=96,
+    max_positions=POSITIONS, experts=Experts(count=8, per_token=2, mlp=32),
+)  # fmt: skip
+DENSE = {"torch": (1,), "vllm": (1,)}
+"""Its layers without experts, in engines that know such"""
 CONFIGS = {
     "torch": TorchEngine(slots=64),
     "torch, a state": TorchEngine(slots=64),
@@ -403,6 +412,34 @@ async def test_closing_cancels_requests_and_refuses_later_ones(new_engine, publi
         await task
     with pytest.raises(EngineDied, match="not running"):
         await new_engine.generate(ask())
+
+
+async def test_a_swapped_mixture_runs_the_published_experts(new_engine, kind):
+    """Log-probs, and routes where the engine tells them, are those that the learner has of the version."""
+    if kind in ("scripted", "hf"):
+        pytest.skip("it has no weights, or none of such a model")
+    experts = replace(MIXTURE.experts, dense_layers=DENSE.get(kind, ()))
+    config = replace(MIXTURE, experts=experts)
+    for version in range(2):
+        init_weights(model := Decoder(config), version)
+        state = {name: 3 * t if t.dim() == 2 else t for name, t in model.state_dict().items()}
+        weights = pack_state(state, config.to_hf(), "bf16", version)
+        await new_engine.load_weights(weights)
+        policy = engine_policy(config, weights.tensors, "bf16")
+        for done in await new_engine.generate(request := ask(version, 4, 40)):
+            ids = torch.tensor([*request.prompt_ids, *done.response_ids])
+            with torch.no_grad():
+                logits = policy.logits(
+                    policy(ids, PackedLayout.of([len(ids)]), routing := Routing())
+                )
+            drawn = logits[2:-1].log_softmax(-1).gather(1, ids[3:, None])[:, 0]
+            np.testing.assert_allclose(done.logprobs, drawn, 0, 1e-3, err_msg=f"version {version}")
+            assert [span.version for span in done.spans] == [version]
+            assert (done.routes is not None) == new_engine.capabilities.routes
+            if done.routes is not None:
+                own = torch.stack([routing.own[layer] for layer in sorted(routing.own)], 1)[:-1]
+                assert done.routes.dtype == np.uint8
+                assert np.array_equal(np.sort(done.routes), own.sort(-1).values)
 
 
 async def test_versions_may_change_at_every_step(engine, published):

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 import numpy as np
 import pytest
 from helpers.fixture_types import MakeVersion
+from msgspec.structs import replace
 
 from areal_q.config import Sampling
 from areal_q.errors import EngineDied
@@ -62,7 +63,11 @@ class Launches:
             if token == self.dies_at:
                 self.dies_at = None
                 raise EngineDied("while it drew")
-            yield CompletionDelta(ids=[token], logprobs=[-1.0])
+            routes, last = None, token == REQUEST.sampling.max_tokens - 1
+            if last:  # every token goes to the expert of its number
+                routes = np.array([*request.prompt_ids, *range(partial, token)], np.uint8)
+                routes = routes[:, None, None]
+            yield CompletionDelta(ids=[token], logprobs=[-1.0], routes=routes)
         await self.ends.wait()
 
     async def ended(self) -> None:
@@ -100,6 +105,21 @@ def test_a_launch_that_fails_after_a_death_is_tried_again(make_version: MakeVers
         assert (backend.launched, engine.deaths) == (3, 2)
 
     on_engine(lambda: Launches(True, False, True, dies_at=4), make_version(0), body)
+
+
+@pytest.mark.parametrize("dies_at", [None, 4])
+def test_routes_come_with_the_end_of_a_response(make_version: MakeVersion, dies_at: int | None):
+    """Those of tokens from before a death are of the stream after it, to which they are a prompt."""
+
+    async def body(engine: StreamingEngine, backend: Launches) -> None:
+        (done,) = await engine.generate(REQUEST)
+        assert done.routes is not None and done.routes.shape == (6, 1, 1)
+        assert done.routes.flatten().tolist() == [3, 0, 1, 2, 3, 4]
+        sampling = Sampling(max_tokens=6, stop=((1, 2),))
+        (stopped,) = await engine.generate(replace(REQUEST, sampling=sampling))
+        assert stopped.response_ids.tolist() == [0, 1, 2] and stopped.routes is None
+
+    on_engine(lambda: Launches(dies_at=dies_at), make_version(0), body)
 
 
 def test_launches_are_given_up_after_so_many_deaths_in_a_row(make_version: MakeVersion):

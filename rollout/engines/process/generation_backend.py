@@ -3,6 +3,7 @@
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
+import numpy as np
 from msgspec import Struct
 
 from areal_q.messages import VersionSpan
@@ -19,6 +20,9 @@ class CompletionDelta(Struct, frozen=True, kw_only=True):
     spans: list[VersionSpan] | None = None
     """Version spans of all tokens of the stream. A backend that stamps tokens itself gives them with the last
     delta; otherwise this is None."""
+    routes: np.ndarray | None = None
+    """Experts of the tokens of prompt and stream, as in Completion.routes, with the last delta of a backend
+    that records them"""
 
 
 class GenerationBackend(Protocol):

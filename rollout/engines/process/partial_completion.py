@@ -25,6 +25,9 @@ class PartialCompletion:
     deadline_s: float | None = None
     """Time of the event loop, in seconds, at which the response is cut off; None before its first token, and if
     there is no limit"""
+    routes: np.ndarray | None = None
+    """Experts of the tokens of prompt and response; None until its last stream has ended, and if none were
+    recorded"""
     late: bool = False
     """True if that time has come"""
 
@@ -42,6 +45,9 @@ class PartialCompletion:
         taken = next(ends, len(piece.ids))
         self.ids += piece.ids[:taken]
         self.logprobs += piece.logprobs[:taken]
+        if piece.routes is not None:
+            known = len(self.request.prompt_ids) + len(self.ids) - 1
+            self.routes = piece.routes[:known]
         if piece.spans is not None and taken == len(piece.ids):
             self.spans = merge_spans([*self.kept, *piece.spans])
         elif taken:
@@ -81,4 +87,5 @@ class PartialCompletion:
             logprobs=logprobs,
             spans=self.spans,
             finish_reason=self.finish_reason,
+            routes=self.routes,
         )

@@ -1,5 +1,6 @@
 """Translates a request for one response to SGLang's fields, and SGLang's chunks to deltas."""
 
+import base64
 from typing import Any
 
 import numpy as np
@@ -7,6 +8,7 @@ import numpy as np
 from areal_q.config import Sampling
 from areal_q.errors import EngineDied, RecordError
 from areal_q.messages import VersionSpan
+from areal_q.models import DecoderConfig
 from rollout.engines.base import Request
 from rollout.engines.process.generation_backend import CompletionDelta
 from rollout.engines.sglang_backend.http_client import Chunk, Meta
@@ -55,7 +57,9 @@ def check_end(chunk: Chunk, meta: Meta, request: Request) -> None:
         )
 
 
-def sglang_delta(chunk: Chunk, meta: Meta, new: int, masked: bool) -> CompletionDelta:
+def sglang_delta(
+    chunk: Chunk, meta: Meta, new: int, masked: bool, model: DecoderConfig
+) -> CompletionDelta:
     """Returns the last `new` tokens of a chunk. Raises EngineDied if it lacks their log-probs."""
     start = len(chunk.output_ids) - new
     if masked:
@@ -65,7 +69,21 @@ def sglang_delta(chunk: Chunk, meta: Meta, new: int, masked: bool) -> Completion
     if start < 0 or len(logprobs) != new:
         raise EngineDied(f"SGLang: {len(logprobs)} log-probs for {new} tokens")
     spans = [_span(s.version, s.end - s.start) for s in meta.weight_versions]
-    return CompletionDelta(ids=chunk.output_ids[start:], logprobs=logprobs, spans=spans or None)
+    return CompletionDelta(
+        ids=chunk.output_ids[start:],
+        logprobs=logprobs,
+        spans=spans or None,
+        routes=_routes(meta.routed_experts, model),
+    )
+
+
+def _routes(told: str | None, model: DecoderConfig) -> np.ndarray | None:
+    if told is None or model.experts is None:
+        return None
+    of_layers = np.frombuffer(base64.b64decode(told), np.int32)
+    of_layers = of_layers.reshape(-1, model.layers, model.experts.per_token)
+    dtype = np.uint8 if model.experts.count <= 256 else np.uint16
+    return of_layers[:, list(model.sparse_layers)].astype(dtype)
 
 
 def _span(stamp: str, tokens: int) -> VersionSpan:

@@ -35,6 +35,9 @@ class Meta(Struct, frozen=True):
     output_token_logprobs: list[tuple[float | None, int, str | None]] = []
     output_token_sampling_logprobs: list[float] = []
     weight_versions: list[Span] = []
+    routed_experts: str | None = None
+    """int32 [tokens of prompt and response but the last, layers, experts a token] in base64, with the last
+    chunk"""
 
 
 class Refusal(Struct, frozen=True):

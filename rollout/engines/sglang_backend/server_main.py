@@ -48,11 +48,14 @@ def run_scheduler(*args: Any, **more: Any) -> None:
     server_args = args[0] if args else more["server_args"]
     if server_args.device == "cpu":
         from sglang.srt import batch_invariant_ops
+        from sglang.srt.mem_cache.pool_host import common
 
         allow_seeds_on_a_cpu()
         # The kernels of that mode are written in Triton, for GPUs. With torch's own kernels, which a CPU uses
         # instead, the last bits of a product depend on the batch.
         batch_invariant_ops.enable_batch_invariant_mode = lambda *_: None
+        # The memory of recorded experts would be registered with CUDA.
+        common._cuda_host_register = lambda *_: None
     run_scheduler_process(*args, **more)
 
 

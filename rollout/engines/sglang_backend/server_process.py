@@ -117,6 +117,7 @@ def server_settings(
         "disable_overlap_schedule": cpu or config.kv_on_update == "keep",
         "enable_deterministic_inference": config.seeded,
         "sampling_mask_max_tokens": max(4096, model.vocab_size),
+        "enable_return_routed_experts": bool(model.sparse_layers),
         "grammar_backend": "none",
         # A response ends only with a stop id that its request names.
         "json_model_override_args": '{"eos_token_id": null}',

@@ -16,6 +16,7 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,15 @@ def handover_directory(config: SglangEngine) -> str:
     return str(MEMORY) if os.access(MEMORY, os.W_OK) else tempfile.gettempdir()
 
 
+def _with_head(weights: WeightVersion) -> WeightVersion:
+    """Returns `weights` with an output head: SGLang's mixtures do not know one that is tied to the embedding."""
+    model = DecoderConfig.from_hf(weights.manifest.model)
+    if not (model.sparse_layers and model.tied):
+        return weights
+    head = {"lm_head.weight": weights.tensors["model.embed_tokens.weight"].clone()}
+    return replace(weights, tensors={**weights.tensors, **head})
+
+
 class SglangBackend:
     name = "sglang"
 
@@ -73,7 +83,12 @@ class SglangBackend:
         here = (
             SGLANG_GPU_FORMATS if config.url or checkpoint_backend.has_gpu() else SGLANG_CPU_FORMATS
         )
-        self.capabilities = Capabilities(formats=here, kv_on_update=frozenset(PAUSES))
+        self.capabilities = Capabilities(
+            formats=here,
+            kv_on_update=frozenset(PAUSES),
+            # A server at a URL would have to be started for it.
+            routes=not config.url,
+        )
         self.slots, self.timeout_s = config.slots, config.timeout_s
         self.restarts, self.keeps_cache = config.restarts, config.kv_on_update == "keep"
         self._server: SglangProcess | None = None
@@ -149,7 +164,7 @@ class SglangBackend:
         self._unstage()
         self._staged = self._directory / weights.manifest.digest
         self._staged.mkdir()
-        await asyncio.to_thread(checkpoint_backend.write_version, weights, self._staged)
+        await asyncio.to_thread(checkpoint_backend.write_version, _with_head(weights), self._staged)
 
     async def pause(self) -> None:
         client = self._running()
@@ -183,6 +198,7 @@ class SglangBackend:
             "sampling_params": generate_requests.sglang_sampling_params(request, seed, kept),
             "return_logprob": True,
             "return_sampling_mask": kept > 0,
+            "return_routed_experts": bool(self._model.sparse_layers) and self.capabilities.routes,
             # Requests share cached keys and values only within one loading of weights.
             "extra_key": self._salt,
         }
@@ -195,7 +211,7 @@ class SglangBackend:
                     done = meta.finish_reason is not None
                     generate_requests.check_end(chunk, meta, request)
                     yield generate_requests.sglang_delta(
-                        chunk, meta, meta.completion_tokens - heard, kept > 0
+                        chunk, meta, meta.completion_tokens - heard, kept > 0, self._model
                     )
                     heard = meta.completion_tokens
         finally:
