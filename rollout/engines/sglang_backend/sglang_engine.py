@@ -67,7 +67,7 @@ def handover_directory(config: SglangEngine) -> str:
 
 
 def _with_head(weights: WeightVersion) -> WeightVersion:
-    """Returns `weights` with an output head: SGLang's mixtures do not know one that is tied to the embedding."""
+    """Returns `weights` with an output head: SGLang's mixtures know none that is tied to the embedding."""
     model = DecoderConfig.from_hf(weights.manifest.model)
     if not (model.sparse_layers and model.tied):
         return weights
