@@ -85,6 +85,7 @@ def random_weights(
         fold = folds[name]
         scaled = fold.of(weight)
         ranges = chosen.ranges(scaled)
+        assert ranges is not None
         if fold.clip is not None:
             ranges = Ranges(ranges.blocks * fold.clip, ranges.whole)
         step = chosen.quantize(scaled, name, ranges)["weight_scale"].float()
