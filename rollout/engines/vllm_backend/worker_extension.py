@@ -29,6 +29,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import (
@@ -208,6 +209,10 @@ class WorkerExtension:
                 # embedding's, which the reload does not renew.
                 if isinstance(module, ParallelLMHead):
                     module.quant_method.process_weights_after_loading(module)
+                # A reload leaves a mixture's experts as they were loaded, which CPU kernels do not read.
+                if isinstance(module, RoutedExperts) and not torch.cuda.is_available():
+                    experts = module.quant_method.moe_kernel.fused_experts
+                    experts.process_weights_after_loading(module)
 
     def areal_linears(self) -> dict[str, str]:
         """Returns, by the name of each linear layer in the decoder, the class that really computes it."""
