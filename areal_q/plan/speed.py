@@ -21,9 +21,14 @@ from areal_q.models import DecoderConfig
 from areal_q.observability.run_summary import plural
 from areal_q.plan.hardware import Hardware
 
-DECODE_SHARE = {"cpu": 0.65, "gpu": 0.5}
-"""The part of products' or memory's rate that decoding reaches: measured on CPUs (bench/README.md has 0.62 to
-0.87 of a core to itself), assumed for vLLM and SGLang on GPUs"""
+DECODE_SHARE = {"as bfloat16": 0.75, "emulated": 0.42, "other": 0.64, "gpu": 0.5}
+"""The part of products' or memory's rate that decoding reaches: measured on CPUs (docs/sizing.md), of formats
+that are multiplied as bfloat16 is, of bfloat16 that is asked for where the processor does not multiply it, and
+of others; assumed for vLLM and SGLang on GPUs"""
+CODES = ("int8", "fp8", "fp8-channel")
+"""Formats whose products are of eight bits on both sides"""
+AS_BFLOAT16 = ("bf16", "int8-weight", "fp8-weight")
+"""Formats whose weights have a byte or two each, beside activations that are not rounded"""
 LAYER_S = {"cpu": 6e-5, "torch on a GPU": 6.8e-4, "served": 1.5e-4, "served, compiled": 3e-5}
 """Seconds that a layer of a decoding step takes however few rows there are: measured for our engine
 (bench/README.md, docs/gpu.md), assumed for served ones"""
@@ -172,7 +177,7 @@ def worker_rate(
     rows = max(1.0, min(rows, engine.slots, outstanding / workers))
     shared = shared or run.learner.group_size
     torch_engine = isinstance(engine, TorchEngine)
-    codes = run.rollout.format in ("int8", "fp8", "fp8-channel") and (on.is_cpu or not torch_engine)
+    codes = run.rollout.format in CODES and (on.is_cpu or not torch_engine)
     rate = device.eight_bits if codes else device.bfloat16
     if on.is_cpu:
         kind, units, paths = "cpu", _cores_of_worker(run, on, workers), 1
@@ -184,7 +189,7 @@ def worker_rate(
     each = min(rows, shared) if isinstance(engine, HfEngine) else rows
     flop, read = _decoding(run, shape, load.lengths, each, 4 if on.is_cpu else 2, shared)
     reading, multiplying = read / (device.bandwidth * paths), each * flop / (rate * units)
-    share = DECODE_SHARE["cpu" if on.is_cpu else "gpu"]
+    share = _decode_share(run, on)
     layers = LAYER_S[kind] * shape.layers + SERVED_S * kind.startswith("served")
     step = max(reading, multiplying) / share + layers
     beside = each * RESPONSE_S / load.lengths.response
@@ -193,6 +198,15 @@ def worker_rate(
         f" / {share:g} + {layers * 1e3:.3g} ms between kernels + {beside * 1e3:.3g} ms of records)"
     )
     return each / (step + beside), told + ", a group at a time" * (each < rows)
+
+
+def _decode_share(run: Run, on: Hardware) -> float:
+    if not on.is_cpu:
+        return DECODE_SHARE["gpu"]
+    asked = getattr(run.rollout.engine, "dtype", "auto") in ("bfloat16", "int8")
+    if asked and run.rollout.format not in CODES and on.device.bfloat16 <= on.device.float32:
+        return DECODE_SHARE["emulated"]
+    return DECODE_SHARE["as bfloat16" if run.rollout.format in AS_BFLOAT16 else "other"]
 
 
 def _cores_of_worker(run: Run, on: Hardware, workers: int) -> float:

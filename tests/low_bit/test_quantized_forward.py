@@ -183,6 +183,7 @@ def test_forward_on_rounded_tensors_has_the_masters_gradient(make_run: MakeRun):
         torch.testing.assert_close(rounding[name], grad)
 
 
+@pytest.mark.timeout(120)  # the first of each format compiles its kernels
 @pytest.mark.parametrize("precision", ["full", "qarl", "jet"])
 @pytest.mark.parametrize("format", sorted(FORMATS))
 def test_each_format_runs_as_published_and_is_learnt(

@@ -142,6 +142,9 @@ def test_a_busy_worker_drew_what_is_expected_within_a_third(
     [
         ("smollm2-sums", [], SMOLLM2, Load(Lengths(46, 11.9), 0.48), 1.0),
         ("smollm2-sums", ["rollout.format=int4"], SMOLLM2, Load(Lengths(46, 11.9), 0.49), 1.59),
+        ("smollm2-sums", ["rollout.format=bf16"], SMOLLM2, Load(Lengths(46, 11.9), 0.45), 1.33),
+        ("smollm2-sums", ["rollout.format=int8-weight"], SMOLLM2, Load(Lengths(46, 11.9), 0.45),
+         1.38),
         ("quickstart", [], QUICKSTART, Load(Lengths(6, 3.8)), 0.067),
     ],
 )
@@ -153,6 +156,18 @@ def test_workers_were_busy_as_expected_within_15_percent(
     device = replace(cpu(245).device, bfloat16=490e9, eight_bits=980e9, bandwidth=20e9)
     found = speed(run, shape, load_, Hardware(device, 1), Split(1, 1))
     assert found.workers_s == pytest.approx(seconds, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("format", "gflops", "rate"),
+    [("int8", 59, 109), ("bf16", 62, 73), ("int8-weight", 67, 71), ("int4", 60, 67)],
+)
+def test_bfloat16_is_slow_where_a_processor_has_none(format: str, gflops: int, rate: int):
+    """What a thread of the torch engine drew in a second, with AVX2 alone: docs/sizing.md."""
+    settings = [f"rollout.format={format}", "rollout.threads=1", "learner.threads=1"]
+    run = load(ROOT / "configs" / "smollm2-sums.toml", settings)
+    found, _ = worker_rate(run, SMOLLM2, Load(Lengths(46, 12)), cpu(gflops), 1)
+    assert found == pytest.approx(rate, rel=0.15)
 
 
 def test_evaluations_and_the_longest_response_take_workers_time():
