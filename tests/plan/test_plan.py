@@ -143,8 +143,13 @@ def test_a_busy_worker_drew_what_is_expected_within_a_third(
         ("smollm2-sums", [], SMOLLM2, Load(Lengths(46, 11.9), 0.48), 1.0),
         ("smollm2-sums", ["rollout.format=int4"], SMOLLM2, Load(Lengths(46, 11.9), 0.49), 1.59),
         ("smollm2-sums", ["rollout.format=bf16"], SMOLLM2, Load(Lengths(46, 11.9), 0.45), 1.33),
-        ("smollm2-sums", ["rollout.format=int8-weight"], SMOLLM2, Load(Lengths(46, 11.9), 0.45),
-         1.38),
+        (
+            "smollm2-sums",
+            ["rollout.format=int8-weight"],
+            SMOLLM2,
+            Load(Lengths(46, 11.9), 0.45),
+            1.38,
+        ),
         ("quickstart", [], QUICKSTART, Load(Lengths(6, 3.8)), 0.067),
     ],
 )
