@@ -32,7 +32,7 @@ class DeltaLayer:
     """float32 [heads], as is `bias`"""
     bias: Tensor
     kernel: Tensor
-    """Of the convolution, float32 [channels, 1, K]"""
+    """The weights of the convolution, float32 [channels, 1, K]"""
     norm: Tensor
     """Factors of the RMSNorm of each head, float32 [value_dim]"""
     eps: float
