@@ -1,14 +1,13 @@
 """The shape of a decoder, read from and written to Hugging Face's `config.json`."""
 
 import math
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta, Struct
 
-from areal_q.decode_errors import in_words
 from areal_q.errors import CheckpointError, NotOurs
 from areal_q.models.foreign import COMPUTED_BY, sizes_of
+from areal_q.models.layer_kinds import DeltaRule, Experts, Size, delta_of, experts_of, read
 from areal_q.models.rope_scaling import (
     WINDOW_THETA,
     inverse_frequencies,
@@ -18,13 +17,10 @@ from areal_q.models.rope_scaling import (
 from areal_q.models.variants import (
     biases_of,
     not_implemented,
-    state_layers_of,
     text_part,
     unrotated_of,
     windows_of,
 )
-
-_T = TypeVar("_T")
 
 FAMILIES = {
     "qwen2": "Qwen2ForCausalLM",
@@ -52,53 +48,7 @@ MOST_LAYERS, MOST_EXPERTS = 1000, 100_000
 """Bounds on a whole model: even an empty one of more takes long to build."""
 Activation = Literal["silu", "gelu_tanh", "clamped_silu"]
 Rope = Literal["model", "window"]
-Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 _Id = Annotated[int, Meta(ge=0, lt=2**31)]
-
-
-class Experts(Struct, frozen=True, kw_only=True):
-    """The sparse layers of a mixture: a router gives each token `per_token` of `count` MLPs.
-
-    Example: with 4 layers, step 2 and dense_layers (3,), layer 1 alone is sparse.
-    """
-
-    count: Size
-    per_token: Size
-    mlp: Size
-    """Width of one expert."""
-    normalised: bool = True
-    """True if the gates of a token's experts are divided by their sum."""
-    step: Size = 1
-    """Distance of two sparse layers; the first of them is layer `step` - 1"""
-    dense_layers: tuple[int, ...] = ()
-    """Layers that are dense in spite of `step`"""
-
-    def has(self, layer: int) -> bool:
-        return layer not in self.dense_layers and (layer + 1) % self.step == 0
-
-
-class DeltaRule(Struct, frozen=True, kw_only=True):
-    """The layers that keep a state in place of keys and values (areal_q/models/layers/gated_delta.py)."""
-
-    layers: tuple[int, ...]
-    key_heads: Size
-    value_heads: Size
-    key_dim: Size
-    """Width of a head of queries, and of one of keys"""
-    value_dim: Size
-    kernel: Size
-    """Number of tokens, its own included, that the convolution sums over"""
-
-    @property
-    def channels(self) -> int:
-        """Number of queries', keys' and values' channels together"""
-        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
-
-    @property
-    def state_numbers(self) -> int:
-        """What a layer keeps of a text: its heads' states, and the inputs that the next token's sums need."""
-        states = self.value_heads * self.key_dim * self.value_dim
-        return states + (self.kernel - 1) * self.channels
 
 
 class _Sizes(Struct):
@@ -119,28 +69,6 @@ class _Sizes(Struct):
     pad_token_id: int | None = None
     query_pre_attn_scalar: Size = 256
     """The attention scale is its root's inverse, in Gemma alone."""
-
-
-class _ExpertSizes(Struct):
-    """What it must say of a mixture of experts, and may."""
-
-    num_experts_per_tok: Size
-    moe_intermediate_size: Size
-    num_experts: Size | None = None
-    num_local_experts: Size | None = None
-    norm_topk_prob: bool = False
-    decoder_sparse_step: Size = 1
-    mlp_only_layers: list[int] | None = None
-
-
-class _DeltaSizes(Struct):
-    """What it may say of layers that keep a state."""
-
-    linear_num_key_heads: Size = 16
-    linear_num_value_heads: Size = 32
-    linear_key_head_dim: Size = 128
-    linear_value_head_dim: Size = 128
-    linear_conv_kernel_dim: Size = 4
 
 
 class DecoderConfig(Struct, frozen=True, kw_only=True):
@@ -304,7 +232,7 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
             at = f"model.layers.{layer}."
             found[f"{at}input_layernorm.weight"] = (width,)
             if self.delta and layer in self.delta.layers:
-                found |= _delta(f"{at}linear_attn.", width, self.delta)
+                found |= self.delta.tensors(f"{at}linear_attn.", width)
             else:
                 found |= self._attention(f"{at}self_attn.")
             found[f"{at}post_attention_layernorm.weight"] = (width,)
@@ -353,7 +281,7 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
             raise CheckpointError(f"model_type = {family!r}: must be text")
         if family not in FAMILIES:
             raise NotOurs(f"model_type {family!r} is none of {', '.join(FAMILIES)}")
-        sizes = _read(_SIZES.get(family, {}) | hf, _Sizes)
+        sizes = read(_SIZES.get(family, {}) | hf, _Sizes)
         unknown = [name for name, asked in not_implemented(family, hf).items() if asked]
         if unknown:
             kind = CheckpointError if hf.get("quantization_config") else NotOurs
@@ -387,8 +315,8 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
             sliding=sliding,
             window_theta=window_theta if sliding else None,
             query_scalar=sizes.query_pre_attn_scalar if family == "gemma3_text" else None,
-            experts=_experts(family, hf),
-            delta=_delta_of(family, hf, sizes.num_hidden_layers),
+            experts=experts_of(family, hf),
+            delta=delta_of(family, hf, sizes.num_hidden_layers),
             rope_dim=rope_dim_of(family, hf, sizes.head_dim),
         )
 
@@ -416,7 +344,7 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
             "pad_token_id": self.pad_id,
             "torch_dtype": "float32",
             **self._variants_to_hf(),
-            **self._experts_to_hf(),
+            **(self.experts.to_hf(self.family) if self.experts else {}),
         }
 
     def _variants_to_hf(self) -> dict[str, Any]:
@@ -478,11 +406,7 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
             "layer_types": [kinds[i in self.attention_layers] for i in range(self.layers)],
             "rope_scaling": None,
             "rope_parameters": rope | {"partial_rotary_factor": share},
-            "linear_num_key_heads": rule.key_heads,
-            "linear_num_value_heads": rule.value_heads,
-            "linear_key_head_dim": rule.key_dim,
-            "linear_value_head_dim": rule.value_dim,
-            "linear_conv_kernel_dim": rule.kernel,
+            **rule.to_hf(),
         }
 
     def _eos_to_hf(self) -> int | list[int] | None:
@@ -490,23 +414,6 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
             return list(self.eos_ids)
         # Of an empty list, transformers' generate would take the first.
         return self.eos_ids[0] if self.eos_ids else None
-
-    def _experts_to_hf(self) -> dict[str, Any]:
-        if self.experts is None:
-            return {}
-        if self.family == "gpt_oss":
-            return {
-                "num_local_experts": self.experts.count,
-                "num_experts_per_tok": self.experts.per_token,
-            }
-        return {
-            "num_experts": self.experts.count,
-            "num_experts_per_tok": self.experts.per_token,
-            "moe_intermediate_size": self.experts.mlp,
-            "norm_topk_prob": self.experts.normalised,
-            "decoder_sparse_step": self.experts.step,
-            "mlp_only_layers": list(self.experts.dense_layers),
-        }
 
     def inverse_frequencies(self, rope: Rope = "model") -> list[float]:
         """Returns the angular frequencies of `rope` in radians per position, one for two channels."""
@@ -516,21 +423,6 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
         return inverse_frequencies(turned, self.rope_theta, self.rope_scaling)
 
 
-def _delta(at: str, width: int, rule: DeltaRule) -> dict[str, tuple[int, ...]]:
-    heads, values = rule.value_heads, rule.value_heads * rule.value_dim
-    return {
-        f"{at}dt_bias": (heads,),
-        f"{at}A_log": (heads,),
-        f"{at}conv1d.weight": (rule.channels, 1, rule.kernel),
-        f"{at}norm.weight": (rule.value_dim,),
-        f"{at}out_proj.weight": (width, values),
-        f"{at}in_proj_qkv.weight": (rule.channels, width),
-        f"{at}in_proj_z.weight": (values, width),
-        f"{at}in_proj_b.weight": (heads, width),
-        f"{at}in_proj_a.weight": (heads, width),
-    }
-
-
 def _mlp(at: str, width: int, mlp: int, bias: bool = False) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {}
     for name, shape in ("gate", (mlp, width)), ("up", (mlp, width)), ("down", (width, mlp)):
@@ -538,51 +430,3 @@ def _mlp(at: str, width: int, mlp: int, bias: bool = False) -> dict[str, tuple[i
         if bias:
             found[f"{at}{name}_proj.bias"] = shape[:1]
     return found
-
-
-def _delta_of(family: str, hf: dict[str, Any], layers: int) -> DeltaRule | None:
-    """Returns the layers that keep a state; None for a family without."""
-    if family != "qwen3_5_text":
-        return None
-    sizes = _read(hf, _DeltaSizes)
-    return DeltaRule(
-        layers=state_layers_of(hf, layers),
-        key_heads=sizes.linear_num_key_heads,
-        value_heads=sizes.linear_num_value_heads,
-        key_dim=sizes.linear_key_head_dim,
-        value_dim=sizes.linear_value_head_dim,
-        kernel=sizes.linear_conv_kernel_dim,
-    )
-
-
-def _experts(family: str, hf: dict[str, Any]) -> Experts | None:
-    """Returns the experts that `hf` describes; None for a family without. Raises CheckpointError if a token
-    asks for more experts than there are, or the numbers are otherwise not valid."""
-    if family == "gpt_oss":  # all its layers have experts, as wide as it says of an MLP
-        own = {"moe_intermediate_size": hf["intermediate_size"], "norm_topk_prob": True}
-        own |= {"decoder_sparse_step": 1, "mlp_only_layers": None}
-        hf = {"num_experts_per_tok": 4} | hf | own
-    elif family != "qwen3_moe":
-        return None
-    sizes = _read(hf, _ExpertSizes)
-    count = sizes.num_local_experts or sizes.num_experts
-    if count is None:
-        raise CheckpointError("num_experts is missing")
-    if sizes.num_experts_per_tok > count:
-        raise CheckpointError(f"{sizes.num_experts_per_tok} of {count} experts a token")
-    return Experts(
-        count=count,
-        per_token=sizes.num_experts_per_tok,
-        mlp=sizes.moe_intermediate_size,
-        normalised=sizes.norm_topk_prob,
-        step=sizes.decoder_sparse_step,
-        dense_layers=tuple(sizes.mlp_only_layers or ()),
-    )
-
-
-def _read(hf: dict[str, Any], kind: type[_T]) -> _T:
-    """Returns those entries of `hf` that `kind` names. Raises CheckpointError for one that does not fit."""
-    try:
-        return msgspec.convert(hf, kind)
-    except msgspec.ValidationError as error:
-        raise CheckpointError(in_words(error, kind, hf)) from error
