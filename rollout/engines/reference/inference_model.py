@@ -4,7 +4,7 @@ q, k and v are one GEMM, and so are gate and up. Quantized linear layers compute
 (areal_q/linear/quantized_linear.py), everything else is float32. Notation: T tokens, D width.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from areal_q.errors import QuantizationError, WeightVersionError
 from areal_q.linear.quantized_linear import Linear
+from areal_q.messages import Manifest
 from areal_q.models.config import Activation, DecoderConfig, DeltaRule, Experts
 from areal_q.models.decoder import split_gates
 from areal_q.models.layers.moe import gates_of, mixed
@@ -101,106 +102,22 @@ class InferenceModel:
         self.manifest = manifest
         self.config = DecoderConfig.from_hf(manifest.model)
         self.ops = ops
-        self._names = self.config.tensors().keys()
         tensors = {name: tensor.to(device) for name, tensor in weights.tensors.items()}
         try:
-            self.norm = self._factors(tensors, "model.norm")
+            self.norm = _factors(self.config, tensors, "model.norm")
             head = None if self.config.tied else tensors.get("lm_head.weight")
             self.embedding, self.head = ops.tables(tensors["model.embed_tokens.weight"], head)
-            self.layers = [self._layer(tensors, i) for i in range(self.config.layers)]
+            names = self.config.tensors().keys()
+            self.layers = [
+                _LayerReader(self.config, names, ops, manifest, tensors, i).layer()
+                for i in range(self.config.layers)
+            ]
         except (KeyError, QuantizationError) as error:
             raise WeightVersionError(
                 f"version {manifest.version} lacks a tensor: {error}"
             ) from error
         self.kv_scales = kv_scales_of(tensors, self.config.layers)
         self.rope = RopeOfLayers(self.config, device=device)
-
-    def _factors(self, tensors: Mapping[str, Tensor], norm: str) -> Tensor:
-        """Returns what the RMSNorm `norm` multiplies by, float32."""
-        weight = tensors[f"{norm}.weight"].float()
-        return 1 + weight if self.config.offset_norms else weight
-
-    def _layer(self, tensors: Mapping[str, Tensor], index: int) -> Layer:
-        layer = f"model.layers.{index}"
-        format = self.manifest.format
-
-        def linear(*names: str) -> Linear:
-            parts = [parts_of(tensors, f"{layer}.{name}", format) for name in names]
-            run = self.ops.linear(FORMATS[format], parts)
-            pairs = [adapter_of(tensors, f"{layer}.{name}") for name in names]
-            if not any(pairs):
-                return run
-            outs = [self._out_features(name) for name in names]
-            return AdaptedLinear(run, pairs, outs, float(self.manifest.extra[LORA_SCALE]))
-
-        def mlp(prefix: str) -> Mlp:
-            both, down = (f"{prefix}.gate_proj", f"{prefix}.up_proj"), f"{prefix}.down_proj"
-            biases = bias(*both), bias(down)
-            return Mlp(linear(*both), linear(down), self.ops, *biases, self.config.activation)
-
-        def sparse(experts: Experts) -> SparseMlp:
-            router = tensors[f"{layer}.mlp.gate.weight"].float()
-            each = [mlp(f"mlp.experts.{i}") for i in range(experts.count)]
-            return SparseMlp(router, bias("mlp.gate"), each, experts)
-
-        def bias(*names: str) -> Tensor | None:
-            """Returns the biases that the config names; None if the first linear has none."""
-            if f"{layer}.{names[0]}.bias" not in self._names:
-                return None
-            return torch.cat([tensors[f"{layer}.{name}.bias"] for name in names]).float()
-
-        def factors(name: str) -> Tensor:
-            return self._factors(tensors, f"{layer}.{name}")
-
-        def attention() -> Attention:
-            c, head_norm = self.config, None
-            if c.qk_norm:
-                of_q, of_k = factors("self_attn.q_norm"), factors("self_attn.k_norm")
-                head_norm = torch.cat((of_q.expand(c.heads, -1), of_k.expand(c.kv_heads, -1)))
-            qkv = [f"self_attn.{x}_proj" for x in "qkv"]
-            sinks = tensors[f"{layer}.self_attn.sinks"].float() if c.sinks else None
-            return Attention(linear(*qkv), bias(*qkv), head_norm, sinks)
-
-        def delta(rule: DeltaRule) -> DeltaLayer:
-            names = ("in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_bias", "conv1d.weight")
-            a, b, log_a, dt, kernel = (
-                tensors[f"{layer}.linear_attn.{name}"].float() for name in names
-            )
-            return DeltaLayer(
-                number=rule.layers.index(index),
-                rule=rule,
-                qkv=linear("linear_attn.in_proj_qkv"),
-                z=linear("linear_attn.in_proj_z"),
-                a=a,
-                b=b,
-                log_a=log_a,
-                bias=dt,
-                kernel=kernel,
-                norm=tensors[f"{layer}.linear_attn.norm.weight"].float(),
-                eps=self.config.norm_eps,
-            )
-
-        experts, rule, outer = self.config.experts, self.config.delta, None
-        if self.config.outer_norms:
-            outer = factors("post_attention_layernorm"), factors("post_feedforward_layernorm")
-        mixer = delta(rule) if rule and index in rule.layers else attention()
-        o = "linear_attn.out_proj" if isinstance(mixer, DeltaLayer) else "self_attn.o_proj"
-        return Layer(
-            input_norm=factors("input_layernorm"),
-            mixer=mixer,
-            o=linear(o),
-            o_bias=bias(o),
-            mlp_norm=factors(self.config.mlp_norm),
-            mlp=sparse(experts) if experts and experts.has(index) else mlp("mlp"),
-            outer_norms=outer,
-        )
-
-    def _out_features(self, name: str) -> int:
-        c = self.config
-        mlp = c.experts.mlp if c.experts and ".experts." in name else c.mlp
-        by_name = {"q_proj": c.q_features, "gate_proj": mlp, "up_proj": mlp}
-        by_name |= dict.fromkeys(("k_proj", "v_proj"), c.kv_heads * c.head_dim)
-        return by_name.get(name.rpartition(".")[2], c.width)
 
     def forward(
         self,
@@ -263,3 +180,110 @@ class InferenceModel:
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return self.ops.rms_norm(x, weight, self.config.norm_eps)
+
+
+def _factors(config: DecoderConfig, tensors: Mapping[str, Tensor], norm: str) -> Tensor:
+    """Returns what the RMSNorm `norm` multiplies by, float32."""
+    weight = tensors[f"{norm}.weight"].float()
+    return 1 + weight if config.offset_norms else weight
+
+
+@dataclass(frozen=True)
+class _LayerReader:
+    """Builds layer `index` out of a version's tensors. Names are those within the layer."""
+
+    config: DecoderConfig
+    known: Set[str]
+    """Names of all tensors that the config names, those of the whole model"""
+    ops: Ops
+    manifest: Manifest
+    tensors: Mapping[str, Tensor]
+    index: int
+
+    def layer(self) -> Layer:
+        config, index, outer = self.config, self.index, None
+        experts, rule = config.experts, config.delta
+        if config.outer_norms:
+            names = "post_attention_layernorm", "post_feedforward_layernorm"
+            outer = self._factors(names[0]), self._factors(names[1])
+        mixer = self._delta(rule) if rule and index in rule.layers else self._attention()
+        o = "linear_attn.out_proj" if isinstance(mixer, DeltaLayer) else "self_attn.o_proj"
+        return Layer(
+            input_norm=self._factors("input_layernorm"),
+            mixer=mixer,
+            o=self._linear(o),
+            o_bias=self._bias(o),
+            mlp_norm=self._factors(config.mlp_norm),
+            mlp=self._sparse(experts) if experts and experts.has(index) else self._mlp("mlp"),
+            outer_norms=outer,
+        )
+
+    def _attention(self) -> Attention:
+        c, head_norm, sinks = self.config, None, None
+        if c.qk_norm:
+            of_q, of_k = self._factors("self_attn.q_norm"), self._factors("self_attn.k_norm")
+            head_norm = torch.cat((of_q.expand(c.heads, -1), of_k.expand(c.kv_heads, -1)))
+        qkv = [f"self_attn.{x}_proj" for x in "qkv"]
+        if c.sinks:
+            sinks = self._tensor("self_attn.sinks")
+        return Attention(self._linear(*qkv), self._bias(*qkv), head_norm, sinks)
+
+    def _delta(self, rule: DeltaRule) -> DeltaLayer:
+        names = ("in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_bias", "conv1d.weight")
+        a, b, log_a, dt, kernel = (self._tensor(f"linear_attn.{name}") for name in names)
+        return DeltaLayer(
+            number=rule.layers.index(self.index),
+            rule=rule,
+            qkv=self._linear("linear_attn.in_proj_qkv"),
+            z=self._linear("linear_attn.in_proj_z"),
+            a=a,
+            b=b,
+            log_a=log_a,
+            bias=dt,
+            kernel=kernel,
+            norm=self._tensor("linear_attn.norm.weight"),
+            eps=self.config.norm_eps,
+        )
+
+    def _mlp(self, prefix: str) -> Mlp:
+        both, down = (f"{prefix}.gate_proj", f"{prefix}.up_proj"), f"{prefix}.down_proj"
+        biases = self._bias(*both), self._bias(down)
+        return Mlp(
+            self._linear(*both), self._linear(down), self.ops, *biases, self.config.activation
+        )
+
+    def _sparse(self, experts: Experts) -> SparseMlp:
+        each = [self._mlp(f"mlp.experts.{i}") for i in range(experts.count)]
+        return SparseMlp(self._tensor("mlp.gate.weight"), self._bias("mlp.gate"), each, experts)
+
+    def _linear(self, *names: str) -> Linear:
+        format, at = self.manifest.format, [f"{self._at}.{name}" for name in names]
+        run = self.ops.linear(FORMATS[format], [parts_of(self.tensors, n, format) for n in at])
+        pairs = [adapter_of(self.tensors, name) for name in at]
+        if not any(pairs):
+            return run
+        outs = [self._out_features(name) for name in names]
+        return AdaptedLinear(run, pairs, outs, float(self.manifest.extra[LORA_SCALE]))
+
+    def _bias(self, *names: str) -> Tensor | None:
+        """Returns the biases that the config names; None if the first linear has none."""
+        if f"{self._at}.{names[0]}.bias" not in self.known:
+            return None
+        return torch.cat([self._tensor(f"{name}.bias") for name in names])
+
+    def _factors(self, name: str) -> Tensor:
+        return _factors(self.config, self.tensors, f"{self._at}.{name}")
+
+    def _tensor(self, name: str) -> Tensor:
+        return self.tensors[f"{self._at}.{name}"].float()
+
+    @property
+    def _at(self) -> str:
+        return f"model.layers.{self.index}"
+
+    def _out_features(self, name: str) -> int:
+        c = self.config
+        mlp = c.experts.mlp if c.experts and ".experts." in name else c.mlp
+        by_name = {"q_proj": c.q_features, "gate_proj": mlp, "up_proj": mlp}
+        by_name |= dict.fromkeys(("k_proj", "v_proj"), c.kv_heads * c.head_dim)
+        return by_name.get(name.rpartition(".")[2], c.width)
