@@ -19,12 +19,14 @@ case " $FAIL " in *" $1 "*) exit 7; esac
 """
 
 
-def started(tmp_path: Path, fail: str = "", stay: str = "") -> subprocess.Popen[str]:
+def started(
+    tmp_path: Path, fail: str = "", stay: str = "", **settings: str
+) -> subprocess.Popen[str]:
     make = tmp_path / "bin" / "make"
     make.parent.mkdir()
     make.write_text(MAKE)
     make.chmod(0o755)
-    told = {"FAIL": fail, "STAY": stay, "TOLD": str(tmp_path)}
+    told = {"FAIL": fail, "STAY": stay, "TOLD": str(tmp_path), **settings}
     path = {"PATH": f"{make.parent}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
     return subprocess.Popen(
         [ROOT / ".ci" / "run"], env=os.environ | told | path, text=True, stdout=-1, stderr=-2,
@@ -57,6 +59,14 @@ def test_what_fails_is_shown_beside_what_ran_with_it(
     assert ("test-sglang" in targets) == (last.startswith("test-v") and fail != "test-peers")
     assert ("=== NO VERIFIERS" in said) == (fail == ".venv-verifiers/.installed")
     assert not [*tmp_path.glob("tmp.*")]
+
+
+def test_what_comes_too_late_is_left_out_and_said(tmp_path: Path):
+    said, _ = (process := started(tmp_path, CI_MINUTES="0")).communicate()
+    assert process.returncode == 0, said
+    left_out = [line.split()[4].rstrip(":") for line in said.splitlines() if "TOO LATE" in line]
+    assert {"docs", "check", "test-vllm", "test-verifiers", "test-sglang"} <= {*left_out}
+    assert "said by test-slow" in said and "said by test-vllm" not in said
 
 
 @pytest.mark.parametrize(
