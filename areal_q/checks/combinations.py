@@ -49,10 +49,11 @@ def check_family(run: Run, shape: DecoderConfig, rollouts: bool = True) -> None:
         return
     uaq, engine = run.learner.uaq, run.rollout.engine
     served = isinstance(engine, VllmEngine | SglangEngine)
+    others = served or isinstance(engine, HfEngine)
     for setting, (is_set, instead) in {
         f"learner.uaq = {uaq:g}": (uaq > 1 and shape.offset_norms, "learner.uaq = 1"),
         f"rollout.engine.type = {engine.__struct_config__.tag!r}": (
-            rollouts and served and (shape.stacked_experts or bool(shape.delta)),
+            rollouts and ((served and shape.stacked_experts) or (others and bool(shape.delta))),
             "rollout.engine.type = 'torch'",
         ),
         "rollout.smoothing": (

@@ -142,7 +142,7 @@ def _no_choice(path: str, table: Table) -> str:
     """Returns why the choice at `path` is none: it may be one of another setting of the learner."""
     given = str(value_at(table, path))
     for other in ("learner.advantage", "learner.objective", "learner.aggregation"):
-        if given in choices(Run, f"{other}.type", table):
+        if not path.startswith(other) and given in choices(Run, f"{other}.type", table):
             return (
                 f"it is chosen by {other}.type = {given!r}, beside any {path.removesuffix('.type')}"
             )

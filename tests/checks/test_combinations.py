@@ -183,6 +183,7 @@ def test_transformers_models_share_no_tokens(path: Path) -> None:
                 "learner.uaq=1.5": r"learner\.uaq = 1\.5",
                 "rollout.smoothing.alpha=0.5": r"rollout\.smoothing",
                 FP8_SCALES: r"rollout\.kv_scales",
+                "rollout.engine.type=hf": r"rollout\.engine\.type = 'hf'",
                 "rollout.engine.type=vllm": r"rollout\.engine\.type = 'vllm'",
                 "rollout.engine.type=sglang": r"rollout\.engine\.type = 'sglang'",
                 "learner.backend.type=megatron": r"learner\.backend\.type = 'megatron'",

@@ -46,6 +46,7 @@ KINDS = {
     "qwen3_moe": lambda: Qwen3MoeConfig(**SHAPE, **EXPERTS),
     "qwen3_moe, a dense layer": lambda: Qwen3MoeConfig(**SHAPE, **EXPERTS, mlp_only_layers=[1]),
     "gpt_oss": lambda: config_of("gpt_oss", SHAPE),
+    "qwen3_5_text": lambda: config_of("qwen3_5_text", SHAPE),
 }
 """Models of ours"""
 FIRST = "format \\ engine"

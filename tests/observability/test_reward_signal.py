@@ -158,7 +158,7 @@ def test_the_summary_tells_share_and_causes_of_failures(own, run_dir):
     last_screen(own, run_dir, console)
     told = "the reward failed for 11,728 of 17,872 responses (65.6%), exception 11,700, timeout 28"
     rows = console.export_text().splitlines()[2:4]
-    assert rows[0].split("✗ ")[1] == f"{told}: {RAISED} (w0)"
+    assert rows[0].split("✗ ")[1].rstrip() == f"{told}: {RAISED} (w0)"
     assert f"mend the reward {own.reward.path}" in rows[1]
 
 

@@ -140,6 +140,7 @@ def test_a_follower_needs_no_run_of_its_own(tmp_path: Path, monkeypatch: pytest.
     file = config(tmp_path, "learner.backend.offload=true")
     refused(run_here("sft", sft, file, "--resume"), "no such run to resume")
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr("areal_q.system.stop_request.RANK_0_S", 0.0)
     refused(run_here("sft", sft, file, "--resume"), "learner.backend.offload", "2 processes")
 
 
