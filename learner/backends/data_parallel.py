@@ -121,7 +121,7 @@ def encoded(metrics: Metrics) -> bytes:
         return Array.of(value) if isinstance(value, np.ndarray) else value
 
     rows = [
-        (key, type(m).__name__, [plain(getattr(m, name)) for name in type(m).__dataclass_fields__])
+        (key, type(m).__name__, [plain(getattr(m, name)) for name in _fields(type(m))])
         for key, m in metrics.items()
     ]
     return msgspec.msgpack.encode(rows)
@@ -136,3 +136,7 @@ def decoded(data: bytes) -> Metrics:
             *(msgspec.convert(v, Array).numpy() if isinstance(v, list) else v for v in values)
         )
     return found
+
+
+def _fields(kind: type) -> list[str]:
+    return list(kind.__dataclass_fields__)

@@ -418,6 +418,7 @@ async def test_a_swapped_mixture_runs_the_published_experts(new_engine, kind):
     """Log-probs, and routes where the engine tells them, are those that the learner has of the version."""
     if kind in ("scripted", "hf"):
         pytest.skip("it has no weights, or none of such a model")
+    assert MIXTURE.experts
     experts = replace(MIXTURE.experts, dense_layers=DENSE.get(kind, ()))
     config = replace(MIXTURE, experts=experts)
     for version in range(2):

@@ -56,6 +56,7 @@ DELTA: dict[str, Any] = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
 }
+SHORT_DELTA: dict[str, Any] = DELTA | {"linear_num_key_heads": 4, "linear_conv_kernel_dim": 2}
 NO_PAD: dict[str, Any] = {"pad_token_id": None}
 
 VARIANTS: dict[str, Callable[..., PreTrainedConfig]] = {
@@ -125,7 +126,7 @@ VARIANTS: dict[str, Callable[..., PreTrainedConfig]] = {
     ),
     "qwen3_5_text, yarn, biases, a state in layer 1": lambda **shape: Qwen3_5TextConfig(
         **shape | NO_PAD,
-        **DELTA | {"linear_num_key_heads": 4, "linear_conv_kernel_dim": 2},
+        **SHORT_DELTA,
         attention_bias=True,
         layer_types=["full_attention", "linear_attention"] * (shape["num_hidden_layers"] // 2),
         rope_parameters=YARN | {"partial_rotary_factor": 0.5},

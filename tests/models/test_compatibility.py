@@ -7,6 +7,7 @@ check` says of a tiny model. Where it says yes, and a CPU can, the tests below r
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -29,7 +30,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 USUAL = ["task.digits=1", "task.heldout=20", "rollout.sampling.max_tokens=4"]
 SMALL = ["model.width=256", "model.mlp=128", "model.layers=2"]
 """Widths that are whole groups and blocks of every format, as those of SHAPE"""
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 40,
     "hidden_size": 128,
     "num_hidden_layers": 2,
@@ -39,7 +40,7 @@ SHAPE = {
     "intermediate_size": 128,
     "max_position_embeddings": 64,
 }
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 KINDS = {
     "dense": lambda: config_of("qwen3", SHAPE),
     "gemma3_text": lambda: config_of("gemma3_text", SHAPE),

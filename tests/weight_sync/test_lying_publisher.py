@@ -301,7 +301,8 @@ def test_a_relay_s_process_outlives_lies_and_floods(sync: WeightSync, stack: Exi
     proxy = Proxy(sync)
     listen = free_endpoints()
     process = sync.relay_process(listen, proxy.endpoints)
-    stack.enter_context(ThreadPoolExecutor(1)).submit(list, process.stderr)  # reads what it says
+    assert process.stderr
+    stack.enter_context(ThreadPoolExecutor(1)).submit(process.stderr.read)  # what it says
     worker = sync.follow(listen)
     sync.bring(1, worker)
     before = usage(process.pid)

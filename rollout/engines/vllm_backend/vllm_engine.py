@@ -201,8 +201,8 @@ class VllmBackend:
         """Ends the processes, whatever state they are in, and removes their directory."""
         llm, self._llm = self._llm, None
         if llm is not None:
+            shutdown = asyncio.to_thread(llm.shutdown, timeout=SHUTDOWN_S)
             with contextlib.suppress(TimeoutError):
-                shutdown = asyncio.to_thread(llm.shutdown, timeout=SHUTDOWN_S)
                 await asyncio.wait_for(shutdown, 2 * SHUTDOWN_S)
             await self.kill()
             # It is part of a cycle; freed at the interpreter's end, without modules, its __del__ would fail.
