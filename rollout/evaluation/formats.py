@@ -122,15 +122,7 @@ def main(
     rows, found, far = [], [], []
     if layers is None:
         typer.echo(f"{count} tokens of {len(texts)} answers\n{LEGEND}\n{HEAD}")
-        for row in measured(reference, speed):
-            typer.echo(shown(row))
-            rows.append(row)
-        rows = advised(rows)
-        typer.echo("what each would take:")
-        for row in rows:
-            typer.echo(f"{row.name:<24}{row.says}")
-        for line in to_take(rows):
-            typer.echo(line)
+        rows = _show_formats(reference, speed)
     else:
         found, far = _show_layers(reference, layers, tokenizer)
     if out:
@@ -140,6 +132,21 @@ def main(
         )  # fmt: skip
         with replacing(out) as scratch:
             scratch.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+
+
+def _show_formats(reference: Reference, speed: bool) -> list[Row]:
+    """Prints a row for each format as it is measured, then what each would take. Returns the rows."""
+    rows = []
+    for row in measured(reference, speed):
+        typer.echo(shown(row))
+        rows.append(row)
+    rows = advised(rows)
+    typer.echo("what each would take:")
+    for row in rows:
+        typer.echo(f"{row.name:<24}{row.says}")
+    for line in to_take(rows):
+        typer.echo(line)
+    return rows
 
 
 def prepared(model: Path, data: Path | None, problems: int) -> tuple[Path, Tokenizer, list[Text]]:
