@@ -2,7 +2,7 @@
 
 torchrun itself exits with 1 whatever the exit codes of its processes, from which an orchestrator could not tell
 a wrong setting (2), or a learner stopped by SIGTERM (143), from a crash (areal_q/system/stop_request.py). Also
-it reports each end by thirty lines and a traceback, which hide the line of the process itself.
+it reports each end by thirty lines and a traceback, on each host, which hide the line of the process itself.
 """
 
 import logging
@@ -10,18 +10,28 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.run import parse_args, run
+from typing import TYPE_CHECKING
 
 from areal_q.system.command import accept_any_text
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+_REPORTERS = ("multiprocessing.api", "agent.server.api")
+"""Loggers of torch.distributed.elastic: of a process that failed, and of another host that has ended"""
 
 
 def torchrun(arguments: Sequence[str]) -> int:
     """Runs torchrun. Returns 0, the exit code of the process that failed first, or 128 plus the number of the
     signal that ended that process or torchrun."""
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    # Before torch is imported, whose warnings have stacks of C++.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    for name in _REPORTERS:
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     try:
         run(parse_args(list(arguments)))
     except SignalException as told:
@@ -37,7 +47,7 @@ def torchrun(arguments: Sequence[str]) -> int:
     return 0 if os.environ.get("JOB_COMPLETION_INDEX", "0") == "0" else 128 + signal.SIGTERM
 
 
-def _end_of(rank: int, failure: ProcessFailure) -> str:
+def _end_of(rank: int, failure: "ProcessFailure") -> str:
     """Example: rank 1 (process 4711) was killed by SIGKILL"""
     code = failure.exitcode
     end = f"ended with exit code {code}" if code >= 0 else f"was killed by {failure.signal_name()}"

@@ -165,6 +165,7 @@ def test_what_has_to_be_mended_ends_all_jobs(
     wait_until(lambda: cluster_stub.code("1000") and cluster_stub.code("1001_0"), said)
     assert (cluster_stub.code("1000"), cluster_stub.code("1001_0")) == ("2", "2"), said()
     assert f"{key}.key_secret" in said()
+    assert "Traceback" not in said() and "frame #" not in said(), said()
 
 
 @pytest.mark.slow
