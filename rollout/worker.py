@@ -34,7 +34,7 @@ import msgspec
 from msgspec.structs import replace
 
 from areal_q.config import Run, ScriptedEngine
-from areal_q.errors import RecordError
+from areal_q.errors import RecordError, WeightVersionError
 from areal_q.messages import (
     LONGEST_NAME,
     Group,
@@ -67,7 +67,8 @@ Chosen: the quickstart in bfloat16 made 8.7 steps/s with an eighth, its evaluati
 quarter and training tickets admitted last. One that is more than `max_lag` versions late goes first, since
 newer weights are not what it is to measure; it counts for no best version (learner/heldout_eval.py)."""
 MOST_REFUSED = 100
-"""Number of tickets in a row that go to the quarantine before the worker gives up"""
+"""Number of tickets in a row that go to the quarantine, or of versions that are refused, before the worker
+gives up"""
 
 
 class WorkerCapacity(NamedTuple):
@@ -148,6 +149,8 @@ class Worker:
         self._timeouts = 0
         self._resumed = 0
         self._swaps = 0
+        self._refused_weights = self._refused_in_a_row = 0
+        """Number of versions that the engine could not use: all, and since the last one that it could"""
         self._swap_s = 0.0
         self._loading = False
         self._loaded: Manifest | None = None
@@ -271,10 +274,27 @@ class Worker:
             self._loading = False
             weights = await self._subscriber.wait()
             self._loading = True
-            self._swap_s += await self._engine.load_weights(weights)
+            try:
+                self._swap_s += await self._engine.load_weights(weights)
+            except WeightVersionError as error:
+                self._refuse_weights(error)
+                continue
             self._swaps += 1
+            self._refused_in_a_row = 0
             self._loaded = weights.manifest
             self._swapped.set()
+
+    def _refuse_weights(self, error: WeightVersionError) -> None:
+        """Goes on with the weights that the engine has. Raises RecordError after MOST_REFUSED versions in a
+        row, since then it may be these that are of another model."""
+        self._refused_weights += 1
+        self._refused_in_a_row += 1
+        reason = escaped(" ".join(str(error).split()))
+        if self._refused_in_a_row >= MOST_REFUSED:
+            raise RecordError(
+                f"gives up: {self._refused_in_a_row} versions in a row were refused, the last one: {reason}"
+            )
+        logger.warning("weights refused, version %d goes on: %s", self._engine.version, reason)
 
     @property
     def _digest(self) -> str:
@@ -360,6 +380,7 @@ class Worker:
             loop_lag_max_s=self._lag.max_s,
             groups=self._groups,
             swaps=self._swaps,
+            refused_weights=self._refused_weights,
             swap_s=self._swap_s / max(1, self._swaps),
             time_s=time.time(),
             waiting=self._buffer.waiting,

@@ -378,3 +378,5 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """How late the event loop was, in the worst hundredth of the last 30 s."""
     loop_lag_max_s: Finite = 0.0
     """The most that it was late in them."""
+    refused_weights: Bounded = 0
+    """Versions that the engine could not use since the worker started: they were of another model."""

@@ -236,6 +236,7 @@ WORKER_METRICS = (
     Metric("open_episodes", "episodes", "Those of them that an agent plays.", exported="worker_open_episodes"),
     Metric("behind_s", "s", "How long the worker has known of newer weights without having them.", exported="worker_behind_seconds"),
     Metric("stalls", "since the start", "Times that this went on for too long.", exported="worker_stalls_total"),
+    Metric("refused_weights", "since the start", "Versions refused: of another model than the engine's.", exported="worker_refused_weights_total"),
 )  # fmt: skip
 RELAY_METRICS = (
     Metric("version", "", "Version that it serves.", exported="relay_weights_version"),

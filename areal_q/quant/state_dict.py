@@ -9,7 +9,9 @@ Engines fuse q, k and v, and gate and up, into one linear. Scales of blocks, gro
 stand one after the other there; a scale of the whole tensor (nvfp4) must be one for all of them.
 """
 
+import math
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -100,6 +102,38 @@ def parts_of(published: Mapping[str, Tensor], prefix: str, format: str) -> dict[
         return {suffix: published[f"{prefix}.{suffix}"] for suffix in FORMATS[format].suffixes}
     except KeyError as error:
         raise QuantizationError(f"{prefix}: no tensor {error} for format {format}") from error
+
+
+def check_shapes(
+    published: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], format: str
+) -> None:
+    """Raises QuantizationError, which names the tensor, unless `published` has every parameter of `shapes` in
+    its shape. What else is published does not matter."""
+    for name, shape in shapes.items():
+        if is_quantized(name):
+            parts = parts_of(published, name.removesuffix(".weight"), format)
+            fits = _fits(parts, shape, format)
+        else:
+            fits = name in published and published[name].shape == shape
+        if not fits:
+            raise QuantizationError(f"{name} is missing, or has another shape than {list(shape)}")
+
+
+def _fits(parts: Mapping[str, Tensor], shape: tuple[int, ...], format: str) -> bool:
+    """Returns whether `parts` are those of a weight of this shape."""
+    codes = parts[FORMATS[format].suffixes[0]]
+    # A shape that is claimed takes no more memory than what was published.
+    if 8 * codes.nbytes < math.prod(shape) * FORMATS[format].code_bits:
+        return False
+    found = {suffix: (part.dtype, tuple(part.shape)) for suffix, part in parts.items()}
+    return found == _layout(shape, format)
+
+
+@lru_cache(1024)
+def _layout(shape: tuple[int, ...], format: str) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Returns dtype and shape of the parts that `format` makes of a weight of this shape."""
+    parts = FORMATS[format].quantize(torch.zeros(shape), "zeros")
+    return {suffix: (part.dtype, tuple(part.shape)) for suffix, part in parts.items()}
 
 
 def codes_of(published: Mapping[str, Tensor], format: str) -> dict[str, Tensor]:

@@ -28,6 +28,7 @@ from areal_q.models.foreign import COMPUTED_BY, TRANSFORMERS
 from areal_q.models.low_bit.engine_policy import empty_engine_policy, load_published
 from areal_q.models.low_bit.lora import LORA_SCALE
 from areal_q.quant import FORMATS
+from areal_q.quant.state_dict import check_shapes
 from areal_q.weights.version import WeightVersion
 from rollout.engines.base import Capabilities, Completion, Request, check_fits, not_finite
 from rollout.engines.reference.async_engine import AsyncEngine, Job, StepVersions
@@ -125,6 +126,8 @@ class GroupStepper:
                 self._empty = empty_engine_policy(config, manifest.format)
             elif self._empty.config != config:
                 raise WeightVersionError(f"{where} is of another model")
+            shapes = {name: tuple(t.shape) for name, t in self._empty.state_dict().items()}
+            check_shapes(weights.tensors, shapes, manifest.format)
             model = copy.deepcopy(self._empty)
             scale = float(manifest.extra.get(LORA_SCALE, 0.0))
             load_published(model, weights.tensors, self.config.device, scale)

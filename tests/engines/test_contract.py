@@ -20,6 +20,7 @@ from areal_q.config.run import EngineConfig
 from areal_q.errors import EngineDied, RecordError, WeightVersionError
 from areal_q.models import Decoder, DecoderConfig, Experts, PackedLayout, Routing, init_weights
 from areal_q.models.low_bit.engine_policy import engine_policy
+from areal_q.weights.version import pack_version
 from rollout.engines import ENGINES, build_engine
 from rollout.engines.base import Request
 
@@ -346,6 +347,36 @@ async def test_weights_of_an_unknown_format_are_refused(engine, published):
     )
     with pytest.raises(WeightVersionError, match="int99"):
         await engine.load_weights(type(bad)(manifest, bad.payload, bad.tensors))
+    check(ask(), await engine.generate(ask()))
+    assert engine.version == 0
+
+
+@pytest.mark.parametrize("change", ["sizes", "names", "fewer rows", "no model", "no text"])
+async def test_weights_of_another_model_are_refused(kind, engine, published, change):
+    """They are whole and agree with their own digests: a learner of another run, or one who means harm."""
+    if kind == "scripted":
+        pytest.skip("it has no model")
+    good = published(3)
+    model, tensors = good.manifest.model, dict(good.tensors)
+    up = "model.layers.0.mlp.up_proj"
+    match change:
+        case "sizes":
+            name = "model.embed_tokens.weight"
+            tensors[name] = tensors[name][:, ::2]
+        case "names":
+            tensors = {f"x.{name}": t for name, t in tensors.items()}
+        case "fewer rows":
+            tensors |= {name: t[:64] for name, t in tensors.items() if name.startswith(up)}
+        case "no model":
+            model = {"model_type": "unheard of"}
+        case "no text":
+            model = model | {"hidden_size": "x", "rope_scaling": 5, "rope_parameters": []}
+    other = pack_version(
+        tensors, run="r", epoch="e", version=3, format=good.manifest.format, uaq_scale=1.0, model=model,
+        published_s=0.0,
+    )  # fmt: skip
+    with pytest.raises(WeightVersionError, match="version 3"):
+        await engine.load_weights(other)
     check(ask(), await engine.generate(ask()))
     assert engine.version == 0
 

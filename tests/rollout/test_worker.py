@@ -26,7 +26,7 @@ from helpers.strategies import begun
 from helpers.weight_sync import publish
 from msgspec.structs import asdict
 
-from areal_q.config import Run, ScriptedEngine, TorchEngine, dump_toml
+from areal_q.config import Run, ScriptedEngine, TorchEngine, dump_toml, override
 from areal_q.errors import RecordError
 from areal_q.messages import (
     Array,
@@ -886,6 +886,49 @@ async def test_a_worker_of_weights_that_diverged_says_so_in_a_line(
         side.url, side.run.name, "w", WeightSource(), lambda status: None, EndpointAddress(), 0.0
     )
     with pytest.raises(RecordError, match=r"gives up: 2 tickets .*: the policy has diverged"):
+        await work
+
+
+def of_another_model(side: LearnerSide, version: int) -> WeightVersion:
+    run = override(side.run, "model.mlp=80")
+    return VersionBuilder(VersionSettings.of(run)).build(initial_model(run), version)
+
+
+async def test_weights_of_another_model_end_no_worker(
+    make_run: MakeRun,
+    learner: Callable[[Run], LearnerSide],
+    caplog: pytest.LogCaptureFixture,
+):
+    side = learner(make_run("rollout.engine.type=torch", *ONE))
+    async with working(side) as engine:
+        side.publish(0)
+        await until(lambda: engine.version == 0)
+        publish(side.weight_server, of_another_model(side, 1))
+        await until(lambda: "weights refused, version 0 goes on: version 1 " in caplog.text)
+        side.publish(2)
+        side.admission.admit(2)
+        (group,) = await side.take(1)
+        assert group.trajectories[0].spans[0].version == 2
+        await until(lambda: any(status.refused_weights for status in side.buffer.workers()))
+
+
+async def test_a_worker_whose_first_weights_were_wrong_gives_up(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide], monkeypatch: pytest.MonkeyPatch
+):
+    """It would refuse the right ones for ever; the next worker begins with them."""
+    monkeypatch.setattr("rollout.worker.MOST_REFUSED", 1)
+    side = learner(make_run("rollout.engine.type=torch", *ONE))
+    publish(side.weight_server, of_another_model(side, 0))
+    swapped: list[int] = []
+    work = asyncio.create_task(
+        serve(
+            side.url, side.run.name, "w", WeightSource(),
+            lambda status: swapped.append(status["swaps"]), EndpointAddress(), 0.0,
+        )
+    )  # fmt: skip
+    await until(lambda: any(swapped))
+    side.publish(1)
+    with pytest.raises(RecordError, match=r"gives up: 1 versions? in a row .*another model"):
         await work
 
 

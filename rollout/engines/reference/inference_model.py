@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from areal_q.errors import QuantizationError, WeightVersionError
+from areal_q.errors import WeightVersionError
 from areal_q.linear.quantized_linear import Linear
 from areal_q.messages import Manifest
 from areal_q.models.config import Activation, DecoderConfig, DeltaRule, Experts
@@ -21,7 +21,7 @@ from areal_q.models.layers.rope import RopeOfLayers
 from areal_q.models.low_bit.lora import LORA_SCALE, AdaptedLinear, adapter_of
 from areal_q.quant import FORMATS
 from areal_q.quant.kv_scales import kv_scales_of
-from areal_q.quant.state_dict import parts_of
+from areal_q.quant.state_dict import check_shapes, parts_of
 from areal_q.weights.version import WeightVersion
 from rollout.engines.reference.delta_layer import DeltaLayer, DeltaPass
 from rollout.engines.reference.kv_cache import Attend
@@ -90,8 +90,8 @@ def _sum(add: Tensor | None, bias: Tensor | None) -> Tensor | None:
 
 
 class InferenceModel:
-    """A decoder with the weights of one version. Raises WeightVersionError if `weights` lack a tensor or are of
-    an unknown format."""
+    """A decoder with the weights of one version. Raises WeightVersionError if `weights` lack a tensor, have one
+    of another shape, or are of an unknown format or model."""
 
     def __init__(self, weights: WeightVersion, device: str, ops: Ops) -> None:
         manifest = weights.manifest
@@ -100,10 +100,11 @@ class InferenceModel:
                 f"version {manifest.version}: format {manifest.format!r} is none of {', '.join(FORMATS)}"
             )
         self.manifest = manifest
-        self.config = DecoderConfig.from_hf(manifest.model)
         self.ops = ops
-        tensors = {name: tensor.to(device) for name, tensor in weights.tensors.items()}
         try:
+            self.config = DecoderConfig.from_hf(manifest.model)
+            check_shapes(weights.tensors, self.config.tensors(), manifest.format)
+            tensors = {name: tensor.to(device) for name, tensor in weights.tensors.items()}
             self.norm = _factors(self.config, tensors, "model.norm")
             head = None if self.config.tied else tensors.get("lm_head.weight")
             self.embedding, self.head = ops.tables(tensors["model.embed_tokens.weight"], head)
@@ -112,11 +113,12 @@ class InferenceModel:
                 _LayerReader(self.config, names, ops, manifest, tensors, i).layer()
                 for i in range(self.config.layers)
             ]
-        except (KeyError, QuantizationError) as error:
+            self.kv_scales = kv_scales_of(tensors, self.config.layers)
+        # What a publisher says of its model may be of any type.
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise WeightVersionError(
-                f"version {manifest.version} lacks a tensor: {error}"
+                f"version {manifest.version} cannot be used: {error}"
             ) from error
-        self.kv_scales = kv_scales_of(tensors, self.config.layers)
         self.rope = RopeOfLayers(self.config, device=device)
 
     def forward(
