@@ -25,6 +25,7 @@ FaultName = Literal[
     "responses cut off",
     "reward collapsed",
     "reward is flat",
+    "answers stay wrong",
 ]
 FAULTS: tuple[FaultName, ...] = get_args(FaultName)
 LASTING = 5
@@ -48,6 +49,9 @@ LOST_SHARE = 0.1
 from learning. Chosen: below it the work that is lost is less than a tenth."""
 SOLVED = 0.9
 """Held-out accuracy from which uniform groups are a success."""
+RARELY = 0.05
+"""Held-out accuracy that a whole run has never exceeded from which the model may be asked in another form than
+it was taught. Chosen: a trained model that was so asked had 0 of 20 right in all of ten steps."""
 FEW = 2
 """Responses that do not make a contradiction yet; records set aside that do not matter."""
 OPINIONS = ("right", "right_refused", "wrong", "wrong_accepted")
@@ -122,6 +126,8 @@ class LearningJudge:
         one as well."""
         lasting = min(LASTING, max(1, self._steps)) if over else LASTING
         found = [*self._causes(lasting), *self._collapse(), *self._flatness(lasting)]
+        if over and all(fault.minor for fault in found):
+            found += self._unsolved()
         return sorted(found, key=lambda fault: fault.minor)
 
     def _add_step(self, record: Record) -> None:
@@ -232,6 +238,16 @@ class LearningJudge:
             )
         yield Fault("reward is flat", self._flat, told, always)
 
+    def _unsolved(self) -> Iterator[Fault]:
+        """A short run has no other sign of a prompt that the model was not taught, if it hits by luck."""
+        if not self._evals or not self._steps or (best := self._evals[1].value) > RARELY:
+            return
+        # A reward to whose beginning it would be a fall has risen.
+        if self._rewards and self._rewards[-1].lost(self._rewards[0]):
+            return
+        told = f"held-out accuracy was never above {best:.3g}, for {_plural(self._steps)}"
+        yield Fault("answers stay wrong", self._steps, told, True)
+
     @property
     def _accuracy(self) -> float:
         """The accuracy of the newest evaluation; 0 without one."""
@@ -290,17 +306,23 @@ def advice(fault: Fault, run: Run) -> str:
         case "responses cut off":
             longer = f"a larger rollout.sampling.max_tokens (now {run.rollout.sampling.max_tokens})"
             return f"{longer}; {_prompt_advice(run)}" if fault.always else longer
-        case "reward is flat" if isinstance(run.model, SmallModel) and not run.warmstart.steps:
+        case "answers stay wrong" | "reward is flat" if _is_untrained(run):
             return (
                 "the built-in model starts from random weights: set warmstart.steps=400, "
                 "or take a trained one by model.type=pretrained model.path=DIR"
             )
+        case "answers stay wrong":
+            return f"{_prompt_advice(run)}; else more steps, or easier problems"
         case "reward is flat":
             other = (
                 "easier problems (harder ones, if these are solved), more responses a group "
                 "(learner.group_size), a finer reward"
             )
             return f"{other}; {_prompt_advice(run)}" if fault.always else other
+
+
+def _is_untrained(run: Run) -> bool:
+    return isinstance(run.model, SmallModel) and not run.warmstart.steps
 
 
 def _prompt_advice(run: Run) -> str:
