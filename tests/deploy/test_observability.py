@@ -72,7 +72,6 @@ def test_every_exported_number_is_on_the_dashboard_or_alerted():
         "weights_bytes",
         "worker_busy_seconds_total",
         "worker_groups_total",
-        "worker_refused_weights_total",  # the panel of versions shows that it stands still
         "worker_resumed_total",
         "worker_swaps_total",
         "worker_tokens_total",
