@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from areal_q.config import LearnerConfig, TorchBackend
 from areal_q.models import Decoder, DecoderConfig
+from areal_q.models.layers.gated_delta import GatedDelta
 from areal_q.models.layers.moe import Router
 from areal_q.models.low_bit.quantized_forward import QuantLinear, linears, materialise
 from learner.backends.critic import Critic
@@ -155,7 +156,7 @@ def _data_and_context(cfg: LearnerConfig, ranks: Ranks) -> tuple[Ranks, Ranks]:
 def shard(model: Decoder, cfg: LearnerConfig, mesh: DeviceMesh) -> None:
     """Shards every layer separately, and the rest of the model (embedding, last norm, head) together. Master
     weights and sums of gradients are float32, whatever `learner.dtype` is."""
-    _shard_routers(model, cfg, mesh)
+    _shard_exact(model, cfg, mesh)
     for layer in model.model.layers:
         _shard(layer, cfg, mesh)
     _shard(model, cfg, mesh)
@@ -163,17 +164,17 @@ def shard(model: Decoder, cfg: LearnerConfig, mesh: DeviceMesh) -> None:
 
 def _shard_critic(critic: Critic, cfg: LearnerConfig, mesh: DeviceMesh) -> None:
     if critic.trunk is not None:
-        _shard_routers(critic.trunk, cfg, mesh)
+        _shard_exact(critic.trunk, cfg, mesh)
         for layer in critic.trunk.layers:
             _shard(layer, cfg, mesh)
     _shard(critic, cfg, mesh)
 
 
-def _shard_routers(model: nn.Module, cfg: LearnerConfig, mesh: DeviceMesh) -> None:
-    """Shards routers separately, as they compute in float32 always."""
+def _shard_exact(model: nn.Module, cfg: LearnerConfig, mesh: DeviceMesh) -> None:
+    """Shards routers and the delta rule separately, as they compute in float32 always."""
     exact = msgspec.structs.replace(cfg, dtype="float32")
     for module in model.modules():
-        if isinstance(module, Router):
+        if isinstance(module, Router | GatedDelta):
             _shard(module, exact, mesh)
 
 

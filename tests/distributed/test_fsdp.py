@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.fixture_types import MakeRun, MakeSamples
+from helpers.kinds import write_foreign
 from helpers.policies import build_policy, save_at
 from helpers.strategies import DEEP, forest, unshared
 
@@ -173,6 +174,37 @@ def test_two_ranks_learn_what_one_does_and_resume_each_other(
         resumed.model.named_parameters(), alone.model.parameters(), strict=True
     ):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+STATES = {
+    "muon": ["learner.recompute=true", "learner.optimizer={type='muon', eps=1e-3, lr=1e-4}"],
+    "bfloat16": ["learner.dtype=bfloat16"],
+    "qarl": ["learner.precision=qarl", "rollout.format=int8"],
+    "lora": ["learner.lora={rank=4}", "rollout.format=nf4"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_two_ranks_learn_layers_with_states_as_one_does(
+    make_run: MakeRun, make_samples: MakeSamples, on_ranks: OnRanks, tmp_path: Path
+):
+    write_foreign(tmp_path / "model", "qwen3_5_text")
+    model = f"model={{type='pretrained', path='{tmp_path / 'model'}'}}"
+    steps = [make_samples(15, seed) for seed in range(2)]
+    runs = {
+        part: make_run(model, "learner.uaq=1", *SETTINGS, *more) for part, more in STATES.items()
+    }
+    found = on_ranks(2, {tmp_path / part: (run, steps) for part, run in runs.items()})
+    for (part, run), (metrics, _) in zip(runs.items(), found, strict=True):
+        alone = build(run)
+        expected = [update_policy(alone, samples) for samples in steps]
+        if part == "bfloat16":  # what is between two layers is rounded as well
+            norms = [[one["train/grad_norm"] for one in some] for some in (metrics, expected)]
+            assert norms[0] == pytest.approx(norms[1], rel=0.03)
+            continue
+        assert_metrics(metrics, expected)
+        assert_close(tmp_path / part / "checkpoints" / "step-000009", alone, 1e-4)
 
 
 @pytest.mark.slow
