@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from areal_q.config import HfModel, Run
 from areal_q.models import DecoderConfig
+from areal_q.models.layer_kinds import CHUNK, DeltaRule
 from areal_q.system.disk import size
 
 CPU_BLOCK, GPU_BLOCK = 1 << 22, 1 << 27
@@ -69,7 +70,11 @@ def pass_memory(run: Run, shape: DecoderConfig, lengths: Lengths) -> Iterator[Pa
     if isinstance(run.model, HfModel):
         tokens = padded
     layer, formula = _layer_bytes(run, shape, tokens, padded)
-    kept, formula = shape.layers * layer, f"layers · ({formula})"
+    kept, formula = len(shape.attention_layers) * layer, f"layers · ({formula})"
+    if rule := shape.delta:
+        each = _delta_bytes(shape, rule, tokens, responses, padded / responses)
+        kept, layer = kept + len(rule.layers) * each, max(layer, each)
+        formula += f" + {len(rule.layers)} with a state · {each:,.0f}"
     if cfg.recompute:
         kept = 4 * tokens * shape.width * shape.layers + layer
         formula = "4 · N · layers · D, and one layer's own"
@@ -93,12 +98,27 @@ def _layer_bytes(run: Run, shape: DecoderConfig, tokens: float, padded: float) -
     experts = shape.experts
     mlp = experts.mlp * experts.per_token if experts else shape.mlp
     fused = run.learner.products == "bfloat16" and run.learner.precision == "full"
-    if fused and not isinstance(run.model, HfModel):
+    if fused and not shape.delta and not isinstance(run.model, HfModel):
         return tokens * (4 * mlp + 16 * shape.width + 4 * heads), "N · (4 · mlp + 16 · D + 4 · q)"
     kv_heads = max(shape.kv_heads, run.learner.context)
     attention = padded * 2 * (heads + kv_heads * shape.head_dim)
     numbers = tokens * (7 * shape.width + 4 * mlp) + attention
     return 4 * numbers, "4 · N · (7 · D + 4 · mlp) + 4 · padded tokens · (q + k + v + out)"
+
+
+def _delta_bytes(
+    shape: DecoderConfig, rule: DeltaRule, tokens: float, rows: float, length: float
+) -> float:
+    """Returns the bytes that a layer with a state keeps (areal_q/models/layers/gated_delta.py), as torch keeps
+    them: for a token 7 · D + 4 · mlp numbers, and what its heads found in five forms; for each token of the
+    `rows` of so many tokens, which share no prompt, 3 numbers of a channel about the convolution, and for
+    each of its heads 6 of a key, 3 of a value and 7 for each token of its chunk; a state for each chunk."""
+    chunk = min(CHUNK, length)
+    chunks = math.ceil(length / chunk)
+    each = 6 * rule.key_dim + 3 * rule.value_dim + 7 * chunk
+    of_heads = rule.value_heads * chunks * (chunk * each + rule.key_dim * rule.value_dim)
+    of_token = 7 * shape.width + 4 * shape.mlp + 5 * rule.value_heads * rule.value_dim
+    return 4 * (tokens * of_token + rows * (3 * length * rule.channels + of_heads))
 
 
 def _head_memory(run: Run, shape: DecoderConfig, lengths: Lengths) -> Iterator[Part]:

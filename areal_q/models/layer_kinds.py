@@ -12,6 +12,8 @@ from areal_q.models.variants import STATEFUL, state_layers_of
 
 _T = TypeVar("_T")
 Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+CHUNK = 64
+"""Most tokens that the delta rule computes together; a chunk's system has the square of it in numbers."""
 
 
 class Experts(Struct, frozen=True, kw_only=True):

@@ -18,6 +18,7 @@ from areal_q.checks.memory import linear_weights
 from areal_q.checks.pass_memory import Lengths, keeps_exponentials, microbatch_responses
 from areal_q.config import HfEngine, Run, ScriptedEngine, TorchEngine
 from areal_q.models import DecoderConfig
+from areal_q.models.layer_kinds import CHUNK
 from areal_q.observability.run_summary import plural
 from areal_q.plan.hardware import Hardware
 
@@ -101,6 +102,17 @@ def active_linears(shape: DecoderConfig) -> float:
     return linear_weights(shape) - expert * (shape.experts.count - shape.experts.per_token)
 
 
+def mixing_flop(shape: DecoderConfig, seen: float, chunk: float = 1) -> float:
+    """Returns the FLOP of a token's attention to the `seen` ones before it, and of the states that it moves on
+    among the tokens of a `chunk`: areal_q/models/layers/gated_delta.py has their products."""
+    flop = 4 * seen * shape.heads * shape.head_dim * len(shape.attention_layers)
+    if rule := shape.delta:
+        within = chunk * (5 * rule.key_dim + 3 * rule.value_dim)
+        each = 6 * rule.key_dim * rule.value_dim + within
+        flop += len(rule.layers) * rule.value_heads * each
+    return flop
+
+
 def passes_of(run: Run, load: Load) -> float:
     """Returns how many micro-batches a step has."""
     cfg = run.learner
@@ -122,9 +134,9 @@ def learner_flop(run: Run, shape: DecoderConfig, load: Load) -> tuple[float, str
     units = before + cfg.epochs * (3 + cfg.recompute) + bool(cfg.reference_kl)
     again = not keeps_exponentials(run, shape, load.lengths)
     of_head = before + (3 + again) * cfg.epochs + bool(cfg.reference_kl)
-    reach = (prompt + response) / 2 * shape.heads * shape.head_dim * shape.layers * 4
+    mixing = mixing_flop(shape, (prompt + response) / 2, min(CHUNK, prompt + response))
     flop = (
-        units * inputs * (2 * active_linears(shape) + reach)
+        units * inputs * (2 * active_linears(shape) + mixing)
         + of_head * drawn * 2 * shape.vocab_size * shape.width
     )
     return flop, (
@@ -245,7 +257,7 @@ def _decoding(
     prompt, response = lengths.prompt, lengths.response
     weights, head = active_linears(shape), shape.vocab_size * shape.width
     flop = 2 * (weights + head) + 2 * weights * prompt / (shared * response)
-    flop += 4 * (prompt + response / 2) * shape.heads * shape.head_dim * shape.layers
+    flop += mixing_flop(shape, prompt + response / 2)
     item = 1 if getattr(run.rollout.engine, "kv_cache", "auto") == "fp8" else item
     kv = 2 * len(shape.attention_layers) * shape.kv_heads * shape.head_dim * item
     read = format_bytes(run.rollout.format) * weights + 2 * head

@@ -15,6 +15,7 @@ from areal_q.checks.memory import PROCESS_BYTES, learner_memory, total, worker_m
 from areal_q.checks.pass_memory import Lengths, pass_memory
 from areal_q.config import Run, load
 from areal_q.models import Decoder, DecoderConfig, PackedLayout, init_weights
+from areal_q.models.config import DeltaRule
 from areal_q.models.low_bit.bf16_rounding import round_rest
 from areal_q.models.low_bit.quantized_forward import QuantLinear, use
 
@@ -202,6 +203,34 @@ def test_activations_are_what_torch_keeps_for_the_backward_pass(
         prepare(model)
         kept[layers] = saved_bytes(model, grouped([(prompt, [23] * 8)] * 2, "cpu"))
         kept[-layers] = by_name(pass_memory(run, config, Lengths(prompt, 24)))["activations"]
+    assert kept[-4] - kept[-2] == pytest.approx(kept[4] - kept[2], rel=0.08)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("key_dim", "prompt", "response"), [(16, 20, 24), (32, 60, 24), (16, 20, 99)]
+)
+def test_layers_with_a_state_keep_what_is_expected(
+    dtype: str, key_dim: int, prompt: int, response: int
+):
+    """Chunks that are as long as the text, and several of them; of two and of four layers, as above."""
+    batch = ["learner.groups=2", "learner.group_size=8", "learner.minibatches=1"]
+    run, kept = load(None, [*batch, f"learner.dtype={dtype}"]), {}
+    for layers in (2, 4):
+        config = DecoderConfig(
+            family="qwen3_5_text", vocab_size=64, width=96, layers=layers, heads=2, kv_heads=1, head_dim=32,
+            mlp=256, max_positions=256,
+            delta=DeltaRule(
+                layers=tuple(range(layers)), key_heads=2, value_heads=4, key_dim=key_dim, value_dim=24,
+                kernel=4,
+            ),
+        )  # fmt: skip
+        model = Decoder(config)
+        init_weights(model, 0)
+        model.dtype = getattr(torch, dtype)
+        kept[layers] = saved_bytes(model, grouped([(prompt, [response - 1] * 8)] * 2, "cpu"))
+        found = by_name(pass_memory(run, config, Lengths(prompt, response)))
+        kept[-layers] = found["activations"]
     assert kept[-4] - kept[-2] == pytest.approx(kept[4] - kept[2], rel=0.08)
 
 

@@ -25,13 +25,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from areal_q.models.config import DecoderConfig, DeltaRule
+from areal_q.models.layer_kinds import CHUNK
 from areal_q.models.layers.linear import Linear
 from areal_q.models.layers.norm import HeadNorm, wide
 from areal_q.models.low_bit.bf16_rounding import straight
 from areal_q.models.packed_layout import PackedLayout
 
-CHUNK = 64
-"""Most tokens that are computed together; a chunk's system has the square of it in numbers."""
 _NORM_EPS = 1e-6
 """What is added to the squared norm of a query and a key"""
 
