@@ -9,6 +9,7 @@
     │   ├── LogError                    a run's log is missing or lacks a step
     │   └── DivergedError               gradients are not finite, step after step
     ├── RecordError (ValueError)        a message or trajectory breaks its contract
+    │   └── ContextExceeded             a request has more tokens than there is room for
     ├── QuantizationError (ValueError)  a tensor cannot be represented in a format
     ├── WeightVersionError              a published version is incomplete or altered
     ├── EngineDied                      the process of an engine ended, or fell silent
@@ -85,6 +86,13 @@ class DivergedError(UserError):
 
 class RecordError(AReaLQError, ValueError):
     """A message or trajectory breaks its contract; names the record and the token."""
+
+
+class ContextExceeded(RecordError):
+    """A request has more tokens than the model, its engine or the learner has room for. Clients know it by
+    OpenAI's code, or by the words "maximum context length"."""
+
+    code = "context_length_exceeded"
 
 
 class QuantizationError(AReaLQError, ValueError):

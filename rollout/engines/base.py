@@ -8,9 +8,8 @@ import numpy as np
 from msgspec import Struct
 
 from areal_q.config import RolloutConfig, Sampling
-from areal_q.errors import EngineDied, RecordError
+from areal_q.errors import ContextExceeded, EngineDied, RecordError
 from areal_q.messages import FinishReason, VersionSpan
-from areal_q.models.config import DecoderConfig
 
 if TYPE_CHECKING:  # its module needs torch
     from areal_q.weights.version import WeightVersion
@@ -126,6 +125,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def max_positions(self) -> int:
+        """Most tokens of prompt and response together; 0 before the first weights."""
+        ...
+
+    @property
     def active(self) -> int:
         """Number of responses that are being generated now."""
         ...
@@ -191,18 +195,18 @@ def finish_reason(
     return "timeout" if late and len(ids) else None
 
 
-def check_fits(request: Request, model: DecoderConfig, max_positions: int = 0) -> None:
-    """Raises RecordError for a request that `model` can never serve: one that is longer than `max_positions` (0
-    means the model's own limit), or has a token outside of the vocabulary."""
+def check_fits(request: Request, max_positions: int, vocab_size: int) -> None:
+    """Raises ContextExceeded for a request of more than `max_positions` tokens, and RecordError for one with
+    a token outside of the vocabulary."""
     prompt, sampling = np.asarray(request.prompt_ids), request.sampling
-    most = max_positions or model.max_positions
-    if len(prompt) + sampling.max_tokens > most:
-        raise RecordError(
-            f"a prompt of {len(prompt)} tokens and max_tokens = {sampling.max_tokens} "
-            f"exceed max_positions = {most}"
+    total = len(prompt) + sampling.max_tokens
+    if total > max_positions:
+        raise ContextExceeded(
+            f"This model's maximum context length is {max_positions} tokens (max_positions): "
+            f"the prompt has {len(prompt)}, and max_tokens is {sampling.max_tokens}"
         )
-    if prompt.min() < 0 or prompt.max() >= model.vocab_size:
-        raise RecordError(f"a prompt token is outside the vocabulary of {model.vocab_size}")
+    if prompt.min() < 0 or prompt.max() >= vocab_size:
+        raise RecordError(f"a prompt token is outside the vocabulary of {vocab_size}")
 
 
 def not_finite(version: int) -> RecordError:

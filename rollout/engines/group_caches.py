@@ -106,12 +106,16 @@ class GroupStepper:
         """The model without values, of which every version is a copy"""
 
     @property
+    def max_positions(self) -> int:
+        return self.model.config.max_positions if self.model else 0
+
+    @property
     def active(self) -> int:
         return sum(len(rows.indices) for rows in self.running)
 
     def check_request(self, request: Request) -> None:
         assert self.model is not None
-        check_fits(request, self.model.config)
+        check_fits(request, self.max_positions, self.model.config.vocab_size)
 
     def prepare(self, weights: WeightVersion) -> tuple[Decoder, WeightVersion]:
         manifest = weights.manifest

@@ -16,11 +16,11 @@ import torch
 from msgspec.structs import replace
 
 from areal_q.config import ScriptedEngine
-from areal_q.errors import RecordError, WeightVersionError
+from areal_q.errors import WeightVersionError
 from areal_q.messages import Manifest
 from areal_q.quant import FORMATS
 from areal_q.weights.version import WeightVersion
-from rollout.engines.base import Capabilities, Completion, Request
+from rollout.engines.base import Capabilities, Completion, Request, check_fits
 from rollout.engines.reference.async_engine import AsyncEngine, Job, StepVersions
 from rollout.engines.reference.sampling import random_uniform, seed_keys
 
@@ -75,7 +75,7 @@ class ScriptedStepper:
     ) -> None:
         self.tokens_per_s = config.tokens_per_s
         self.answer, self.certainty, self.vocab_size = answer, certainty, vocab_size
-        self.max_positions = math.inf
+        self.max_positions = 0
         self.version = -1
         self.waiting: deque[Job] = deque()
         self.responses: list[ScriptedResponse] = []
@@ -87,11 +87,8 @@ class ScriptedStepper:
         return len(self.responses)
 
     def check_request(self, request: Request) -> None:
-        total = len(request.prompt_ids) + request.sampling.max_tokens
-        if total > self.max_positions:
-            raise RecordError(
-                f"{total} tokens exceed the model's max_positions = {self.max_positions}"
-            )
+        if self.max_positions:
+            check_fits(request, self.max_positions, self.vocab_size)
 
     def prepare(self, weights: WeightVersion) -> Manifest:
         if weights.manifest.format not in FORMATS:

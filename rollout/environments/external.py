@@ -23,7 +23,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from areal_q.config import External, LearnerConfig
-from areal_q.errors import RecordError
+from areal_q.errors import ContextExceeded, RecordError
 from areal_q.messages import MOST_BRANCHES, FailureCause, Ticket, mean_of_turns
 from areal_q.tasks import Score
 from areal_q.tasks.base import Message, Tool
@@ -209,7 +209,10 @@ class Episodes(Environment):
             )
         room = self._learner.pass_tokens - len(context)
         if room <= 0:
-            raise RecordError(f"the episode would have more tokens than {self._learner.pass_limit}")
+            raise ContextExceeded(
+                "the episode's maximum context length is exceeded: it would have more tokens than "
+                f"{self._learner.pass_limit}"
+            )
         number = await self._reserved(episode, min(max_tokens or room, room))
         try:
             # Looked at only now, as the turn may have waited for others.
@@ -279,10 +282,14 @@ class Episodes(Environment):
 
     def end(self, episode: Episode, reward: float, parts: dict[str, float]) -> None:
         """Ends the episode with its own reward, to which those of its turns are added; the group is committed
-        once all of its episodes have ended. Raises RecordError if the episode has no finished turn."""
-        response = episode.response
-        if episode.busy or not response.drawn:
-            raise RecordError("the episode has no finished turn")
+        once all of its episodes have ended. Raises RecordError while a turn is under way, or if none has
+        finished."""
+        response = self._idle(episode).response
+        if not response.drawn:
+            raise RecordError(
+                "the episode has no finished turn to reward: none was asked for, or it failed; DELETE "
+                "/v1/episodes/ID gives the episode up"
+            )
         correct = bool(parts.get("correct", reward >= 1))
         others = {name: value for name, value in parts.items() if name != "correct"}
         score = Score(reward, correct, others)
@@ -296,8 +303,7 @@ class Episodes(Environment):
         """Ends an episode that failed through no fault of the model: it has no reward and stays out of the
         loss. An episode without a finished turn is offered to the next agent instead. `why` is for a reader.
         Raises RecordError while a turn is under way."""
-        if episode.busy:
-            raise RecordError("a turn of this episode is under way")
+        self._idle(episode)
         self.failure = f"{cause}: {why}" if why else cause
         if episode.response.drawn:
             for path in episode.response.paths:  # its reward is the failure's
@@ -305,6 +311,12 @@ class Episodes(Environment):
             self._settle(episode, self._failed(cause))
         else:
             self._undrawn(episode, cause)
+
+    def _idle(self, episode: Episode) -> Episode:
+        """Returns the episode. Raises RecordError while a turn is under way."""
+        if episode.busy:
+            raise RecordError("a turn of this episode is under way")
+        return episode
 
     def _undrawn(self, episode: Episode, cause: FailureCause) -> None:
         self.drop(episode)

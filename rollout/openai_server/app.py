@@ -144,8 +144,8 @@ class Endpoint:
         try:
             return await handler(request)
         except (RecordError, TaskError) as error:
-            details = getattr(error, "details", None)
-            return self._refused(400, "invalid_request_error", str(error), details)
+            more = {name: getattr(error, name, None) for name in ("code", "details")}
+            return self._refused(400, "invalid_request_error", str(error), **more)
         except EngineDied as error:
             return self._refused(503, "unavailable", str(error))
         except self._web.HTTPException as error:
@@ -161,8 +161,9 @@ class Endpoint:
         return playing and request.match_info.get("id", key) == key
 
     async def _models(self, request: Any) -> Any:
-        data = [{"id": self._model, "object": "model", "created": 0, "owned_by": "areal-q"}]
-        return self._json({"object": "list", "data": data, "version": self._engine.version})
+        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "areal-q"}
+        model["max_model_len"] = self._engine.max_positions or None
+        return self._json({"object": "list", "data": [model], "version": self._engine.version})
 
     async def _completions(self, request: Any) -> Any:
         return await self._complete(request, await self._body(request, CompletionBody))
@@ -331,9 +332,14 @@ class Endpoint:
         return self._web.Response(body=data, status=status, content_type="application/json")
 
     def _refused(
-        self, status: int, kind: str, message: str, details: dict[str, Any] | None = None
+        self,
+        status: int,
+        kind: str,
+        message: str,
+        code: str | None = None,
+        details: dict[str, Any] | None = None,
     ) -> Any:
         # The outer type, and details, are what Anthropic's clients look for.
-        error: dict[str, Any] = {"message": message, "type": kind, "code": None}
+        error: dict[str, Any] = {"message": message, "type": kind, "code": code}
         error |= {"details": details} if details else {}
         return self._json({"type": "error", "error": error}, status)

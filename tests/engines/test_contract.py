@@ -315,19 +315,20 @@ async def test_a_response_begun_after_a_swap_holds_the_new_version(engine, publi
 
 
 async def test_requests_wait_for_the_first_weights(new_engine, published):
-    assert new_engine.version == -1
+    assert new_engine.version == -1 and new_engine.max_positions == 0
     waiting = asyncio.ensure_future(new_engine.generate(ask()))
     too_long = asyncio.ensure_future(new_engine.generate(ask(max_tokens=POSITIONS)))
     await asyncio.sleep(0.01)
     assert not waiting.done() and new_engine.tokens_drawn == 0
     await new_engine.load_weights(published(0))
     check(ask(), await waiting)
+    assert new_engine.max_positions == POSITIONS
     with pytest.raises(RecordError, match="max_positions"):
         await too_long
 
 
 async def test_requests_that_can_never_be_served_are_refused_by_name(engine):
-    with pytest.raises(RecordError, match="max_positions = 512"):
+    with pytest.raises(RecordError, match="maximum context length is 512 tokens"):
         await engine.generate(ask(max_tokens=510))
     for tokens in (0, -1, -4, -300, 2**31):
         with pytest.raises(RecordError, match="max_tokens"):

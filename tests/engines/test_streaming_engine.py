@@ -29,7 +29,7 @@ class Launches:
 
     name = "launches"
     capabilities = Capabilities(formats=frozenset({"bf16"}), kv_on_update=frozenset({"keep"}))
-    slots, timeout_s, restarts, keeps_cache = 8, 60.0, 2, True
+    slots, timeout_s, restarts, keeps_cache, max_positions = 8, 60.0, 2, True, 512
 
     def __init__(self, *outcomes: bool, dies_at: int | None = None) -> None:
         self.outcomes, self.launched, self.dies_at = list(outcomes), 0, dies_at

@@ -91,7 +91,7 @@ async def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.M
 class Talker:
     """An engine that says on and on, until its client has gone."""
 
-    version = 3
+    version, max_positions = 3, 4096
 
     def __init__(self) -> None:
         self.gone = asyncio.Event()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import openai
 import pytest
 from helpers.openai_server.scripted import World
@@ -220,6 +221,21 @@ async def test_the_budget_is_of_the_whole_tree(world: Callable[..., World]):
     assert sum(drawn) == here.ticket.sampling.max_tokens == record.all_tokens
 
 
+async def test_an_episode_whose_turn_failed_is_given_up(world: Callable[..., World]):
+    """A reward has nothing to go to, and the refusal says how the episode ends without one."""
+    here = world()
+    async with here.served() as create:
+        id = (await here.post("/episodes"))["id"]
+        with pytest.raises(openai.BadRequestError, match="context length"):
+            long = [said("user", "what?" * 2000)]
+            await create(model="run", messages=long, extra_headers={"X-Episode": id})
+        told = await here.post(f"/episodes/{id}/reward", {"reward": 1.0}, status=400)
+        assert "or it failed; DELETE /v1/episodes/ID" in told["error"]["message"]
+        assert here.episodes.open == 1
+        async with aiohttp.ClientSession() as http, http.delete(f"{here.url}/episodes/{id}"):
+            assert here.episodes.open == 0
+
+
 async def test_an_end_is_refused_while_a_turn_is_under_way(world: Callable[..., World]):
     async def play(agent: Agent) -> None:
         await agent.ask(said("user", "what?"))
@@ -229,7 +245,8 @@ async def test_an_end_is_refused_while_a_turn_is_under_way(world: Callable[..., 
         while len(engine.seeds) < 2:
             await asyncio.sleep(0.01)
         end = f"/episodes/{agent.episode['id']}/reward"
-        await agent.here.post(end, {"reward": 1.0}, status=400)
+        told = await agent.here.post(end, {"reward": 1.0}, status=400)
+        assert "a turn of this episode is under way" in told["error"]["message"]
         released.set()
         await under_way
         engine.wait = None

@@ -94,6 +94,20 @@ async def test_completions_have_log_probs_ids_and_versions(make_run: MakeRun):
         assert found == [c.token_ids for c in reply.choices]
 
 
+async def test_a_request_beyond_the_context_is_told_as_openai_does(make_run: MakeRun):
+    """Clients compact the conversation by the code, or by the words; vLLM's name tells how long it may be."""
+    async with asking(make_run()) as client:
+        model: Any = (await client.models.list()).data[0]
+        most: int = model.max_model_len
+        asked: dict[str, Any] = {"model": "run", "max_tokens": 8}
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError, match="maximum context length") as refused:
+                await client.completions.create(**asked, prompt=[1] * (most - 7), stream=stream)
+            assert refused.value.code == "context_length_exceeded"
+        reply: Any = await client.completions.create(**asked, prompt=[1] * (most - 8))
+        assert reply.usage.prompt_tokens == most - 8
+
+
 async def test_stop_strings_are_not_said_but_their_tokens_are_kept(make_run: MakeRun):
     async with asking(make_run()) as client:
         create: Any = client.completions.create
@@ -641,9 +655,10 @@ async def test_an_episode_ends_where_the_learner_has_no_more_room(
             create: Any = client.completions.create
             with pytest.raises(
                 openai.BadRequestError, match=r"more tokens than .*microbatch_tokens = 20"
-            ):
+            ) as refused:
                 prompt = episode["prompt"] + "1" * 30
                 await create(model="run", prompt=prompt, extra_headers=heads)
+            assert refused.value.code == "context_length_exceeded"
             given = 18 - len(episode["prompt_token_ids"])
             reply = await create(
                 model="run", prompt=episode["prompt"] + "1" * given, extra_headers=heads

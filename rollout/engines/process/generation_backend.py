@@ -39,6 +39,8 @@ class GenerationBackend(Protocol):
     restarts: int
     keeps_cache: bool
     """True if cached keys and values are kept when the weights they were computed with are replaced."""
+    max_positions: int
+    """Most tokens of prompt and response together; 0 before the first launch."""
 
     async def prepare(self) -> None:
         """Does everything that needs no weights, such as slow imports. Raises ConfigError if the engine cannot

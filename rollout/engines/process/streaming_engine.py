@@ -103,6 +103,10 @@ class StreamingEngine(EngineBase):
         return -1 if self._weights is None else self._weights.manifest.version
 
     @property
+    def max_positions(self) -> int:
+        return self.backend.max_positions
+
+    @property
     def active(self) -> int:
         return self._active
 

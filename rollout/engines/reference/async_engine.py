@@ -170,6 +170,9 @@ class Stepper(Protocol):
     def version(self) -> int: ...
 
     @property
+    def max_positions(self) -> int: ...
+
+    @property
     def active(self) -> int: ...
 
     def check_request(self, request: Request) -> None:
@@ -219,6 +222,10 @@ class AsyncEngine(EngineBase):
         """Monotonic time before which the thread takes no step, for `tokens_per_s`"""
         self._busy: tuple[float, float | None] = (0.0, None)
         """Seconds with something to generate, and since when there is; None while there is nothing"""
+
+    @property
+    def max_positions(self) -> int:
+        return self._stepper.max_positions
 
     @property
     def active(self) -> int:

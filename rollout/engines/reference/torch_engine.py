@@ -85,12 +85,16 @@ class TorchStepper:
         return -1 if self.model is None else self.model.manifest.version
 
     @property
+    def max_positions(self) -> int:
+        return self.model.config.max_positions if self.model else 0
+
+    @property
     def active(self) -> int:
         return len(self.rows) + sum(p.job.request.num_samples for p in self.prompts.open)
 
     def check_request(self, request: Request) -> None:
         assert self.model is not None
-        check_fits(request, self.model.config)
+        check_fits(request, self.max_positions, self.model.config.vocab_size)
         needed, most = _pages_needed(request, request.num_samples), self.cache.pool.most
         if needed > most:
             raise RecordError(

@@ -97,7 +97,7 @@ class SglangBackend:
         self._staged: Path | None = None
         self._first: Manifest | None = None
         self._model: DecoderConfig | None = None
-        self._positions = config.max_positions
+        self.max_positions = 0
         self._seeded = True
         """True if the server draws in its deterministic mode, whether or not the settings ask for it"""
         self._most_masked = 0
@@ -118,7 +118,7 @@ class SglangBackend:
 
     def check_request(self, request: Request) -> None:
         assert self._model is not None
-        check_fits(request, self._model, self._positions)
+        check_fits(request, self.max_positions, self._model.vocab_size)
         if request.sampling.min_p and self._seeded:
             raise RecordError(
                 "min_p: SGLang draws it without seeds only, and dies otherwise: "
@@ -152,7 +152,7 @@ class SglangBackend:
             await self.close()
             raise
         own = self.config.max_positions or model.max_positions
-        self._positions = min(own, info["max_req_input_len"])
+        self.max_positions = min(own, info["max_req_input_len"])
         self._most_masked = info["sampling_mask_max_tokens"]
         self._seeded = info["enable_deterministic_inference"]
         self._salt = checkpoint_backend.fresh_salt()

@@ -92,8 +92,7 @@ class VllmBackend:
         self._directory: OwnDirectory | None = None
         self._first: Manifest | None = None
         self._model: DecoderConfig | None = None
-        self._positions = config.max_positions
-        """Most tokens of prompt and response together; 0 means the model's own limit"""
+        self.max_positions = 0
         self._salt = ""
         self._adapter: Any = None
         self._requests = 0
@@ -110,7 +109,7 @@ class VllmBackend:
 
     def check_request(self, request: Request) -> None:
         assert self._model is not None
-        check_fits(request, self._model, self._positions)
+        check_fits(request, self.max_positions, self._model.vocab_size)
         if request.sampling.temperature > 2:
             raise RecordError(f"temperature = {request.sampling.temperature}: vLLM takes 2 at most")
 
@@ -140,7 +139,7 @@ class VllmBackend:
             for path in directory.glob("*.*"):
                 path.unlink()
         self._first, self._model = manifest, DecoderConfig.from_hf(manifest.model)
-        self._positions = settings["max_model_len"] or 0
+        self.max_positions = settings["max_model_len"] or self._model.max_positions
 
     async def stage(self, weights: WeightVersion) -> None:
         if self._stager is None:  # a launch was cancelled, or failed

@@ -159,7 +159,7 @@ async def test_a_model_of_32768_positions_starts_by_default():
     async with serving(vllm_engine(VllmEngine(slots=4)), weights) as engine:
         (done,) = await engine.generate(ask(max_tokens=4))
         assert len(done.response_ids) == 4
-        with pytest.raises(RecordError, match="max_positions = 32768"):
+        with pytest.raises(RecordError, match="maximum context length is 32768 tokens"):
             await engine.generate(ask(max_tokens=32768))
 
 

@@ -33,7 +33,7 @@ TEMPLATE = (
 class Scripted:
     """An engine that draws the next line of its script, and the end; a line is cut where there is no room."""
 
-    version = 3
+    version, max_positions = 3, 4096
 
     def __init__(self, tokenizer: Tokenizer, script: list[str]) -> None:
         self.tokenizer, self.script = tokenizer, script
