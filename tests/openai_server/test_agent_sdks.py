@@ -178,3 +178,58 @@ async def test_langchain_s_agent_plays_an_episode(
         await here.post(f"/episodes/{id}/reward", {"reward": 1.0})
     assert said.text == "3 and 7" and sorted(added) == [3, 7]
     check_tokens(here, "Add with the tool.")
+
+
+@pytest.mark.parametrize("api", ["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])
+async def test_a_cut_reply_ends_openai_s_agents_over_responses(
+    tmp_path: Path, make_ticket: Callable[..., Ticket], api: str
+) -> None:
+    """Over chats they take what there is of it. The turn is recorded both times, and can be rewarded."""
+    agents: Any = pytest.importorskip("agents", reason="needs openai-agents: make test-agents")
+    here = World(tmp_path, make_ticket, ["3 and 7"])
+    agents.set_tracing_disabled(True)
+    async with here.served():
+        id = (await here.post("/episodes"))["id"]
+        url = f"{here.url}/episodes/{id}"
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            model = getattr(agents, api)(model="run", openai_client=client)
+            few = agents.ModelSettings(max_tokens=5)
+            agent = agents.Agent(name="adder", model=model, model_settings=few)
+            (done,) = await asyncio.gather(
+                agents.Runner.run(agent, "1+2 and 3+4?"), return_exceptions=True
+            )
+        if api == "OpenAIResponsesModel":
+            assert isinstance(done, agents.ModelBehaviorError) and "max_output_tokens" in str(done)
+        else:
+            assert done.final_output == "3 and"
+        assert (await here.post(f"/episodes/{id}/reward", {"reward": 0.0}))["tokens"] == 5
+
+
+@pytest.mark.parametrize("responses", [False, True])
+async def test_langchain_s_structured_output_is_refused_by_name(
+    tmp_path: Path, make_ticket: Callable[..., Ticket], responses: bool
+) -> None:
+    """It requires a call, or a schema, which no engine here enforces."""
+    pytest.importorskip("langchain_openai", reason="needs langchain-openai: make test-agents")
+    import httpx
+    from langchain_openai import ChatOpenAI
+
+    here = World(tmp_path, make_ticket, [])
+    schema = {"title": "Sum", "description": "A sum.", "type": "object", "properties": {}}
+    named = {
+        "function_calling": "tool_choice",
+        "json_mode": "text" if responses else "response_format",
+    }
+    async with here.served(), httpx.AsyncClient() as client:
+        model = ChatOpenAI(
+            model="run",
+            base_url=here.url,
+            api_key="none",
+            max_retries=0,
+            use_responses_api=responses,
+            http_async_client=client,
+        )
+        for method, field in named.items():
+            structured = model.with_structured_output(schema, method=method)
+            with pytest.raises(openai.BadRequestError, match=f"`{field}` is not implemented"):
+                await structured.ainvoke("1+2?")
