@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from areal_q.models.layers.linear import product
+from areal_q.models.layers.norm import wide
 
 BLOCK = 1 << 22
 """Number of logits in a block, which a processor's cache holds"""
@@ -51,7 +52,7 @@ def whole(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, entropy_learns: bool
 ) -> tuple[Tensor, Tensor]:
     """Returns the same by its definition in plain torch, with memory for several tensors [T, V]."""
-    logits = _wide(torch.nn.functional.linear(hidden, weight)) / temperature
+    logits = wide(torch.nn.functional.linear(hidden, weight)) / temperature
     logp = torch.log_softmax(logits, dim=-1)
     with torch.set_grad_enabled(entropy_learns and torch.is_grad_enabled()):
         entropy = -(logp.exp() * logp).sum(-1)
@@ -93,7 +94,7 @@ class _Blockwise(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, columns: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         # Σ exp and Σ exp · l are of l minus the largest l so far, and are rescaled whenever that grows.
-        largest = _wide(hidden.new_full((len(hidden),), -torch.inf))
+        largest = wide(hidden.new_full((len(hidden),), -torch.inf))
         total, weighted = torch.zeros_like(largest), torch.zeros_like(largest)
         chosen = torch.zeros_like(largest)
         for start in range(0, len(weight), columns):
@@ -123,8 +124,8 @@ class _Blockwise(torch.autograd.Function):
         hidden, weight, targets, lse, entropy = ctx.saved_tensors
         of_chosen, of_lse, of_entropy = grads
         to_hidden, to_weight = ctx.needs_input_grad[:2]
-        wide = _wide(hidden)
-        grad_hidden = torch.zeros_like(wide) if to_hidden else None
+        widened = wide(hidden)
+        grad_hidden = torch.zeros_like(widened) if to_hidden else None
         grad_weight = torch.empty_like(weight) if to_weight else None
         entropy_learns = bool(of_entropy.any())
         for start in range(0, len(weight), ctx.columns):
@@ -163,7 +164,7 @@ def _product(x: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
     `dtype`."""
     if x.is_cuda and dtype in (torch.bfloat16, torch.float16):
         return torch.mm(x.to(dtype), w.to(dtype).t(), out_dtype=torch.float32)
-    return product(_wide(x), _wide(w))
+    return product(wide(x), wide(w))
 
 
 def _places(targets: Tensor, start: int, columns: int) -> tuple[Tensor, Tensor]:
@@ -171,7 +172,3 @@ def _places(targets: Tensor, start: int, columns: int) -> tuple[Tensor, Tensor]:
     arbitrary."""
     places = targets - start
     return (places >= 0) & (places < columns), places.clamp(0, columns - 1)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
