@@ -60,12 +60,6 @@ def bf16_parts(x: np.ndarray, parts: int) -> np.ndarray:
     return found.view(np.int32)
 
 
-def words_of(x: Tensor) -> Tensor:
-    """Returns the words of x, int32 [..., W], of bfloat16 or uint8 [..., K]."""
-    rest = -x.shape[-1] % (4 // x.element_size())
-    return (F.pad(x, (0, rest)) if rest else x).view(torch.int32)
-
-
 @kernel(void(F2, nt.Array(nt.uint16, 3, "C")))
 def _split(x, parts):
     for t in range(x.shape[0]):

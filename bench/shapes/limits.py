@@ -54,7 +54,7 @@ def _float32(rows: int, inputs: int, outs: int) -> list[Callable[[], Any]]:
 
 def _bfloat16(rows: int, inputs: int, outs: int) -> list[Callable[[], Any]]:
     x, w = torch.randn(rows, inputs).bfloat16(), torch.randn(outs, inputs).bfloat16()
-    words, packed = cpu_gemm.words_of(x[None]).numpy(), cpu_gemm.pack_words(w).numpy()
+    words, packed = x[None].view(torch.int32).numpy(), cpu_gemm.pack_words(w).numpy()
     rest = np.zeros(len(packed) * PANEL, np.float32), *_rest(rows, outs)
     runs: list[Callable[[], Any]] = [
         lambda: F.linear(x, w),
@@ -72,7 +72,7 @@ def _int8(rows: int, inputs: int, outs: int) -> list[Callable[[], Any]]:
     runs: list[Callable[[], Any]] = [lambda: torch._int_mm(x, w.t())]  # pyright: ignore[reportPrivateImportUsage]
     if has_int8():
         codes = x.view(torch.uint8)
-        words, packed = cpu_gemm.words_of(codes[None]).numpy(), cpu_gemm.pack_words(w).numpy()
+        words, packed = codes[None].view(torch.int32).numpy(), cpu_gemm.pack_words(w).numpy()
         shift, rest = np.zeros(len(packed) * PANEL, np.int32), _rest(rows, outs)
         runs.append(lambda: cpu_gemm.gemm(words, packed, shift, *rest, 0, len(packed)))
     return runs

@@ -13,14 +13,13 @@ Lists have one value for each response token. Together with behavior_logprobs of
 every ratio of the step, without running a model.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
-from buffer.logs.parquet_log import LogFormat, ParquetLog, row_groups
+from buffer.logs.parquet_log import LogFormat, ParquetLog
 
 _SCHEMA_VERSION = 1
 _METADATA_KEY = b"areal-q-tokens-schema"
@@ -110,16 +109,3 @@ def tokens_to_table(step: int, scores: TokenScores) -> pa.Table:
     return pa.Table.from_arrays(
         [(columns | arrays)[f.name] for f in TOKEN_SCHEMA], schema=TOKEN_SCHEMA
     )
-
-
-def iter_tokens(
-    directory: str | Path, from_step: int = 0, to_step: int | None = None
-) -> Iterator[tuple[int, pa.Table]]:
-    """Yields (step, its rows) for the steps in [from_step, to_step), in order, with one step in memory at a
-    time.
-
-    Raises RecordError for a part that is not a token log or is of a newer schema.
-    """
-    for rows in row_groups(Path(directory), TOKEN_LOG_FORMAT):
-        if from_step <= rows.step and (to_step is None or rows.step < to_step):
-            yield rows.step, rows.read()

@@ -33,16 +33,3 @@ def pack_arrays(meta: Any, arrays: Mapping[str, np.ndarray]) -> bytes:
     return gzip.compress(
         struct.pack("<I", len(header)) + header + b"".join(bodies), _LEVEL, mtime=0
     )
-
-
-def unpack_arrays(chunk: bytes) -> tuple[Any, dict[str, np.ndarray]]:
-    """Returns the (meta, arrays) that `pack_arrays` was given."""
-    data = gzip.decompress(chunk)
-    (length,) = struct.unpack_from("<I", data)
-    header = msgspec.json.decode(data[4 : 4 + length])
-    start = 4 + length
-    arrays = {
-        name: np.frombuffer(data, np.dtype(dtype).newbyteorder("<"), count, start + offset)
-        for name, dtype, offset, count in header["arrays"]
-    }
-    return header["meta"], arrays

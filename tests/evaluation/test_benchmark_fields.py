@@ -7,7 +7,7 @@ import pytest
 
 from areal_q.config import Choice, Gsm8k, Jsonl, Math
 from areal_q.errors import ConfigError, TaskError
-from areal_q.tasks import Problem, all_problems, build_score, build_task
+from areal_q.tasks import GRADERS, Problem, all_problems, build_task
 
 
 @pytest.fixture
@@ -129,8 +129,8 @@ def test_jsonl_takes_the_names_of_its_fields_and_of_its_grader(write):
     task = build_task(cfg)
     assert [(p.prompt, p.answer) for p in task.heldout] == [("8?", "8"), ("9?", "9")]
     assert len(task.train) == 8
-    assert build_score(cfg)(task.heldout[0], "8.0").correct
-    assert not build_score(Jsonl(path=path))(task.heldout[0], "8.0").correct
+    assert GRADERS[cfg.grader].score(task.heldout[0], "8.0").correct
+    assert not GRADERS[Jsonl(path=path).grader].score(task.heldout[0], "8.0").correct
 
 
 def test_a_generated_task_has_no_file_to_read():

@@ -188,7 +188,7 @@ def test_a_processor_without_bf16_computes_the_same():
 
     x, weight = torch.randn(3, 40).bfloat16(), torch.randn(64, 40).bfloat16()
     out = np.zeros((3, 64), np.float32)
-    multiply(cpu_gemm.words_of(x).numpy(), cpu_gemm.pack_words(weight).numpy(), out)
+    multiply(x.view(torch.int32).numpy(), cpu_gemm.pack_words(weight).numpy(), out)
     exact = x.double() @ weight.double().t()
     torch.testing.assert_close(torch.from_numpy(out).double(), exact, rtol=0, atol=1e-4)
 

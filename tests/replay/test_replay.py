@@ -19,6 +19,7 @@ import torch
 import typer
 from helpers.commands import refused, run_here, stretched
 from helpers.paths import EXECUTABLE, ROOT
+from helpers.readers import iter_tokens
 
 from areal_q.config import load, settings_hash
 from areal_q.errors import CheckpointError, LogError, RecordError, UserError
@@ -26,7 +27,7 @@ from areal_q.messages import Array, VersionSpan
 from areal_q.observability.metrics_log import read_metrics
 from areal_q.system.run_dir import keep_settings
 from buffer.logs.step_log import StepLog, iter_steps
-from buffer.logs.token_log import iter_tokens, tokens_to_table
+from buffer.logs.token_log import tokens_to_table
 from buffer.logs.trajectory_log import iter_log
 from buffer.logs.trajectory_schema import TRAJECTORY_SCHEMA, groups_from_table, groups_to_table
 from learner import checkpoint

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from helpers.commands import areal_q, refused, run_here
+from helpers.readers import iter_tokens, unpack_arrays
 from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -22,7 +23,7 @@ from areal_q.config import Arithmetic, PretrainedModel, SmallModel, load
 from areal_q.errors import ConfigError, LogError, RecordError
 from areal_q.messages import Array, Branch, TurnReward, VersionSpan
 from areal_q.observability.metrics_log import read_metrics
-from buffer.logs.token_log import TokenLog, iter_tokens
+from buffer.logs.token_log import TokenLog
 from buffer.logs.trajectory_log import TrajectoryLog, iter_log
 from buffer.logs.trajectory_schema import groups_to_table
 from buffer.report import cli as command
@@ -31,7 +32,7 @@ from buffer.report.cli import elsewhere
 from buffer.report.figures import DELTA, plots_for, rows_of, write_figures_csv
 from buffer.report.index import Index, to_chunk
 from buffer.report.listed import matching
-from buffer.report.packed_arrays import pack_arrays, unpack_arrays
+from buffer.report.packed_arrays import pack_arrays
 from buffer.report.page import bisection, interesting, shell, whole_file
 from buffer.report.runs import Reported, different_settings, overview, read_runs
 from buffer.report.serve import ReportServer

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 import pytest
+from helpers.readers import unpack_arrays
 from playwright.sync_api import Browser, Error, Page, expect, sync_playwright
 
 from areal_q.messages import Array, VersionSpan
@@ -19,7 +20,6 @@ from areal_q.observability.metrics_log import MetricsLog
 from buffer.logs.trajectory_log import TrajectoryLog
 from buffer.logs.trajectory_schema import groups_to_table
 from buffer.report.figures import write_figures_csv
-from buffer.report.packed_arrays import unpack_arrays
 from buffer.report.page import whole_file
 from buffer.report.runs import read_runs
 from buffer.report.serve import ReportServer

@@ -15,7 +15,7 @@ from areal_q.config import CalculatorTool, Run, Sampling, ScriptedEngine, TorchE
 from areal_q.errors import ConfigError
 from areal_q.messages import Array, MessageDecoder, PartialResponse, Ticket, VersionSpan, encode
 from areal_q.models.low_bit.engine_policy import engine_policy
-from areal_q.tasks import CharTokenizer, Problem, build_score, build_task
+from areal_q.tasks import GRADERS, CharTokenizer, Problem, build_task
 from learner.backends.single_device import TorchPolicy
 from learner.data.packing import Sample, pack_samples
 from learner.measure.rescore import Scorer
@@ -131,7 +131,7 @@ def test_every_turns_log_probs_are_those_of_the_whole_recomputed(
 
 
 def sample(ticket: Ticket, index: int, response: Response, advantage: float = 1.0) -> Sample:
-    score = build_score(Run().task)(Problem("", "x"), "")
+    score = GRADERS[Run().task.grader].score(Problem("", "x"), "")
     return Sample(
         ticket=ticket.number,
         prompt_ids=ticket.prompt_ids.numpy(),
@@ -174,7 +174,7 @@ def test_a_close_of_several_tokens_is_refused():
 
 def test_the_task_demonstrates_the_call_and_judges_the_end(make_run: MakeRun):
     run = make_run("task.type=tool-calculator")
-    score = build_score(run.task)
+    score = GRADERS[run.task.grader].score
     problem = build_task(run.task).train[0]
     assert score(problem, problem.answer).correct
     call, _, result = problem.answer.rpartition(" ")

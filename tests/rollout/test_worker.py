@@ -38,9 +38,9 @@ from areal_q.messages import (
 from areal_q.models import Decoder
 from areal_q.quant.state_dict import is_quantized
 from areal_q.tasks import (
+    GRADERS,
     Problem,
     Score,
-    build_score,
     build_task,
     build_tokenizer,
     problem_at,
@@ -189,7 +189,7 @@ async def test_every_ticket_becomes_one_valid_group(
     make_run: MakeRun, learner: Callable[[Run], LearnerSide], engine: str
 ):
     side = learner(make_run(f"rollout.engine.type={engine}", "learner.group_size=3"))
-    score = build_score(side.run.task)
+    score = GRADERS[side.run.task.grader].score
     async with working(side):
         side.publish(0)
         side.admission.admit(0)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from areal_q.config import Countdown
 from areal_q.errors import TaskError
-from areal_q.tasks import CharTokenizer, Problem, build_score, build_task
+from areal_q.tasks import GRADERS, CharTokenizer, Problem, build_task
 from areal_q.tasks.datasets.countdown import evaluate
 
 OPERATORS = {
@@ -42,7 +42,7 @@ def asked(problem: Problem) -> tuple[list[int], int]:
 @pytest.mark.parametrize("numbers", [2, 3, 4, 6])
 def test_every_problem_has_the_solution_that_it_comes_with(numbers: int):
     cfg = Countdown(numbers=numbers, heldout=50)
-    task, score = build_task(cfg), build_score(cfg)
+    task, score = build_task(cfg), GRADERS[cfg.grader].score
     for problem in [*task.train[:300], *task.heldout]:
         given_numbers, target = asked(problem)
         assert len(given_numbers) == numbers and 1 <= target <= 100
@@ -92,7 +92,8 @@ def test_settings_that_leave_too_few_problems_are_refused():
     ],
 )
 def test_the_reward_is_for_the_value_with_exactly_these_numbers(response: str, correct: bool):
-    assert build_score(Countdown())(Problem("3,5,7 22=", "3*5+7"), response).correct is correct
+    score = GRADERS[Countdown().grader].score
+    assert score(Problem("3,5,7 22=", "3*5+7"), response).correct is correct
 
 
 @st.composite

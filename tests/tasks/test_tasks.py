@@ -37,7 +37,6 @@ from areal_q.tasks import (
     TASKS,
     Problem,
     answer_of,
-    build_score,
     build_task,
     permute,
     problem_at,
@@ -103,7 +102,7 @@ FRAGMENTS = [
 @pytest.mark.parametrize("cfg", QUICK, ids=lambda c: type(c).__name__)
 @given(response=st.text() | st.lists(st.sampled_from(FRAGMENTS)).map("".join))
 def test_a_quick_score_never_raises_and_is_0_or_1(cfg: TaskConfig, response: str) -> None:
-    score = build_score(cfg)(Problem("1+1=", "2"), response)
+    score = GRADERS[cfg.grader].score(Problem("1+1=", "2"), response)
     assert score.reward == float(score.correct)
     # What is right is one answer, in one spelling.
     if score.correct:
@@ -151,7 +150,7 @@ def test_arithmetic_slices_like_a_list() -> None:
 
 
 def test_arithmetic_rewards_exactly_the_answer() -> None:
-    score = build_score(Arithmetic())
+    score = GRADERS[Arithmetic().grader].score
     p = Problem("12+34=", "64")
     assert score(p, "64").correct
     assert not any(score(p, r).correct for r in ("46", "640", "", "6 4", "064"))
@@ -220,14 +219,14 @@ def test_calculator_never_trains_on_held_out_prompts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("response", ["1000.5", "1,000.5", " 1000.50", "+1000.500", "01000.5"])
 def test_calculator_accepts_numerically_equal_answers(response: str) -> None:
-    assert build_score(Calculator(path="x"))(Problem("p", "1000.5"), response).correct
+    assert GRADERS[Calculator(path="x").grader].score(Problem("p", "1000.5"), response).correct
 
 
 @pytest.mark.parametrize(
     "response", ["", "1000.4", "10005", "1000.5.", "10,00.5", "1e3", "NaN", "٣"]
 )
 def test_calculator_refuses_other_answers(response: str) -> None:
-    assert not build_score(Calculator(path="x"))(Problem("p", "1000.5"), response).correct
+    assert not GRADERS[Calculator(path="x").grader].score(Problem("p", "1000.5"), response).correct
 
 
 @given(st.decimals(allow_nan=False, allow_infinity=False, places=3, min_value=-(10**9)))
@@ -263,7 +262,7 @@ def test_gsm8k_does_not_train_on_a_held_out_question(tmp_path: Path) -> None:
 
 
 def test_gsm8k_rewards_the_right_final_number_only() -> None:
-    score = build_score(Gsm8k(path="x"))
+    score = GRADERS[Gsm8k(path="x").grader].score
     p = Problem("q", "1,200")
     assert score(p, "First 3, then #### $1200.00").reward == 1.0
     assert score(p, "The answer is 1,200 dollars.").reward == 1.0

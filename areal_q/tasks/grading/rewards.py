@@ -215,12 +215,6 @@ def _reward_of(run: Run) -> Reward:
     return InlineReward(GRADERS[grader], cfg, max_tokens, stop_strings(run.rollout.sampling))
 
 
-def build_score(cfg: TaskConfig) -> Callable[[Problem, str], Score]:
-    """Returns the task's own score function, which runs in the caller's process, without timeout and
-    weights."""
-    return GRADERS[cfg.grader].score
-
-
 def second_opinion(run: Run) -> Opinion | None:
     """Returns what else can say whether a response is right, where a user's file gives the rewards: the task's
     own grader, or for a Python task and a slow grader True for the very answer and None for all else. None for
