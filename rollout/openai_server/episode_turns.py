@@ -22,7 +22,8 @@ def context_of_prompt(tokenizer: Tokenizer, episode: Episode, prompt: str | list
     follows the longest recorded one, or the ticket's prompt, is tokenised."""
     if isinstance(prompt, str):
         before, known = episode.prompt, episode.ticket.prompt
-        if found := _longest(s for s in episode.states if _begins(prompt, s.text)):
+        begins = (s for s in episode.states if s.text is not None and prompt.startswith(s.text))
+        if found := _longest(begins):
             before, known = episode.ids(found), found.text or ""
         if prompt.startswith(known):
             return [*before, *tokenizer.encode(prompt[len(known) :])]
@@ -58,10 +59,6 @@ def _longest(states: Iterable[State]) -> State | None:
     """Returns the state that says the most, the newest of several."""
     found = [*states][::-1]
     return max(found, key=lambda s: len(s.text or s.messages or ""), default=None)
-
-
-def _begins(prompt: str, text: str | None) -> bool:
-    return text is not None and prompt.startswith(text)
 
 
 def _are_said_again(known: Sequence[Message], messages: Sequence[Message]) -> bool:
