@@ -98,7 +98,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
 
 
 @pytest.mark.pages
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(not REAL_MODEL.is_dir(), reason="needs the real model: make real-model")
 @pytest.mark.parametrize("name", ["adder", "asker"])
 def test_the_real_model_learns_a_tool(place: Place, name: str, monkeypatch: pytest.MonkeyPatch):
@@ -154,6 +154,6 @@ def test_the_real_model_learns_a_tool(place: Place, name: str, monkeypatch: pyte
     assert after["eval/turns"] >= before["eval/turns"] >= 1
     log = iter_log(directory / "trajectories", 0, 1000)
     numbers = [group.ticket.number for _, step in log for group in step]
-    assert len(numbers) == len({*numbers}) == 8 * len(taken), "no group counts twice"
+    assert len(numbers) == len({*numbers}) == 4 * len(taken), "no group counts twice"
     monkeypatch.chdir(place.root)
     assert areal_q.replay(f"runs/{name}")
