@@ -279,7 +279,7 @@ def test_settings_that_do_not_go_with_adapters_are_refused(
         "qwen3_5_text",
     ],
 )
-def test_families_learn_adapters_as_engine_and_transformers_run_them(
+def test_families_learn_what_engine_and_transformers_run(
     make_run: MakeRun, make_samples: MakeSamples, tmp_path: Path, variant: str
 ):
     """Two steps; then the log-probs of what the engine draws, and the logits of the merged export."""
