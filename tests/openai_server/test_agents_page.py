@@ -102,7 +102,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
 @pytest.mark.skipif(not REAL_MODEL.is_dir(), reason="needs the real model: make real-model")
 @pytest.mark.parametrize("name", ["adder", "asker"])
 def test_the_real_model_learns_a_tool(place: Place, name: str, monkeypatch: pytest.MonkeyPatch):
-    """With fewer steps. What plays the episodes and then the worker are killed while they play: both lose their
+    """In ten steps. What plays the episodes and then the worker are killed while they play: both lose their
     open episodes, which others play. Before and after, the held-out problems are played."""
     by_agent, more = name == "adder", [f"rollout.serve={place.port}"]
     if by_agent:
@@ -122,7 +122,7 @@ def test_the_real_model_learns_a_tool(place: Place, name: str, monkeypatch: pyte
 
     place.do(f"{name}_rows.py")
     place.do("-m", "areal_q", "sft", f"{name}.toml", *SFT)
-    settings = [f"model.path=runs/{name}-sft/hf", "steps=6", "eval.problems=32", "eval.every=6"]
+    settings = [f"model.path=runs/{name}-sft/hf", "steps=10", "eval.problems=32"]
     run = place.start("-m", "areal_q", "run", f"{name}.toml", *settings, *more)
     wait(lambda r: r["kind"] == "waiting", run)
     players = [place.agent()] if by_agent else []
@@ -147,10 +147,8 @@ def test_the_real_model_learns_a_tool(place: Place, name: str, monkeypatch: pyte
 
     records = read_metrics(directory / "metrics.jsonl")
     taken = [r for r in records if r["kind"] == "step"]
-    rewards = [r["reward/mean"] for r in taken]
-    assert sum(rewards[-2:]) > sum(rewards[:2]) + 0.3, rewards
     before, *_, after = [r for r in records if r["kind"] == "eval"]
-    assert after["eval/accuracy"] >= before["eval/accuracy"]
+    assert after["eval/accuracy"] > before["eval/accuracy"] + 0.3
     assert after["eval/turns"] >= before["eval/turns"] >= 1
     log = iter_log(directory / "trajectories", 0, 1000)
     numbers = [group.ticket.number for _, step in log for group in step]
