@@ -52,6 +52,9 @@ PROBE = "12+34= and the quick, brown fox\n\tüber 日本 {x: 'y'}"
 """A text that two tokenizers encode alike if they are one"""
 MOST_SHOWN = 300
 """Characters of a prompt that are shown"""
+LARGE, STEEP = 50_000_000, 5e-5
+"""Parameters from which a trained model has a rate of its own, and the rate from which it is warned of. Chosen:
+5e-6 teaches 135M parameters, 1e-6 is usual for 0.5B and more; 1.5e-4, the default, is the built-in model's."""
 
 
 class FoundModel(Struct, frozen=True):
@@ -131,7 +134,17 @@ def findings(run: Run, found: FoundModel) -> Iterator[CheckResult]:
     else:
         yield CheckResult("prompts", "ok", room)
     yield from format_of(run)
+    yield from rate_of(run, shape)
     yield from memory_of(run, shape, len(found.prompt))
+
+
+def rate_of(run: Run, shape: DecoderConfig) -> Iterator[CheckResult]:
+    """Yields a warning if all weights of a large trained model would be learnt as fast as a small one's."""
+    lr = run.learner.optimizer.lr
+    trained = isinstance(run.model, PretrainedModel) and not run.learner.lora
+    if trained and shape.weights > LARGE and lr > STEEP:
+        says = f"learner.optimizer.lr = {lr:g} forgets what {shape.weights:,} parameters were taught"
+        yield CheckResult("learning rate", "warning", says, "learner.optimizer.lr=1e-6 to 1e-5")
 
 
 def check_fit(

@@ -22,6 +22,7 @@ from areal_q.config.struct_types import GENERAL
 from areal_q.observability.metric_table import METRICS, WORKER_METRICS, Metric
 
 _UNITS = {
+    "_per_s": "tokens/s",
     "_s": "seconds",
     "_bytes": "bytes",
     "_nats": "nats",

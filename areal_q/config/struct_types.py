@@ -26,8 +26,8 @@ class PythonCode(TaggedSettings, frozen=True, kw_only=True, tag="python"):
     settings: dict[str, Any] = {}
     """The function's own settings, which it gets as keyword arguments."""
     digest: str = ""
-    """Hash of the file and of those beside it that it imports. A run fills it in as it begins; a resumption and
-    a replay refuse others."""
+    """Hash of the file and of those beside it that it imports. A run fills it in as it begins; of
+    objective, advantage and order a resumption and a replay refuse others."""
 
 
 GENERAL = 10**12
