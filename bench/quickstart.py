@@ -277,7 +277,8 @@ def _wait(child: subprocess.Popen[bytes], run: Run, metrics: Path, limit_s: floa
     """Waits until `limit_s` after the learner has its first weights, for the run's end, until it has said
     nothing for SILENT_S, or until its disk holds only two more checkpoints. Returns the CPU seconds since those
     weights by the time of each record."""
-    tail, began, before, cpu = Tail(metrics), 0.0, 0.0, [(0.0, 0.0)]
+    began: float | None = None
+    tail, before, cpu = Tail(metrics), 0.0, [(0.0, 0.0)]
     heard, room = time.monotonic(), 2 * disk_use(run).one
     while child.poll() is None:
         records = tail.read()[0]
@@ -286,6 +287,8 @@ def _wait(child: subprocess.Popen[bytes], run: Run, metrics: Path, limit_s: floa
             heard = time.monotonic()
             if has_weights(record):
                 began, before = record["elapsed_s"], taken
+                continue
+            if began is None:
                 continue
             seconds = record["elapsed_s"] - began
             cpu.append((seconds, taken - before))

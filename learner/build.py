@@ -4,7 +4,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -158,7 +158,8 @@ def ends_other_ranks(ranks: Ranks) -> Iterator[None]:
         if ranks is not ALONE:
             from learner.multi_process import end_other_ranks
 
-            end_other_ranks(ranks)
+            with suppress(RuntimeError):  # one of them has ended already
+                end_other_ranks(ranks)
         raise
 
 

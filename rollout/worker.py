@@ -285,11 +285,13 @@ class Worker:
             self._swapped.set()
 
     def _refuse_weights(self, error: WeightVersionError) -> None:
-        """Goes on with the weights that the engine has. Raises RecordError after MOST_REFUSED versions in a
-        row, since then it may be these that are of another model."""
+        """Goes on with the weights that the engine has. Raises RecordError if it has none, as no later version
+        may come, and after MOST_REFUSED versions in a row, since the engine's own may be the wrong ones."""
         self._refused_weights += 1
         self._refused_in_a_row += 1
         reason = escaped(" ".join(str(error).split()))
+        if self._engine.version < 0:
+            raise RecordError(f"gives up: the first weights were refused: {reason}")
         if self._refused_in_a_row >= MOST_REFUSED:
             raise RecordError(
                 f"gives up: {self._refused_in_a_row} versions in a row were refused, the last one: {reason}"

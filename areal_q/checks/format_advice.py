@@ -82,15 +82,19 @@ def falls_behind(name: str) -> bool:
 def instead(run: Run) -> str:
     """Returns settings on top of those of `run` with which more is learnt, or the gap is closed: for eight bits
     smoothing, where outliers spoil one scale a token, or weights alone; for four bits an aligned learner, which
-    a model that transformers computes cannot have."""
+    a model that transformers computes cannot have. "" if nothing is known that `run` has not got."""
     format, smoothed = run.rollout.format, run.rollout.smooths is not None
     smooth = [] if smoothed or why_no_scales(run) else ["rollout.smoothing.alpha=0.5"]
     if format in ("int8", "fp8", "fp8-channel", "fp8-weight") or isinstance(run.model, HfModel):
         weights = f"rollout.format=int8-weight{' rollout.smoothing=off' * smoothed}"
-        return " or ".join([*(smooth if format in WORTH_SMOOTHING else []), weights])
+        weights += " learner.precision=full" * (run.learner.precision == "jet")
+        coarser = format not in ("bf16", "int8-weight")
+        return " or ".join([*(smooth if format in WORTH_SMOOTHING else []), *[weights] * coarser])
     weights = ["rollout.format=int4"] if format == "int4-fp8" else []
     scales = smooth if weights or format in WEIGHT_SCALES else []
-    return " ".join([*weights, *scales, "learner.precision=qarl"])
+    rounded = format != "bf16" and run.learner.precision == "full"
+    aligned = ["learner.precision=qarl"] if rounded else []
+    return " ".join([*weights, *scales, *aligned])
 
 
 def format_of(run: Run) -> Iterator[CheckResult]:

@@ -187,7 +187,7 @@ def position_bytes(engine: TorchEngine | VllmEngine | SglangEngine, shape: Decod
 
 def cached_pages(engine: TorchEngine, shape: DecoderConfig) -> int:
     """Returns how many pages of the cache `kv_cache_bytes` allows; as the engine has it, at least one."""
-    return max(1, engine.kv_cache_bytes // (PAGE * position_bytes(engine, shape)))
+    return max(1, engine.kv_cache_bytes // max(1, PAGE * position_bytes(engine, shape)))
 
 
 def memory_of(run: Run, shape: DecoderConfig, prompt: int) -> Iterator[CheckResult]:

@@ -161,7 +161,7 @@ def run(
     if config is not None and "=" in config:
         config, overrides = None, [config, *overrides]
     asked = asked_for(config, overrides, resume, name, step)
-    sys.exit(launch(asked, resume, build_view))
+    sys.exit(launch(asked, resume, build_view, step=step))
 
 
 def asked_for(
@@ -189,9 +189,7 @@ def asked_for(
         path = Path("runs", name) if name else run_dir.newest(Path("runs"))
     elif not path.is_dir():
         path = run_dir.path_of(load(path, named))
-    if step is not None:
-        run_dir.go_back(path, step)
-    return run_dir.resumed(path, overrides)
+    return run_dir.resumed(path, overrides, step)
 
 
 @app.command("check-config")

@@ -142,9 +142,11 @@ def launch(
     resume: bool,
     view_of: Callable[[Run], View],
     plan: Callable[[Run, Path, Path, bool], Plan] = plan,
+    step: int | None = None,
 ) -> int:
-    """Runs until done, drained or killed by a second Ctrl-C. Returns the exit code of the table above.
-    `view_of` gets the settings without those of `areal-q sft`, which a run of RL may have beside its own.
+    """Runs until done, drained or killed by a second Ctrl-C; if resumed, from the checkpoint of `step`, or the
+    newest. Returns the exit code of the table above. `view_of` gets the settings without those of
+    `areal-q sft`, which a run of RL may have beside its own.
 
     Raises UserError for an error that the user can correct, and ChildDied with the last lines of a dead child's
     log.
@@ -160,7 +162,7 @@ def launch(
     _read_model(run, view)
     with (
         Interrupts() as interrupts,
-        claimed(run, resume) as (run_dir, moved),
+        claimed(run, resume, step) as (run_dir, moved),
         socket_dir(run_dir) as sockets,
     ):
         if moved:

@@ -6,7 +6,7 @@ Invalid enum value 'int7' - at `$.rollout.format`
     → rollout.format = 'int7': no such choice; did you mean 'int8'? It is one of bf16, fp8, …
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from functools import cache
 from typing import Any
@@ -189,10 +189,11 @@ def _unknown(path: str, table: Table) -> str:
     if tags := [s.tag for s in _structs(parent, table) if any(f.name == name for f in s.fields)]:
         which = " or ".join(map(repr, tags))
         return f"{path}: no such setting; did you mean {parent}.type = {which}, which has it?"
-    if here := _ours(path, value_at(table, path)):
-        return here
     struct = _struct(parent, table)
-    beside = [joined(parent, field.name) for field in struct.fields] if struct else []
+    own = [field.name for field in struct.fields] if struct else []
+    if here := _ours(path, value_at(table, path), own):
+        return here
+    beside = [joined(parent, name) for name in own]
     if near := get_close_matches(path, beside, n=1, cutoff=0.7):
         return f"{path}: no such setting; did you mean {near[0]}?{_of_ones_own(path)}"
     if others := _elsewhere(name):
@@ -203,13 +204,15 @@ def _unknown(path: str, table: Table) -> str:
     return f"{path}: no such setting; {listed}{_of_ones_own(path)}"
 
 
-def _ours(path: str, value: Any) -> str:
-    """Returns a sentence on what a setting of another program is called here; it may be anywhere in a table
-    that only the other has. Empty if it is of none."""
-    if isinstance(value, dict):
-        return next(filter(None, (_ours(f"{path}.{key}", value[key]) for key in value)), "")
-    name = path.rpartition(".")[2]
-    return f"{path}: no such setting; here it is {OURS[name]}" if name in OURS else ""
+def _ours(path: str, value: Any, own: Sequence[str] = ()) -> str:
+    """Returns a sentence on what a setting of another program is called here, beside it if the table has it
+    among its `own` names; it may be anywhere in a table that only the other has. Empty if it is of none."""
+    parent, _, name = path.rpartition(".")
+    if name in OURS:
+        leaf = OURS[name].rpartition(".")[2]
+        return f"{path}: no such setting; here it is {joined(parent, leaf) if leaf in own else OURS[name]}"
+    below = value if isinstance(value, dict) else {}
+    return next(filter(None, (_ours(f"{path}.{key}", below[key]) for key in below)), "")
 
 
 def _of_ones_own(path: str) -> str:

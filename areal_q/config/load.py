@@ -1,6 +1,7 @@
 """Settings = defaults ← TOML file ← `a.b=c` overrides: merged as tables, converted once."""
 
 import hashlib
+import os
 import re
 import tomllib
 from collections.abc import Sequence
@@ -56,8 +57,9 @@ def _check_place(file: Path, table: Table, prefix: str = "") -> None:
             _check_place(file, value, f"{prefix}{key}.")
         if key not in FILES or not isinstance(value, str) or not value:
             continue
-        name = value if Path(value).exists() else value.partition(":")[0]
-        if not Path(name).exists() and (file.parent / name).exists():
+        # os.path's, since a directory may be closed to us, and a text too long for a name.
+        name = value if os.path.exists(value) else value.partition(":")[0]
+        if not os.path.exists(name) and os.path.exists(file.parent / name):
             raise ConfigError(
                 f"{file}: {prefix}{key} = {value!r} is looked for in the present directory, {Path.cwd()}, and "
                 f"is beside the settings: cd {file.parent} first, or write the whole path"

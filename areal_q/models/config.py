@@ -317,7 +317,7 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
             query_scalar=sizes.query_pre_attn_scalar if family == "gemma3_text" else None,
             experts=experts_of(family, hf),
             delta=delta_of(family, hf, sizes.num_hidden_layers),
-            rope_dim=rope_dim_of(family, hf, sizes.head_dim),
+            rope_dim=rope_dim_of(family, hf, sizes.head_dim or sizes.hidden_size // heads),
         )
 
     def to_hf(self) -> dict[str, Any]:

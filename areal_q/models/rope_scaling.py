@@ -141,9 +141,9 @@ def read_rope(hf: Table) -> tuple[float, Table | None]:
     return theta, rope
 
 
-def rope_dim_of(family: str, hf: Table, head_dim: int | None) -> int | None:
+def rope_dim_of(family: str, hf: Table, head_dim: int) -> int | None:
     """Returns how many of a head's channels RoPE turns; None for all. Raises CheckpointError for no share."""
-    if family not in PARTIAL or head_dim is None:
+    if family not in PARTIAL:
         return None
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     usual = hf.get("partial_rotary_factor", PARTIAL[family])

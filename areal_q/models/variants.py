@@ -25,8 +25,8 @@ def text_part(hf: dict[str, Any]) -> dict[str, Any]:
     text = hf.get("text_config") if hf.get("model_type") == "qwen3_5" else None
     if not isinstance(text, dict):
         return hf
-    shared = {key: hf[key] for key in ("tie_word_embeddings", "dtype", "torch_dtype") if key in hf}
-    return shared | text
+    shared = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
+    return {key: hf[key] for key in shared if key in hf} | text
 
 
 def not_implemented(family: str, hf: dict[str, Any]) -> dict[str, bool]:

@@ -42,7 +42,7 @@ class History:
         self.run = run
         self.recent: deque[Record] = deque(maxlen=_WINDOW)
         self._first: list[float] = []
-        """The mean rewards of the first tenth of the steps"""
+        """The mean rewards of the first tenth of the steps, ten at least"""
         self.evals: list[Record] = []
         self.doing = ""
         """What the learner does before the first step, as text; empty before it says so."""
@@ -117,8 +117,9 @@ class History:
 
     @property
     def course(self) -> str:
-        """The reward from the first tenth of the steps to the newest, such as "0.187 → 0.642, rising by 0.031
-        in 10 steps"; empty before there are _WINDOW steps. A change within two standard errors is none."""
+        """The reward from the first tenth of the steps, ten at least, to the newest, such as "0.187 → 0.642,
+        rising by 0.031 in 10 steps"; empty before there are _WINDOW steps. A change within two standard errors
+        is none."""
         means = [m for record in self.recent if (m := record.get("reward/mean")) is not None]
         if len(means) < _WINDOW:
             return ""

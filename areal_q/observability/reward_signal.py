@@ -19,9 +19,11 @@ class RewardFailures:
     """
 
     def __init__(self) -> None:
-        self.count = self.responses = self.left_out = self._evaluated = 0
-        """Numbers of responses: whose reward failed; of all; of those out of training for it; of answers to
-        the newest evaluation that have no score"""
+        self.count = self.responses = self.left_out = 0
+        """Numbers of responses: whose reward failed; of all; of those out of training for it"""
+        self._unscored: dict[str, int] = {}
+        """Number of answers without a score, of the newest evaluation by each set, and by each source, whose
+        answers count for their set as well"""
         self._causes: dict[str, float] = {}
         self._last = ""
 
@@ -33,13 +35,16 @@ class RewardFailures:
             self._causes = {cause: n for cause, n in counts.items() if n}
             self.left_out = round(sum(self._causes.values()))
         if record["kind"] == "eval":
-            self._evaluated = round(
-                sum(v or 0 for k, v in record.items() if k.endswith("/invalid"))
-            )
+            counts = {k: round(v or 0) for k, v in record.items() if k.endswith("/invalid")}
+            self._unscored |= counts
         # In the learner itself they are structs.
         for worker in msgspec.to_builtins(record.get("workers", [])):
             if failure := worker.get("failure"):
                 self._last = f": {failure} ({worker['worker']})"
+
+    @property
+    def _evaluated(self) -> int:
+        return max(self._unscored.values(), default=0)
 
     def __bool__(self) -> bool:
         """True if a reward failed. Of agents, who may report a failure and then succeed, counts tell."""
@@ -53,7 +58,7 @@ class RewardFailures:
             told = "".join(f", {cause} {count:,.0f}" for cause, count in by_cause)
             return f"the reward failed for {share}{told}{self._last}"
         if self._evaluated:
-            return f"{self._evaluated:,} answers of the evaluation have no score{self._last}"
+            return f"{self._evaluated:,} answers of an evaluation have no score{self._last}"
         return f"the reward fails{self._last}"
 
 

@@ -7,8 +7,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from areal_q.config import Run
+from areal_q.errors import RecordError
 from areal_q.observability.learning_faults import learning_faults
 from areal_q.observability.metrics_log import MetricsLog, Record, read_metrics
+from areal_q.observability.run_summary import in_time
 from areal_q.system.files import try_lock
 from areal_q.system.run_dir import METRICS_FILE, checkpoints_of
 
@@ -37,7 +39,7 @@ def how_it_ended(directory: Path) -> tuple[str, bool] | None:
 def note_failure(directory: Path, error: str) -> None:
     """Records that the run in `directory`, all of whose processes have ended, ended by `error`. On a full disk
     there is no record."""
-    with suppress(OSError), MetricsLog(directory, tensorboard=False) as log:
+    with suppress(OSError, RecordError), MetricsLog(directory, tensorboard=False) as log:
         step = max((r["step"] for r in read_metrics(directory / METRICS_FILE)), default=0)
         log.write("end", step, {}, error=error)
 
@@ -70,7 +72,8 @@ def best_checkpoint(
     without one by the held-out accuracy; None if none was evaluated."""
     metric, steps = run.eval.best or "eval/accuracy", checkpoints_of(directory)
     evals = [r for r in records if r["kind"] == "eval" and r["step"] in steps]
-    known = [(r["step"], metric, r[metric]) for r in evals if r.get(metric) is not None]
+    counting = [r for r in evals if r.get(metric) is not None and in_time(r, metric, run)]
+    known = [(r["step"], metric, r[metric]) for r in counting]
     return max(known, key=lambda found: found[2], default=None)
 
 

@@ -205,11 +205,12 @@ def _dated(run: Run, before: Run | None) -> Run:
 
 
 @contextmanager
-def claimed(run: Run, resume: bool) -> Iterator[tuple[Path, Path | None]]:
+def claimed(run: Run, resume: bool, step: int | None = None) -> Iterator[tuple[Path, Path | None]]:
     """Yields (the run's directory with config.toml in it, the path to which an earlier run of the same name was
     moved, or None). The directory is locked against other launchers until the block or this process ends.
 
-    If an earlier start failed before it learnt anything, its directory is used again and not moved.
+    If an earlier start failed before it learnt anything, its directory is used again and not moved. Checkpoints
+    after `step` are set aside, so that a resumed run goes on from there.
     Raises ConfigError if a run is in progress there, or the directory cannot be written, and TaskError as
     `with_digests` does.
     """
@@ -225,6 +226,8 @@ def claimed(run: Run, resume: bool) -> Iterator[tuple[Path, Path | None]]:
                 moved = directory.rename(next(path for path in numbered if not path.exists()))
         (directory / "logs").mkdir(parents=True, exist_ok=True)
         handle = _lock(directory)
+        if step is not None:
+            _go_back(directory, step)
         file = directory / "config.toml"
         before = load(file) if resume else None
         file.write_text(dump_toml(_dated(run, before)), "utf-8")
@@ -236,8 +239,9 @@ def claimed(run: Run, resume: bool) -> Iterator[tuple[Path, Path | None]]:
         os.close(handle)
 
 
-def resumed(directory: Path, overrides: list[str]) -> Run:
-    """Returns the settings saved in `directory`, changed by `overrides`.
+def resumed(directory: Path, overrides: list[str], step: int | None = None) -> Run:
+    """Returns the settings saved in `directory`, changed by `overrides`, to go on from the checkpoint of
+    `step`, or from the newest.
 
     Raises CheckpointError if there is nothing to resume, ConfigError if an override changes what is learnt.
     """
@@ -245,16 +249,20 @@ def resumed(directory: Path, overrides: list[str]) -> Run:
         raise CheckpointError(f"{directory}: no such run to resume")
     if not has_checkpoint(directory):
         raise CheckpointError(f"{directory}: no checkpoint to resume from; start the run afresh")
+    found = checkpoints_of(directory)
+    if step is not None and step not in found:
+        there = ", ".join(map(str, found)) or "none"
+        raise CheckpointError(f"{directory}: no checkpoint of step {step}; there are: {there}")
     # A directory may have been renamed or moved; its run takes the new name and root.
     place = [f'name="{directory.name}"', f'root="{directory.parent}"']
     saved = load(directory / "config.toml", place)
     again = as_before(override(saved, *overrides), saved)
     _check_unchanged(saved, again)
-    step = max(checkpoints_of(directory), default=0)
-    if step > again.steps:
+    at = max(found, default=0) if step is None else step
+    if at > again.steps:
         raise ConfigError(
-            f"steps = {again.steps}: {directory} is at step {step} already; to go on, ask for more, such as "
-            f"steps={2 * step}"
+            f"steps = {again.steps}: {directory} is at step {at} already; to go on, ask for more, such as "
+            f"steps={2 * at}"
         )
     return again
 
@@ -265,19 +273,11 @@ def checkpoints_of(directory: Path) -> dict[int, Path]:
     return {int(n): path for path in sorted(found) if (n := path.name.partition("-")[2]).isdigit()}
 
 
-def go_back(directory: Path, step: int) -> None:
-    """Renames the checkpoints after `step`, so that a resumed run goes on from there. Raises CheckpointError if
-    there is no checkpoint of that step, and ConfigError if the run is going on."""
-    found = checkpoints_of(directory)
-    if step not in found:
-        there = ", ".join(map(str, found)) or "none"
-        raise CheckpointError(f"{directory}: no checkpoint of step {step}; there are: {there}")
-    lock = _lock(directory)
-    for later in (path for at, path in found.items() if at > step):
+def _go_back(directory: Path, step: int) -> None:
+    for later in (path for at, path in checkpoints_of(directory).items() if at > step):
         aside = later.with_name(f"later-{later.name}")
         shutil.rmtree(aside, ignore_errors=True)
         later.rename(aside)
-    os.close(lock)
 
 
 def resumes(run: Run) -> Run | None:

@@ -90,12 +90,12 @@ class PayloadPool:
             if memory.numel() == nbytes:
                 return memory
         self.made += 1
-        if self._shared:
-            return shared_memory.allocate(nbytes)
         try:
+            if self._shared:
+                return shared_memory.allocate(nbytes)
             # Not written to here, so that a size which somebody only claims takes no memory.
             return torch.empty(nbytes, dtype=torch.uint8)
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
             raise WeightVersionError(f"there is no memory for {nbytes:,} bytes") from error
 
 

@@ -1,6 +1,7 @@
 """An operator's client of a weight server, for `areal-q weights` and `areal-q status`."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 import msgspec
@@ -31,7 +32,7 @@ Reply = TypeVar("Reply", bound=messages.FetchReply)
 class WeightClient:
     """Asks a learner or relay one question after the other.
 
-    Every question raises WeightVersionError when nobody answers within TIMEOUT_S, or what is no answer to it.
+    Every question raises WeightVersionError when nobody answers within TIMEOUT_S, or with what is no answer.
     """
 
     def __init__(self, announce: str, fetch: str, keys: ClientKeys | None) -> None:
@@ -46,7 +47,8 @@ class WeightClient:
     def manifest(self) -> Manifest | None:
         """Returns the newest version's manifest; None before the first version."""
         reply, _ = self._ask(FetchManifest(), ManifestReply)
-        return messages.decode_manifest(reply.manifest) if reply.manifest else None
+        with self._named():
+            return messages.decode_manifest(reply.manifest) if reply.manifest else None
 
     def changes(self, base: HeldVersion) -> dict[str, tuple[int, int]] | None:
         """Returns (elements changed, elements) by tensor, from `base` to the newest; None without a held
@@ -63,12 +65,14 @@ class WeightClient:
         return delta.changed(newest, self._bytes(reply.digest, reply.sizes[0]))
 
     def follow(self) -> Iterator[tuple[messages.Broadcast, bytes]]:
-        """Yields what is announced and its delta, empty where there is none, without end."""
+        """Yields what is announced and its delta, empty where there is none, without end; what is no
+        announcement is left out."""
         sub = self._connect(zmq.SUB, self._announce)
         sub.subscribe(b"")
         while True:
             told, *rest = sub.recv_multipart()
-            yield messages.decode_broadcast(told), b"".join(rest)
+            with suppress(RecordError):
+                yield messages.decode_broadcast(told), b"".join(rest)
 
     def close(self) -> None:
         """Closes all sockets."""
@@ -79,7 +83,10 @@ class WeightClient:
         for at in range(0, nbytes, CHUNK_BYTES):
             size = min(CHUNK_BYTES, nbytes - at)
             request = FetchChunk(digest=digest, offset=at, nbytes=size)
-            chunks += self._ask(request, ChunkReply)[1]
+            _, found = self._ask(request, ChunkReply)
+            if sum(map(len, found)) != size:
+                raise WeightVersionError(f"{self._fetch}: a piece of a delta is not {size} bytes")
+            chunks += found
         return b"".join(chunks)
 
     def _ask(self, request: msgspec.Struct, awaited: type[Reply]) -> tuple[Reply, list[bytes]]:
@@ -88,15 +95,21 @@ class WeightClient:
         if not self._dealer.poll(round(TIMEOUT_S * 1000)):
             raise WeightVersionError(f"{self._fetch}: no answer for {TIMEOUT_S:g} s")
         head, *rest = self._dealer.recv_multipart()
-        try:
+        with self._named():
             reply = messages.decode_reply(head)
-        except RecordError as error:
-            raise WeightVersionError(f"{self._fetch}: {error}") from error
         if isinstance(reply, Gone):
             raise WeightVersionError("what was being looked at is no longer held; ask again")
         if not isinstance(reply, awaited):
             raise WeightVersionError(f"{self._fetch}: {type(reply).__name__} is no answer")
         return reply, rest
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Turns what cannot be decoded into WeightVersionError, with the server's address."""
+        try:
+            yield
+        except RecordError as error:
+            raise WeightVersionError(f"{self._fetch}: {error}") from error
 
     def _connect(self, kind: int, endpoint: str) -> zmq.Socket:
         sock = self._context.socket(kind)

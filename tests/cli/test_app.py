@@ -135,6 +135,8 @@ FAULTS = [
     ("model=a/b", "model = 'a/b': must be a table, not text; write model.type = 'pretrained' and model."),
     ("task=gsm8k", "task = 'gsm8k': must be a table, not text; write task.type = 'gsm8k'"),
     ("learner.optimizer=x", "learner.optimizer = 'x': must be a table, not text; learner.optimizer.type is"),
+    ("wandb.project=x", "wandb: no such setting; here it is trackers = [{type = "),
+    ("warmstart.learning_rate=1", "warmstart.learning_rate: no such setting; here it is warmstart.lr"),
     ("learner.reference_kl=0.1", "learner.reference_kl = 0.1: must be a table or nothing; it has coef, esti"),
     ("learner.objective=[1]", "learner.objective = [1]: must be a table"),
 ]  # fmt: skip
@@ -158,6 +160,15 @@ def test_a_name_of_another_program_leads_to_settings_here():
         for path in re.findall(r"(?:[a-z_]+\.)+[a-z_]+", ours):
             known = faults.choices(Run, path, {"learner": {}, "rollout": {}})
             assert path in every or known, path
+
+
+def test_names_of_files_that_no_system_has_are_left_to_who_opens_them(tmp_path):
+    """A directory that is closed to us, for root too none of its own, and a text that is longer than a name."""
+    (tmp_path / "file").touch()
+    for path in (f"{tmp_path}/file/model", "m" * 300):
+        assert load(None, ["model.type=pretrained", ("model.path", path)]).model
+        (tmp_path / "own.toml").write_text(f"model = {{ type = 'pretrained', path = '{path}' }}")
+        assert load(tmp_path / "own.toml").model
 
 
 @pytest.mark.parametrize("command", ["plan", "check", "run"])

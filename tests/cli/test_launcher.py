@@ -510,12 +510,18 @@ def test_a_run_goes_back_to_an_older_checkpoint(ended):
         asked_for(str(ended), [], True, None, 55)
     with pytest.raises(ConfigError, match="--from goes with --resume"):
         asked_for(str(ended), [], False, None, 50)
+    with pytest.raises(ConfigError, match="no such setting"):
+        asked_for(str(ended), ["learner.optimzer.lr=1"], True, None, 50)
+    run = asked_for(str(ended), ["steps=55"], True, None, 50)
+    assert run.steps == 55
     lock = files.try_lock(ended)
     assert lock is not None
-    with pytest.raises(ConfigError, match="a run is going on there"):
-        asked_for(str(ended), [], True, None, 50)
+    with pytest.raises(ConfigError, match="going on there"), run_dir.claimed(run, True, 50):
+        pass
     os.close(lock)
-    assert asked_for(str(ended), ["steps=55"], True, None, 50).steps == 55
+    assert {*run_dir.checkpoints_of(ended)} == {50, 60}, "whatever is refused sets nothing aside"
+    with run_dir.claimed(run, True, 50):
+        pass
     assert {*run_dir.checkpoints_of(ended)} == {50}
     assert (newer.with_name("later-step-60") / "x").is_dir()
 

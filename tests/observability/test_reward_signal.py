@@ -80,6 +80,16 @@ def test_an_agent_that_gave_up_once_is_no_failing_reward():
     assert not failures
 
 
+def test_answers_without_a_score_count_once_and_until_their_set_is_asked_again():
+    """A mixture's sources are parts of the held-out set; a set with an interval of its own has own records."""
+    failures = RewardFailures()
+    failures.add({"kind": "eval", "eval/invalid": 354.0, "eval/sums/invalid": 354.0})
+    failures.add({"kind": "eval", "eval/hard/invalid": 0.0})
+    assert failures and str(failures) == "354 answers of an evaluation have no score"
+    failures.add({"kind": "eval", "eval/invalid": 0.0, "eval/sums/invalid": 0.0})
+    assert not failures
+
+
 def test_answers_without_a_score_are_said_beside_the_accuracy(own, run_dir):
     console = Console(record=True, width=200, file=io.StringIO())
     with MetricsLog(run_dir, tensorboard=False) as log:
@@ -95,7 +105,7 @@ def test_answers_without_a_score_are_said_beside_the_accuracy(own, run_dir):
     assert "step 0/200  held-out accuracy 0.500, 354 answers without a score" in text
     assert "512 problems, 354 answers without a score)" in text
     assert "(8 problems, 1 answer without a score)" in text
-    assert "355 answers of the evaluation have no score" in text
+    assert "354 answers of an evaluation have no score" in text
 
 
 def test_the_learner_s_own_log_reads_heartbeats_too(own, run_dir):

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ from areal_q.tasks import (
     build_tokenizer,
     problem_at,
 )
-from areal_q.weights.version import WeightVersion
+from areal_q.weights.version import WeightVersion, digest_of
 from buffer.redis_store import Claim, LearnerBuffer, WorkerBuffer
 from buffer.redis_store.connection import Patience, insist_async
 from buffer.redis_store.keys import WORKERS_GROUP, Keys
@@ -910,6 +911,28 @@ async def test_weights_of_another_model_end_no_worker(
         (group,) = await side.take(1)
         assert group.trajectories[0].spans[0].version == 2
         await until(lambda: any(status.refused_weights for status in side.buffer.workers()))
+
+
+async def test_a_worker_whose_engine_refuses_the_first_weights_ends(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide]
+):
+    """The learner publishes no other version before it has groups: the worker would wait in silence."""
+    side = learner(make_run("rollout.engine.type=torch", *ONE))
+    weights = of_another_model(side, 0)
+    model = weights.manifest.model | {"intermediate_size": 64}
+    manifest = msgspec.structs.replace(weights.manifest, model=model)
+    manifest = msgspec.structs.replace(manifest, digest=digest_of(manifest))
+    publish(side.weight_server, replace(weights, manifest=manifest))
+    with pytest.raises(RecordError, match="gives up: the first weights were refused: version 0 "):
+        await serve(
+            side.url,
+            side.run.name,
+            "w",
+            WeightSource(),
+            lambda status: None,
+            EndpointAddress(),
+            0.0,
+        )
 
 
 async def test_a_worker_whose_first_weights_were_wrong_gives_up(

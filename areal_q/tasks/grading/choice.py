@@ -1,6 +1,7 @@
 """Multiple choice: finds the letter that a response chooses. Imports no torch."""
 
 import re
+from collections.abc import Iterable, Iterator
 from string import ascii_uppercase
 
 from areal_q.tasks.base import Problem, Score
@@ -40,7 +41,12 @@ _NAMED = [
     )
 ]
 """`The answer is Berlin (C)`, `it must be Berlin (C)`"""
-_NAMED_ALONE = re.compile(rf"{_BRACKETED}[\s.!]*", re.IGNORECASE)
+_NAMED_ALONE = re.compile(rf"\A{_BRACKETED}[\s.!]*\Z", re.IGNORECASE)
+_DENIED = re.compile(r"n['’]t\b|\b(?:not|cannot|never|unlikely|exclude|eliminate)\b", re.IGNORECASE)
+_CLAUSE = re.compile(
+    r"[.!?;:\n]|\bbut\b|, (?=(?:the|my|it|so|I|we|hence|thus|therefore)\b)", re.IGNORECASE
+)
+"""Where a clause ends, as far as a denial in it reaches"""
 _ALONE = re.compile(r"\s*([A-Za-z])[\s).:,}\]]*")
 _FIRST = re.compile(r"\s*([A-Z]) ?[).:]\s.*", re.DOTALL)
 """`C. Berlin`"""
@@ -62,13 +68,21 @@ def letter(response: str, offered: str = ascii_uppercase) -> str | None:
         _ANSWER.finditer(text),
         sorted([*_CONCLUSION.finditer(text), *_CONFIRMED.finditer(text)], key=re.Match.start),
         (_ALONE.fullmatch(lines[0]), _FIRST.fullmatch(text), _ALONE.fullmatch(lines[-1])),
-        *(named.finditer(bare) for named in _NAMED),
-        (_NAMED_ALONE.fullmatch(bare),),
+        *(_affirmed(bare, named.finditer(bare)) for named in _NAMED),
+        _affirmed(bare, _NAMED_ALONE.finditer(bare)),
     ):
         letters = [match[1].upper() for match in found if match]
         if chosen := [each for each in letters if each in offered]:
             return chosen[-1]
     return None
+
+
+def _affirmed(text: str, matches: Iterable[re.Match[str]]) -> Iterator[re.Match[str]]:
+    """Yields the matches in `text` whose clause does not deny what it says: `it cannot be Berlin (C)`"""
+    for match in matches:
+        *_, clause = _CLAUSE.split(text[: match.start(1)])
+        if not _DENIED.search(clause):
+            yield match
 
 
 def offered(problem: Problem) -> str:

@@ -51,8 +51,13 @@ def _quantization(case: Case) -> Finding | None:
         "warning",
         share,
         f"quantization ({case.run.rollout.format}) makes {share:.0%} of the gap (nats rms: {told})",
-        f"{instead(case.run)}, or an objective that caps w (acr, tis, tbpo){_known(case.run)}",
+        ", or ".join(_better(case.run, "an objective that caps w (acr, tis, tbpo)"))
+        + _known(case.run),
     )
+
+
+def _better(run: Run, otherwise: str) -> list[str]:
+    return [*filter(None, [instead(run)]), otherwise]
 
 
 def _known(run: Run) -> str:
@@ -96,7 +101,8 @@ def _engine(case: Case) -> Finding | None:
             f"{x.share:.0%} of the gap ({x.rms:.3f} nats rms) is noise: activations in "
             f"{case.run.rollout.format} turn float32's own rounding into {case.noise_rms:.3f} nats rms on this "
             "model, which no kernel and no alignment removes",
-            f"{instead(case.run)}; areal-q formats RUN measures what each leaves{_known(case.run)}",
+            "; ".join(_better(case.run, "areal-q formats RUN measures what each leaves"))
+            + _known(case.run),
         )
     return Finding(
         "engine",

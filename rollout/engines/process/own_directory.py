@@ -45,9 +45,15 @@ class OwnDirectory:
 
     def close(self) -> None:
         """Removes the directory, and the shared memory of processes that were killed and so did not."""
-        _remove_segments(self.path, resource_tracker.unregister)
+        _remove_segments(self.path, _untrack)
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
+
+
+def _untrack(name: str, kind: str) -> None:
+    """Takes a name off this process's list, on which another process may have put it, or not."""
+    resource_tracker.register(name, kind)
+    resource_tracker.unregister(name, kind)
 
 
 def _mapped(pid: int) -> Iterable[str]:

@@ -25,11 +25,11 @@ class PartialCompletion:
     deadline_s: float | None = None
     """Time of the event loop, in seconds, at which the response is cut off; None before its first token, and if
     there is no limit"""
+    late: bool = False
+    """True if that time has come"""
     routes: np.ndarray | None = None
     """Experts of the tokens of prompt and response; None until its last stream has ended, and if none were
     recorded"""
-    late: bool = False
-    """True if that time has come"""
 
     def __post_init__(self) -> None:
         request = self.request

@@ -102,7 +102,7 @@ class InferenceModel:
         self.manifest = manifest
         self.ops = ops
         try:
-            self.config = DecoderConfig.from_hf(manifest.model)
+            self.config = DecoderConfig.from_hf(manifest.model).validate()
             check_shapes(weights.tensors, self.config.tensors(), manifest.format)
             tensors = {name: tensor.to(device) for name, tensor in weights.tensors.items()}
             self.norm = _factors(self.config, tensors, "model.norm")
@@ -115,7 +115,7 @@ class InferenceModel:
             ]
             self.kv_scales = kv_scales_of(tensors, self.config.layers)
         # What a publisher says of its model may be of any type.
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise WeightVersionError(
                 f"version {manifest.version} cannot be used: {error}"
             ) from error

@@ -43,7 +43,7 @@ class KVCache:
             device=device,
         )
         """Experts to which each of S sparse layers sent each token, uint8 or int16 [pages, PAGE, S, K]"""
-        self.pool = PagePool(max(1, most_bytes // self.nbytes) if most_bytes else 0)
+        self.pool = PagePool(max(1, most_bytes // max(1, self.nbytes)) if most_bytes else 0)
         self._spoilt: set[int] = set()
         """Pages that may hold numbers that are not finite"""
 

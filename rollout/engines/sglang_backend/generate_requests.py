@@ -80,8 +80,11 @@ def sglang_delta(
 def _routes(told: str | None, model: DecoderConfig) -> np.ndarray | None:
     if told is None or model.experts is None:
         return None
-    of_layers = np.frombuffer(base64.b64decode(told), np.int32)
-    of_layers = of_layers.reshape(-1, model.layers, model.experts.per_token)
+    try:
+        of_layers = np.frombuffer(base64.b64decode(told), np.int32)
+        of_layers = of_layers.reshape(-1, model.layers, model.experts.per_token)
+    except ValueError as error:
+        raise EngineDied(f"SGLang's routes are not those of this model: {error}") from error
     dtype = np.uint8 if model.experts.count <= 256 else np.uint16
     return of_layers[:, list(model.sparse_layers)].astype(dtype)
 

@@ -169,9 +169,11 @@ async def test_vllm_is_freed_while_its_modules_are_there(monkeypatch: pytest.Mon
     monkeypatch.setattr(backend, "_llm", Cyclic())
     left = weakref.ref(backend._llm)
     gc.disable()
-    await backend.close()
-    gc.enable()
-    assert left() is None
+    try:
+        await backend.close()
+        assert left() is None
+    finally:
+        gc.enable()
 
 
 CORE = """
