@@ -22,7 +22,7 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nX-A: "
 
 @asynccontextmanager
 async def serving(token: Path | None = None, engine: Any = None) -> AsyncIterator[int]:
-    engine, path = engine or Mock(version=3), str(token) if token else None
+    engine, path = engine or Mock(version=3, max_positions=4096), str(token) if token else None
     endpoint = Endpoint(engine, CharTokenizer(), "run", None, Sampling(), "0", path)
     try:
         yield await endpoint.start()
