@@ -67,7 +67,7 @@ CONFIG = DecoderConfig(
     experts=EXPERTS,
 )
 SUNK = msgspec.structs.replace(
-    CONFIG, family="gpt_oss", layers=2, window=4, sliding=(0,), qkv_bias=True, o_bias=True,
+    CONFIG, family="gpt_oss", layers=2, mlp=32, window=4, sliding=(0,), qkv_bias=True, o_bias=True,
     mlp_bias=True, experts=Experts(count=8, per_token=2, mlp=32),
 )  # fmt: skip
 """With sinks, and biases of router and experts, too"""

@@ -266,7 +266,8 @@ def test_false_announcements_and_deltas_are_refused(sync: WeightSync) -> None:
         seen = sync.publish(number)
         proxy.tamper_announce = honest
         assert_same(collect_until(worker, number)[-1], seen)
-    assert relay._subscriber.stats.all_refused > 5
+    # What is no message; other lies count as gaps, or are behind the version that came meanwhile.
+    assert relay._subscriber.stats.all_refused >= 5
 
 
 @pytest.mark.parametrize("end", ["_subscriber", "_server"])
