@@ -153,8 +153,10 @@ def main(
             results.keep()
         try:
             beside_trl(results, run, [str(config), *settings], python, spec)
-        except (trl_peer.PeerFailed, OursFailed) as error:
+        except trl_peer.PeerFailed as error:
             say(f"seed {seed} is left out: {error}")
+        except OursFailed as error:
+            say(f"of seed {seed} there is TRL's side alone: {error}")
     if not results.pairs:
         sys.exit("nothing was measured")
     print((RESULTS / f"{results.name}.md").read_text())

@@ -51,6 +51,7 @@ LEASE_S = 2.0
 """Seconds after its last request for which a version counts as being fetched."""
 WAITING_WORKERS = 1024
 """Most workers that wait for deltas to be put together; further ones are told to fetch a snapshot."""
+_NO_VERSION = messages.encode(ManifestReply(manifest=None))
 
 
 class RequestHandler:
@@ -121,8 +122,7 @@ class RequestHandler:
             case FetchManifest():
                 newest = self._versions.use_newest()
                 self._stats.fetches += newest is not None
-                none = messages.encode(ManifestReply(manifest=None))
-                self._send(peer, newest.reply if newest else none)
+                self._send(peer, newest.reply if newest else _NO_VERSION)
             case FetchDeltas():
                 self._catch_up(peer, request)
             case FetchChunk():

@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from areal_q.checks.format_advice import format_of
-from areal_q.checks.model import check_model, findings, longest_prompt
+from areal_q.checks.model import check_model, findings, longest_prompt, rate_of
 from areal_q.config import Run, dump_toml, load, override
 from areal_q.config.tasks import chat_of
 from areal_q.errors import UserError
-from areal_q.models import Decoder, DecoderConfig, init_weights, save_decoder
+from areal_q.models import Decoder, DecoderConfig, init_weights, load_config, save_decoder
 from areal_q.models.shape import shape_of
 from areal_q.system.processes import module_command
 from areal_q.tasks import CharTokenizer, load_tokenizer
@@ -222,9 +222,28 @@ def test_a_format_known_to_fall_behind_is_a_warning(
         assert better.level == "ok", better
 
 
+LARGE = DecoderConfig(
+    family="llama", vocab_size=49_152, width=576, layers=30, heads=9, kv_heads=3, head_dim=64, mlp=1536,
+    max_positions=8192, tied=True,
+)  # fmt: skip
+"""That of SmolLM2-135M"""
+
+
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "configs").glob("*.toml")))
 def test_no_configuration_of_ours_is_warned_of(name: str):
-    assert all(one.level == "ok" for one in format_of(load(ROOT / "configs" / name)))
+    run = load(ROOT / "configs" / name)
+    assert all(one.level == "ok" for one in (*format_of(run), *rate_of(run, LARGE)))
+
+
+def test_a_learning_rate_for_small_models_is_a_warning_for_a_large_one(model: Path):
+    """The default is the built-in model's."""
+    run = run_of(model)
+    (found,) = rate_of(run, LARGE)
+    assert (found.level, found.fix) == ("warning", "learner.optimizer.lr=1e-6 to 1e-5")
+    assert "134,515,008 parameters" in found.says
+    assert not [*rate_of(run, load_config(model))]
+    for setting in ("learner.optimizer.lr=1e-5", "learner.lora={}"):
+        assert not [*rate_of(override(run, setting), LARGE)]
 
 
 def test_smoothing_is_not_advised_to_a_model_without_scales(model: Path):

@@ -134,9 +134,11 @@ def _follow(client: WeightClient, as_json: bool) -> None:
         if isinstance(told, Delta):
             if manifest is None or manifest.epoch != told.epoch:
                 manifest = client.manifest()
-            counts = delta.changed(manifest, body).values() if manifest else ()
-            share = sum(n for n, _ in counts) / max(1, sum(of for _, of in counts))
-            line |= {"base": told.base, "delta_bytes": len(body), "share": f"{share:.4%}"}
+            line |= {"base": told.base, "delta_bytes": len(body), "share": None}
+            if manifest:
+                counts = delta.changed(manifest, body).values()
+                share = sum(n for n, _ in counts) / max(1, sum(of for _, of in counts))
+                line["share"] = f"{share:.4%}"
         _show([line], as_json)
 
 

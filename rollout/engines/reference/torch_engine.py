@@ -205,7 +205,8 @@ class TorchStepper:
             at.append(prefill.at)
             attend = combined_attention(attend, prefill, old) if attend else prefill
         assert attend is not None
-        texts = DeltaPass(self.batch.states.at(slice(old)), prefill)
+        states = self.batch.states.at(slice(old))
+        texts = DeltaPass(states, prefill) if model.config.delta else None
         hidden = model.forward(tokens, positions, attend, routes, texts)
         if routes:
             self.cache.put_routes(torch.cat(at), torch.stack(routes, 1))
