@@ -143,9 +143,7 @@ def rate_of(run: Run, shape: DecoderConfig) -> Iterator[CheckResult]:
     lr = run.learner.optimizer.lr
     trained = isinstance(run.model, PretrainedModel) and not run.learner.lora
     if trained and shape.weights > LARGE and lr > STEEP:
-        says = (
-            f"learner.optimizer.lr = {lr:g} forgets what {shape.weights:,} parameters were taught"
-        )
+        says = f"learner.optimizer.lr = {lr:g} is for small models; here are {shape.weights:,} parameters"
         yield CheckResult("learning rate", "warning", says, "learner.optimizer.lr=1e-6 to 1e-5")
 
 
