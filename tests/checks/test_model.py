@@ -235,7 +235,7 @@ def test_no_configuration_of_ours_is_warned_of(name: str):
     assert all(one.level == "ok" for one in (*format_of(run), *rate_of(run, LARGE)))
 
 
-def test_a_learning_rate_for_small_models_is_a_warning_for_a_large_one(model: Path):
+def test_a_rate_for_small_models_is_a_warning(model: Path):
     """The default is the built-in model's."""
     run = run_of(model)
     (found,) = rate_of(run, LARGE)

@@ -162,7 +162,7 @@ def test_a_name_of_another_program_leads_to_settings_here():
             assert path in every or known, path
 
 
-def test_names_of_files_that_no_system_has_are_left_to_who_opens_them(tmp_path):
+def test_names_that_no_file_can_have_are_no_fault(tmp_path):
     """A directory that is closed to us, for root too none of its own, and a text that is longer than a name."""
     (tmp_path / "file").touch()
     for path in (f"{tmp_path}/file/model", "m" * 300):

@@ -80,7 +80,7 @@ def test_an_agent_that_gave_up_once_is_no_failing_reward():
     assert not failures
 
 
-def test_answers_without_a_score_count_once_and_until_their_set_is_asked_again():
+def test_answers_without_a_score_count_once():
     """A mixture's sources are parts of the held-out set; a set with an interval of its own has own records."""
     failures = RewardFailures()
     failures.add({"kind": "eval", "eval/invalid": 354.0, "eval/sums/invalid": 354.0})

@@ -46,7 +46,7 @@ _DENIED = re.compile(r"n['’]t\b|\b(?:not|cannot|never|unlikely|exclude|elimina
 _CLAUSE = re.compile(
     r"[.!?;:\n]|\bbut\b|, (?=(?:the|my|it|so|I|we|hence|thus|therefore)\b)", re.IGNORECASE
 )
-"""Where a clause ends, as far as a denial in it reaches"""
+"""The end of a clause, beyond which a denial does not reach"""
 _ALONE = re.compile(r"\s*([A-Za-z])[\s).:,}\]]*")
 _FIRST = re.compile(r"\s*([A-Z]) ?[).:]\s.*", re.DOTALL)
 """`C. Berlin`"""
