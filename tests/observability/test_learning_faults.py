@@ -69,9 +69,14 @@ CASES: list[tuple[str, list[Record], list[FaultName]]] = [
     ("all of 3 steps", steps(*[{"reward/std": 0.0}] * 3), ["reward is flat"]),
     ("solved", [*steps({}, *[{"reward/std": 0.0}] * 9), *evals(0.2, 0.95)], []),
     ("never otherwise", [*steps(*[{"reward/std": 0.0}] * 9), *evals(1.0, 1.0)], ["reward is flat"]),
-    ("never right", [*steps(*MANY), *evals(0.0, 0.05, 0.0)], ["answers stay wrong"]),
+    (
+        "never right",
+        [*steps(*MANY, **{"reward/mean": 0.05}), *evals(0.0, 0.05, 0.0)],
+        ["answers stay wrong"],
+    ),
+    ("never right, but drawn answers are", [*steps(*MANY), *evals(0.0, 0.0)], []),
     ("never right, before a step", evals(0.0), []),
-    ("rarely right at first", [*steps(*MANY), *evals(0.0, 0.06)], []),
+    ("rarely right at first", [*steps(*MANY, **{"reward/mean": 0.05}), *evals(0.0, 0.06)], []),
     (
         "never right, but the reward rises",
         [*steps(*[{"reward/mean": 0.1}] * 12, *[{"reward/mean": 0.5}] * 12), *evals(0.0, 0.0)],
