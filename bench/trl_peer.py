@@ -107,8 +107,7 @@ def best_layout(
     python: Path, spec: dict[str, Any], probe_s: float, judge: Literal["wall", "cpu"]
 ) -> tuple[Layout, str]:
     """The layout with the most batches a second, of the clock or of CPU, the first batch (warming up) left out;
-    and a table of what was tried. A batch may take longer than `probe_s`, so each is left time
-    for three."""
+    and a table of what was tried. Each is left time for three batches, however long one takes."""
     speeds: dict[Layout, tuple[float, float]] = {}
     rows = []
     for layout in LAYOUTS:

@@ -84,16 +84,16 @@ def instead(run: Run) -> str:
     smoothing, where outliers spoil one scale a token, or weights alone; for four bits an aligned learner, which
     a model that transformers computes cannot have. "" if nothing is known that `run` has not got."""
     format, smoothed = run.rollout.format, run.rollout.smooths is not None
+    if format == "bf16" or (format == "int8-weight" and isinstance(run.model, HfModel)):
+        return ""
     smooth = [] if smoothed or why_no_scales(run) else ["rollout.smoothing.alpha=0.5"]
     if format in ("int8", "fp8", "fp8-channel", "fp8-weight") or isinstance(run.model, HfModel):
         weights = f"rollout.format=int8-weight{' rollout.smoothing=off' * smoothed}"
         weights += " learner.precision=full" * (run.learner.precision == "jet")
-        coarser = format not in ("bf16", "int8-weight")
-        return " or ".join([*(smooth if format in WORTH_SMOOTHING else []), *[weights] * coarser])
+        return " or ".join([*(smooth if format in WORTH_SMOOTHING else []), weights])
     weights = ["rollout.format=int4"] if format == "int4-fp8" else []
     scales = smooth if weights or format in WEIGHT_SCALES else []
-    rounded = format != "bf16" and run.learner.precision == "full"
-    aligned = ["learner.precision=qarl"] if rounded else []
+    aligned = ["learner.precision=qarl"] if run.learner.precision == "full" else []
     return " ".join([*weights, *scales, *aligned])
 
 

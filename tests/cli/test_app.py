@@ -163,7 +163,7 @@ def test_a_name_of_another_program_leads_to_settings_here():
 
 
 def test_names_that_no_file_can_have_are_no_fault(tmp_path):
-    """A directory that is closed to us, for root too none of its own, and a text that is longer than a name."""
+    """One below a file, as one in a closed directory, and a text that is longer than any name."""
     (tmp_path / "file").touch()
     for path in (f"{tmp_path}/file/model", "m" * 300):
         assert load(None, ["model.type=pretrained", ("model.path", path)]).model

@@ -31,6 +31,10 @@ SETTINGS = [
     *("name=real", "checkpoint.every=2", "eval.problems=8", "eval.every=100"),
     *("learner.group_size=4", "learner.optimizer.lr=3e-5", "learner.optimizer.warmup_steps=0"),
     *("rollout.sampling.max_tokens=6", "rollout.format=bf16"),  # transformers has no other
+    *(
+        "rollout.threads=1",
+        "learner.threads=1",
+    ),  # another test has a core; threads that wait for it spin
 ]
 FIRST, STEPS = 4, 7
 

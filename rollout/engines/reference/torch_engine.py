@@ -205,8 +205,7 @@ class TorchStepper:
             at.append(prefill.at)
             attend = combined_attention(attend, prefill, old) if attend else prefill
         assert attend is not None
-        states = self.batch.states.at(slice(old))
-        texts = DeltaPass(states, prefill) if model.config.delta else None
+        texts = DeltaPass(self.batch.states.at(slice(old)), prefill)
         hidden = model.forward(tokens, positions, attend, routes, texts)
         if routes:
             self.cache.put_routes(torch.cat(at), torch.stack(routes, 1))
