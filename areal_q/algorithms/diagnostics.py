@@ -33,6 +33,17 @@ from areal_q.algorithms.reducers import (
 _Record = TypeVar("_Record", LossInputs, Ratios, PolicyLoss)
 CHUNK = 1 << 16
 """Tokens that are processed together, so few that the intermediate tensors stay in a processor's cache."""
+MEANS = {
+    "mismatch": {
+        "weight_mean": "w", "kl": "mismatch_k1", "kl_k3": "mismatch_k3", "truncated_fraction": "truncated",
+    },
+    "policy": {
+        "mask_fraction": "dropped", "ratio_mean": "r", "kl": "policy_k1", "kl_k3": "policy_k3",
+        "clip_fraction_up": "up", "clip_fraction_down": "down", "clip_fraction_dual": "dual",
+        "entropy": "entropy",
+    },
+}  # fmt: skip
+"""The metrics that are a mean over tokens, and the column that each sums"""
 
 
 @torch.no_grad()
@@ -128,9 +139,6 @@ def _named(
     if not tokens and label:
         return {}
 
-    def mean(name: str) -> Mean:
-        return Mean(total[name], tokens)
-
     def largest(name: str) -> Max:
         # exp(-inf) = 0 would claim a ratio of 0 where there is no token.
         return Max(math.exp(max(table[name][k] for k in lags)) if tokens else -math.inf)
@@ -141,24 +149,17 @@ def _named(
             first = first.merge(other)
         return first
 
-    return {
+    metrics: Metrics = {
+        f"{kind}/{label}{name}": Mean(total[column], tokens)
+        for kind, columns in MEANS.items()
+        for name, column in columns.items()
+    }
+    return metrics | {
         f"mismatch/{label}tokens": Sum(tokens),
-        f"mismatch/{label}weight_mean": mean("w"),
         f"mismatch/{label}weight_max": largest("log_w_max"),
         f"mismatch/{label}weight_p99": quantile("w"),
         f"mismatch/{label}ess": EffectiveSampleShare(total["w"], total["w_squared"], tokens),
-        f"mismatch/{label}kl": mean("mismatch_k1"),
-        f"mismatch/{label}kl_k3": mean("mismatch_k3"),
-        f"mismatch/{label}truncated_fraction": mean("truncated"),
-        f"policy/{label}mask_fraction": mean("dropped"),
-        f"policy/{label}ratio_mean": mean("r"),
         f"policy/{label}ratio_max": largest("log_r_max"),
         f"policy/{label}ratio_p99": quantile("r"),
-        f"policy/{label}kl": mean("policy_k1"),
-        f"policy/{label}kl_k3": mean("policy_k3"),
-        f"policy/{label}clip_fraction_up": mean("up"),
-        f"policy/{label}clip_fraction_down": mean("down"),
-        f"policy/{label}clip_fraction_dual": mean("dual"),
-        f"policy/{label}entropy": mean("entropy"),
         f"policy/{label}bounded_tokens": Sum(total["bounded"]),
     }

@@ -7,7 +7,7 @@ them. Pure: the sockets are in buffer/weight_sync/.
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,54 +116,43 @@ def pack_version(
 ) -> WeightVersion:
     """Copies `tensors` into one payload and returns it with its manifest; names keep the order given.
 
-    The other fields are the manifest's; `run_id` goes into its `extra`. A `pool` lets payloads be reused from
-    version to version.
-
-    Raises WeightVersionError for a dtype that is not in DTYPES.
+    The other fields are the manifest's. A `pool` lets payloads be reused from version to version. Raises
+    WeightVersionError for a dtype that is not in DTYPES.
     """
-    layout: list[tuple[str, torch.Tensor, int, int]] = []
+    layout = [*_layout(tensors)]
+    end = layout[-1].offset + layout[-1].nbytes if layout else 0
+    payload = (pool or PayloadPool()).lend(end)
+    specs = []
+    for spec, tensor in zip(layout, tensors.values(), strict=True):
+        after = spec.offset + spec.nbytes
+        raw = payload[spec.offset : after]
+        raw.copy_(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8))
+        payload[after : _aligned(after)].zero_()
+        digest = xxhash.xxh3_128_hexdigest(raw.numpy().data)
+        specs.append(msgspec.structs.replace(spec, digest=digest))
+    manifest = Manifest(
+        run=run, run_id=run_id, epoch=epoch, version=version, format=format, uaq_scale=uaq_scale, model=model,
+        tensors=specs, nbytes=end, digest="", published_s=published_s, noise=noise, extra=extra or {},
+    )  # fmt: skip
+    manifest = msgspec.structs.replace(manifest, digest=digest_of(manifest))
+    return WeightVersion(manifest, payload, _views(manifest, payload))
+
+
+def _layout(tensors: Mapping[str, torch.Tensor]) -> Iterator[TensorSpec]:
+    """Yields where each tensor goes, without its digest."""
     end = 0
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES.values():
             raise WeightVersionError(f"{name} has dtype {tensor.dtype}, which cannot be published")
-        offset = _aligned(end)
-        end = offset + tensor.nbytes
-        layout.append((name, tensor, offset, tensor.nbytes))
-    payload = (pool or PayloadPool()).lend(end)
-    specs = []
-    padding = 0
-    for name, tensor, offset, nbytes in layout:
-        payload[padding:offset].zero_()
-        padding = offset + nbytes
-        raw = payload[offset:padding]
-        raw.copy_(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8))
-        specs.append(
-            TensorSpec(
-                name=name,
-                dtype=str(tensor.dtype).removeprefix("torch."),
-                shape=tuple(tensor.shape),
-                offset=offset,
-                nbytes=nbytes,
-                digest=xxhash.xxh3_128_hexdigest(raw.numpy().data),
-            )
+        yield TensorSpec(
+            name=name,
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=tuple(tensor.shape),
+            offset=_aligned(end),
+            nbytes=tensor.nbytes,
+            digest="",
         )
-    manifest = Manifest(
-        run=run,
-        run_id=run_id,
-        epoch=epoch,
-        version=version,
-        format=format,
-        uaq_scale=uaq_scale,
-        model=model,
-        tensors=specs,
-        nbytes=end,
-        digest="",
-        published_s=published_s,
-        noise=noise,
-        extra=extra or {},
-    )
-    manifest = msgspec.structs.replace(manifest, digest=digest_of(manifest))
-    return WeightVersion(manifest, payload, _views(manifest, payload))
+        end = _aligned(end) + tensor.nbytes
 
 
 def unpack_version(manifest: Manifest, payload: torch.Tensor) -> WeightVersion:
