@@ -67,12 +67,12 @@ class WeightClient:
     def follow(self) -> Iterator[tuple[messages.Broadcast, bytes]]:
         """Yields what is announced and its delta, empty where there is none, without end; what is no
         announcement is left out."""
-        sub = self._connect(zmq.SUB, self._announce)
-        sub.subscribe(b"")
-        while True:
-            told, *rest = sub.recv_multipart()
-            with suppress(RecordError):
-                yield messages.decode_broadcast(told), b"".join(rest)
+        with self._connect(zmq.SUB, self._announce) as sub:
+            sub.subscribe(b"")
+            while True:
+                told, *rest = sub.recv_multipart()
+                with suppress(RecordError):
+                    yield messages.decode_broadcast(told), b"".join(rest)
 
     def close(self) -> None:
         """Closes all sockets."""

@@ -9,11 +9,12 @@ import pytest
 import torch
 from helpers.kinds import HALF_A_BILLION, M20, QUICKSTART, SMOLLM2
 from helpers.strategies import grouped
+from msgspec import structs
 
 from areal_q.checks import memory
 from areal_q.checks.memory import PROCESS_BYTES, learner_memory, total, worker_memory
 from areal_q.checks.pass_memory import Lengths, pass_memory
-from areal_q.config import Run, load
+from areal_q.config import Run, TorchEngine, load
 from areal_q.models import Decoder, DecoderConfig, PackedLayout, init_weights
 from areal_q.models.config import DeltaRule
 from areal_q.models.low_bit.bf16_rounding import round_rest
@@ -232,6 +233,15 @@ def test_layers_with_a_state_keep_what_is_expected(
         found = by_name(pass_memory(run, config, Lengths(prompt, response)))
         kept[-layers] = found["activations"]
     assert kept[-4] - kept[-2] == pytest.approx(kept[4] - kept[2], rel=0.08)
+
+
+def test_a_model_of_states_alone_has_an_empty_cache():
+    rule = DeltaRule(layers=(0,), key_heads=2, value_heads=4, key_dim=16, value_dim=24, kernel=4)
+    shape = structs.replace(SMALL, family="qwen3_5_text", delta=rule)
+    run = load(None, ["rollout.engine.kv_cache_bytes=9999"])
+    assert by_name(worker_memory(run, shape, Lengths(10, 8)))["KV cache"] == 0
+    assert isinstance(run.rollout.engine, TorchEngine)
+    assert memory.cached_pages(run.rollout.engine, shape) >= 1
 
 
 def saved_bytes(model: Decoder, layout: PackedLayout) -> int:

@@ -16,7 +16,7 @@ from helpers.paths import ROOT
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from areal_q.checks.format_advice import format_of
+from areal_q.checks.format_advice import format_of, instead
 from areal_q.checks.model import check_model, findings, longest_prompt, rate_of
 from areal_q.config import Run, dump_toml, load, override
 from areal_q.config.tasks import chat_of
@@ -251,6 +251,29 @@ def test_smoothing_is_not_advised_to_a_model_without_scales(model: Path):
     another_family(model, "gemma3_text")
     (found,) = format_of(run)
     assert (found.level, found.fix) == ("warning", "rollout.format=int8-weight")
+
+
+@pytest.mark.parametrize(
+    ("settings", "advice"),
+    [
+        (["rollout.format=bf16"], ""),
+        (["rollout.format=int8-weight"], "learner.precision=qarl"),
+        (["rollout.format=int8-weight", "learner.precision=qarl"], ""),
+        (["model.type=hf", "rollout.format=int8-weight"], ""),
+        (["model.type=hf", "rollout.format=nvfp4"], "rollout.format=int8-weight"),
+        (
+            ["rollout.format=fp8", "learner.precision=jet"],
+            "rollout.format=int8-weight learner.precision=full",
+        ),
+    ],
+)
+def test_advice_names_only_what_may_be_set_and_is_not(
+    model: Path, settings: list[str], advice: str
+):
+    run = run_of(model, *settings, f"model.path={model}")
+    assert instead(run) == advice
+    for advised in advice.split(" or ") if advice else ():
+        assert override(run, *advised.split()) != run
 
 
 def test_the_preflight_says_what_is_known_and_what_to_take(model: Path):

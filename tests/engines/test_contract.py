@@ -352,7 +352,7 @@ async def test_weights_of_an_unknown_format_are_refused(engine, published):
     assert engine.version == 0
 
 
-@pytest.mark.parametrize("change", ["sizes", "names", "fewer rows", "no model", "no text"])
+@pytest.mark.parametrize("change", ["sizes", "names", "fewer rows", "heads", "no model", "no text"])
 async def test_weights_of_another_model_are_refused(kind, engine, published, change):
     """They are whole and agree with their own digests: a learner of another run, or one who means harm."""
     if kind == "scripted":
@@ -368,6 +368,8 @@ async def test_weights_of_another_model_are_refused(kind, engine, published, cha
             tensors = {f"x.{name}": t for name, t in tensors.items()}
         case "fewer rows":
             tensors |= {name: t[:64] for name, t in tensors.items() if name.startswith(up)}
+        case "heads":
+            model = model | {"num_key_value_heads": 3}
         case "no model":
             model = {"model_type": "unheard of"}
         case "no text":

@@ -243,6 +243,20 @@ def test_the_language_model_of_one_that_sees_images_is_read(again: bool, tmp_pat
         edit(tmp_path, lambda t: t | {"mtp.fc.weight": torch.ones(2)})
     check_tensors(tmp_path, load_config(tmp_path))
     assert_same_logits(load_decoder(tmp_path), part)
+    edit_config(
+        tmp_path, quantization_config={"quant_method": "fp8"}
+    )  # as the FP8 ones have it, at the top
+    assert_refused(tmp_path, "quantization_config")
+
+
+def test_a_share_of_a_head_is_turned_whoever_names_its_size() -> None:
+    named = hf_config("qwen3_5_text", tied=False).to_dict()
+    unnamed = named | {
+        "head_dim": None,
+        "hidden_size": named["head_dim"] * named["num_attention_heads"],
+    }
+    share = named["rope_parameters"]["partial_rotary_factor"]
+    assert DecoderConfig.from_hf(unnamed).rope_dim == share * named["head_dim"]
 
 
 def test_a_checkpoint_round_trips_bit_for_bit(tmp_path: Path, make: Callable[[], Decoder]) -> None:

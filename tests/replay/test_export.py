@@ -70,6 +70,10 @@ def test_the_best_checkpoint_is_of_those_that_are_there(run_dir: Path, tmp_path:
     (run_dir / "config.toml").write_text(config.partition("[eval]")[0] + hard)
     assert best_step(run_dir) == 4
 
+    with MetricsLog(run_dir, tensorboard=False) as metrics:  # of newer weights than those of step 2
+        late = {"eval/hard/accuracy": 1.0, "eval/hard/late_by": 1000.0}
+        metrics.write("eval", 2, late)
+    assert best_step(run_dir) == 4
     done = run_here("export", main, str(run_dir), str(tmp_path / "best"), "--best")
     assert done.stdout.startswith(f"{tmp_path / 'best'}: step-000004")
     both = run_here("export", main, str(run_dir), str(tmp_path / "x"), "--best", "--step", "2")

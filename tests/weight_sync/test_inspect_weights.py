@@ -4,21 +4,24 @@ import json
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
-from helpers.weight_sync import WeightSync
+from helpers.weight_sync import Proxy, WeightSync
 from typer.testing import CliRunner, Result
 
+from areal_q import messages
 from areal_q.config import BroadcastConfig, dump_toml, load
 from areal_q.errors import ConfigError, WeightVersionError
-from areal_q.messages import WorkerStatus
+from areal_q.messages import ChunkReply, ManifestReply, WorkerStatus
 from areal_q.observability.metrics_log import MetricsLog
 from areal_q.weights import delta
 from areal_q.weights.version import WeightVersion
 from bench.records import make_beat
+from buffer.weight_sync.client import WeightClient
 from buffer.weight_sync.commands.inspect_weights import main
 
 CONFIG = BroadcastConfig(heartbeat_s=0.05, hold=2, hold_deltas=3)
@@ -119,6 +122,47 @@ def test_new_versions_are_followed_live(run: Path, sync: WeightSync) -> None:
         assert 0 < row["delta_bytes"] < 1000 and row["share"].endswith("%")
     process.send_signal(signal.SIGINT)
     process.wait()
+
+
+LIES = {
+    "no reply": (b"\xff", "record refused"),
+    "another reply": (messages.encode(ChunkReply(digest="d", offset=0, nbytes=0)), "ChunkReply is no answer"),
+    "no manifest": (messages.encode(ManifestReply(manifest=b"\xff", checksum="0")), "record refused"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_what_is_no_answer_is_named(sync: WeightSync, lie: str) -> None:
+    sync.publish(0)
+    proxy = Proxy(sync)
+    answer, said = LIES[lie]
+    proxy.tamper_fetch = lambda frames: [[answer]]
+    refused = pytest.raises(WeightVersionError, match=f"ipc://.*{said}")
+    with closing(WeightClient(*proxy.endpoints, None)) as client, refused:
+        client.manifest()
+
+
+def test_a_piece_of_another_size_ends_the_question(run: Path, sync: WeightSync) -> None:
+    """It would be asked for the rest without end, or a delta be read that is none."""
+    sync.publish(0, 1)
+    proxy = Proxy(sync)
+    with closing(WeightClient(*proxy.endpoints, None)) as client:
+        base = client.held().versions[-2]
+        assert client.changes(base)
+        for change in (lambda piece: b"", lambda piece: piece[:-1], lambda piece: piece + b"x"):
+            proxy.tamper_fetch = lambda frames, change=change: [
+                [frames[0], *map(change, frames[1:])]
+            ]
+            with pytest.raises(WeightVersionError, match=r"a piece of a delta is not \d+ bytes"):
+                client.changes(base)
+
+
+def test_what_is_no_announcement_is_left_out(sync: WeightSync) -> None:
+    sync.publish(0)
+    proxy = Proxy(sync)
+    proxy.tamper_announce = lambda frames: [[b"\xff"], [b""], frames]
+    with closing(WeightClient(*proxy.endpoints, None)) as client:
+        assert next(client.follow())[0].version == 0
 
 
 @pytest.mark.timeout(60)
