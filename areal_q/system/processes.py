@@ -152,8 +152,8 @@ def _supervise(module: str, *arguments: str) -> int:
     while code is None and signal.sigwait(awaited) == signal.SIGCHLD:
         code = _waited_for().get(child)
     deadline = time.monotonic() + _LEAVE_AFTER_S
-    while (groups := _groups_of_children()) and time.monotonic() < deadline:
-        for group in groups:
+    while (left := _children_of(os.getpid())) and time.monotonic() < deadline:
+        for group in {group for group, _ in left.values()}:  # at once, so that none of it can fork
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(group, signal.SIGKILL)
         time.sleep(0.001)
@@ -171,16 +171,23 @@ def _waited_for() -> dict[int, int]:
     return ended
 
 
-def _groups_of_children() -> set[int]:
-    """Returns the process groups of this process's children. A group is killed at once, so that none of it can
-    fork meanwhile."""
-    groups = set()
+def leaves_others_behind() -> bool:
+    """Returns True if a process that this one started goes on, detached ones included: its supervisor, whose
+    children these become, would end them with it."""
+    found = _children_of(os.getpid(), os.getppid())
+    return any(child != os.getpid() and not ended for child, (_, ended) in found.items())
+
+
+def _children_of(*parents: int) -> dict[int, tuple[int, bool]]:
+    """Returns the process group of each child of `parents`, and whether it has ended and nobody has waited for
+    it yet."""
+    found = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended meanwhile
-            _, parent, group, *_ = stat.read_bytes().rpartition(b")")[2].split()
-            if int(parent) == os.getpid():
-                groups.add(int(group))
-    return groups
+            state, parent, group, *_ = stat.read_bytes().rpartition(b")")[2].split()
+            if int(parent) in parents:
+                found[int(stat.parent.name)] = (int(group), state == b"Z")
+    return found
 
 
 if __name__ == "__main__":

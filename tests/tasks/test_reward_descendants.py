@@ -1,5 +1,6 @@
 """No process that a reward starts outlives its timeout, its own process, `close`, or the worker's kill -9."""
 
+import asyncio
 import subprocess
 import sys
 import time
@@ -13,6 +14,8 @@ from areal_q.tasks import Completed, Problem, Score, build_reward
 
 PROBLEM = Problem("2+2=", "4")
 MARK = "REWARD_OF_THIS_TEST"
+NEXT = 2
+"""Those after it: a supervisor and its reward's process"""
 STARTED = 6
 """The supervisor, the reward's process, and those that are surely there when it goes on: two that may be seen
 or not are the shell's, and the one that is another at every moment"""
@@ -47,6 +50,24 @@ def reward(prompt, response, answer):
             os._exit(3)
     return 0.5
 """
+TOGETHER = REWARD.replace("def reward(", "async def reward(").replace(
+    """    match response:
+        case "hang":
+            subprocess.run(SLEEP)""",
+    """    match response:
+        case "hang":
+            await asyncio.create_subprocess_exec(*SLEEP)
+            await asyncio.sleep(120)""",
+)
+TOGETHER = TOGETHER.replace(
+    "    if response == answer:\n",
+    """    if response == "slow":
+        while not STARTED.exists():
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(float(prompt))
+    if response in (answer, "slow"):
+""",
+).replace("import os,", "import asyncio, os,")
 WORKER = """
 import asyncio, sys
 from areal_q.config import load
@@ -97,6 +118,28 @@ async def test_all_that_a_reward_started_ends_with_its_process(
         left = len(alive(tmp_path))
         assert left >= STARTED if outcome.valid else left == 0, alive(tmp_path)
         assert await reward(PROBLEM, [Completed("4")]) == [Score(1.0, True)]
+    finally:
+        await reward.close()
+    assert alive(tmp_path) == []
+
+
+@pytest.mark.timeout(60)
+async def test_what_a_coroutine_started_ends_once_the_others_have_their_scores(
+    settings: list[str], tmp_path: Path
+):
+    """All of a process's coroutines are one process, which others may still wait for."""
+    (tmp_path / "mine.py").write_text(TOGETHER)
+    timeout_s = stretched(4.0)
+    reward = build_reward(load(None, [*settings, f"reward.timeout_s={timeout_s}"]))
+    try:
+        await reward.start()
+        slow = asyncio.create_task(reward(Problem(f"{0.8 * timeout_s}", "4"), [Completed("slow")]))
+        hanging = asyncio.create_task(reward(PROBLEM, [Completed("hang")]))
+        assert await hanging == [Score.failed("timeout")]
+        late = asyncio.create_task(reward(PROBLEM, [Completed("4")]))
+        assert await slow == await late == [Score(1.0, True)]
+        while len(alive(tmp_path)) > NEXT:
+            await asyncio.sleep(0.01)
     finally:
         await reward.close()
     assert alive(tmp_path) == []

@@ -154,7 +154,7 @@ class Isolated:
         """Sends a question to this thread's process. Raises TaskError or ConfigError if none can be started."""
         child = self._child()
         if child.over:
-            self._end(child)
+            threading.Thread(target=self._end, args=[child], daemon=True).start()
             self._own.child = None
             child = self._child()
         return child, child.post(ask, self._timeout_s)

@@ -19,7 +19,7 @@ from areal_q.config.tasks import Judge
 from areal_q.errors import ConfigError, TaskError
 from areal_q.sandbox.confine import NotIsolated, confine
 from areal_q.system.command import accept_any_text
-from areal_q.system.processes import limit_memory
+from areal_q.system.processes import leaves_others_behind, limit_memory
 from areal_q.tasks.grading.child_process import failure_of, frame, private_socket
 from areal_q.tasks.grading.graders import GRADERS, check_extra, is_confined
 from areal_q.tasks.grading.judge import AskedJudge
@@ -108,7 +108,8 @@ async def _many(scorer: Scorer, parent: socket.socket, timeout_s: float) -> None
         except Exception as error:  # as above
             late = limit.expired()
             graded = [Graded(error=TIMED_OUT, cause="timeout") if late else _failed(error, scorer)]
-        answers.write(frame(Answer(ask.number, graded)))
+        last = limit.expired() and leaves_others_behind()
+        answers.write(frame(Answer(ask.number, graded, last)))
 
     async with asyncio.TaskGroup() as tasks:
         try:

@@ -47,6 +47,9 @@ class Answer(msgspec.Struct, frozen=True):
 
     number: int
     graded: list[Graded]
+    last: bool = False
+    """True if processes that it started go on after its timeout: this process is to end, once the questions
+    that are open have their answers, and they with it"""
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -132,7 +135,10 @@ class RewardProcess:
         try:
             while True:
                 answer = _answers.decode(self._frame(None))
+                self.over |= answer.last
                 self._settle(answer.number, answer.graded)
+                if self.over and not self._open:
+                    self._process.terminate()
         except (OSError, EOFError, msgspec.MsgspecError) as error:
             self.over = True
             with self._lock:
@@ -183,9 +189,10 @@ class RewardProcess:
         self._process.terminate()
 
     def end(self) -> None:
-        """Has the process killed, waits until it and all that it started have ended, and closes the socket,
-        which no thread may be using."""
-        self._process.terminate()
+        """Has the process killed, unless it is `over` and will be once its open questions have answers; waits
+        until it and all that it started have ended, and closes the socket, which no thread may be using."""
+        if not (self.over and self._open):
+            self._process.terminate()
         self._process.wait()
         if self._listener:
             self._listener.join()
