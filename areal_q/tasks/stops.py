@@ -16,7 +16,8 @@ from areal_q.system.files import replacing
 from areal_q.system.run_dir import STOPS_FILE
 from areal_q.tasks.base import Completed, Stop, Tokenizer
 
-_CONFIGS = ("config.json", "generation_config.json")
+CONFIGS = ("config.json", "generation_config.json")
+"""Files of a model that name tokens which end a reply"""
 
 
 def collect_stops(
@@ -33,7 +34,7 @@ def collect_stops(
     named = {
         "tokenizer": [] if tokenizer_eos is None else [tokenizer_eos],
         "chat template": [] if template_end is None else [template_end],
-        **{name: _named_in(directory / name) for name in _CONFIGS},
+        **{name: named_ends(directory / name) for name in CONFIGS},
     }
     sources: dict[int, list[str]] = {}
     for source, ids in named.items():
@@ -99,15 +100,21 @@ def read_stops(directory: Path) -> dict[int, Stop]:
         ) from error
 
 
-def _named_in(file: Path) -> list[int]:
+def named_ends(file: Path) -> list[int]:
+    """Returns the ids that one of CONFIGS names; none if there is no such file. Raises CheckpointError, which
+    names the file, for anything else than an id or a list of ids."""
     if not file.is_file():
         return []
     try:
         table: Any = json.loads(file.read_bytes())
-        named = table.get("eos_token_id")
+        text = table.get("text_config")  # of a model that sees images, too
+        named = [t.get("eos_token_id") for t in (table, text) if t is not None]
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file}: not a JSON object: {error}") from error
-    ids = [] if named is None else named if isinstance(named, list) else [named]
-    if not all(type(id) is int and 0 <= id < 2**31 for id in ids):
-        raise CheckpointError(f"{file}: eos_token_id = {named!r} is no id, and no list of ids")
+    ids = list[int]()
+    for it in named:
+        these = [] if it is None else it if isinstance(it, list) else [it]
+        if not all(type(id) is int and 0 <= id < 2**31 for id in these):
+            raise CheckpointError(f"{file}: eos_token_id = {it!r} is no id, and no list of ids")
+        ids += these
     return list(dict.fromkeys(ids))

@@ -37,8 +37,15 @@ TWO_ENDS = {"eos_token_id": [258, 256]}
         ("42<|endoftext|>xyz", {}, {"eos": [258, 256]}),
         ("42<|endoftext|>xyz", {}, {"generation_config": TWO_ENDS}),
         ("42<|im_end|>xyz", {"eos": END_OF_TEXT}, {}),
+        ("42<|endoftext|>xyz", {}, {"generation_config": {"text_config": TWO_ENDS}}),
     ],
-    ids=["the tokenizer's", "config.json's", "generation_config.json's", "the template's"],
+    ids=[
+        "the tokenizer's",
+        "config.json's",
+        "generation_config.json's",
+        "the template's",
+        "a part's",
+    ],
 )
 def test_a_reply_ends_at_each_end_that_a_file_names(
     tmp_path: Path, text: str, tokenizer: dict[str, Any], files: dict[str, Any]

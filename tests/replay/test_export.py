@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 import torch
-from helpers.chain_models import write_chain
+from helpers.chain_models import byte_tokenizer, write_chain
 from helpers.commands import refused, run_here
 from helpers.policies import initial_model
 from safetensors.torch import load_file
@@ -158,6 +158,17 @@ def test_an_export_keeps_the_source_s_ends_and_dtype(tmp_path: Path, make_run):
         assert stops[0] == stops[1]
         before, after = (load_file(d / "model.safetensors") for d in (source, made))
         assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_an_export_names_an_end_that_only_the_template_has(tmp_path: Path):
+    """transformers and servers would draw on behind it."""
+    source = write_chain(
+        tmp_path / "m", "42<|im_end|>", byte_tokenizer(eos="<|endoftext|>"), eos=256
+    )
+    for chat, ends in ((None, None), (Chat(), [256, 258])):
+        save_decoder(load_decoder(source), tmp_path / "out", load_tokenizer(source, chat))
+        named = tmp_path / "out" / "generation_config.json"
+        assert (json.loads(named.read_text())["eos_token_id"] if named.is_file() else None) == ends
 
 
 def test_an_export_of_a_supervised_run_keeps_its_template(tmp_path: Path, make_run):

@@ -126,8 +126,14 @@ def test_new_versions_are_followed_live(run: Path, sync: WeightSync) -> None:
 
 LIES = {
     "no reply": (b"\xff", "record refused"),
-    "another reply": (messages.encode(ChunkReply(digest="d", offset=0, nbytes=0)), "ChunkReply is no answer"),
-    "no manifest": (messages.encode(ManifestReply(manifest=b"\xff", checksum="0")), "record refused"),
+    "another reply": (
+        messages.encode(ChunkReply(digest="d", offset=0, nbytes=0)),
+        "ChunkReply is no answer",
+    ),
+    "no manifest": (
+        messages.encode(ManifestReply(manifest=b"\xff", checksum="0")),
+        "record refused",
+    ),
 }
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -29,6 +30,7 @@ from areal_q.models.hf.weight_files import (
 )
 from areal_q.system.files import replacing, save_tensors
 from areal_q.tasks.base import Tokenizer
+from areal_q.tasks.stops import CONFIGS, named_ends
 
 GENERATION = "generation_config.json"
 
@@ -95,8 +97,9 @@ def save_decoder(
     """Writes directory `path` for `transformers.AutoModelForCausalLM`, and replaces one that exists.
 
     Tensors are rounded to `dtype`, which config.json names. `source` is the directory that the model was loaded
-    from, whose generation_config.json is copied, since it names tokens that end a reply. Raises
-    CheckpointError, and leaves `path` unchanged, if a value does not fit into `dtype`.
+    from, whose generation_config.json is copied; that file names all of the tokenizer's tokens that end a
+    reply, those of its chat template too. Raises CheckpointError, and leaves `path` unchanged, if a value does
+    not fit into `dtype`.
 
     The directory is written under a hidden name and then renamed, so that `path` never has an incomplete model.
     A crash between the two renames of a replacement leaves both models hidden until the next save. Only one
@@ -125,6 +128,19 @@ def save_decoder(
             tokenizer.save(str(part))
         if source is not None and (beside := Path(source) / GENERATION).is_file():
             shutil.copyfile(beside, part / GENERATION)
+        if tokenizer is not None:
+            _name_ends(part, tokenizer.stops)
+
+
+def _name_ends(directory: Path, stops: Iterable[int]) -> None:
+    """Names those of `stops` in generation_config.json that no file of `directory` names: other programs, which
+    read no chat template for it, draw on behind them."""
+    named = [id for name in CONFIGS for id in named_ends(directory / name)]
+    if more := [id for id in stops if id not in named]:
+        file = directory / GENERATION
+        table = json.loads(file.read_bytes()) if file.is_file() else {}
+        table["eos_token_id"] = list(dict.fromkeys([*named, *more]))
+        file.write_text(json.dumps(table, indent=2) + "\n")
 
 
 def _finite(tensor: torch.Tensor) -> bool:

@@ -66,13 +66,14 @@ class ChatTemplate:
         added = {token.content: token for token in hf.added_tokens_decoder.values()}
         self._added = _any_of(added)
         last, earlier = self._around_reply(False), self._around_reply(True)
-        written = "".join(earlier or last or ())
+        written = "".join(earlier or last or ()) + self._around_result()
         self._control = _any_of(
             text
             for text, token in added.items()
             if token.special or (text.strip() and text in written)
         )
-        """Matches special tokens, and others that begin or end a turn, such as DeepSeek's <｜User｜>"""
+        """Matches special tokens, and others that begin or end a turn, such as DeepSeek's <｜User｜>, or the
+        result of a tool, such as Qwen's <tool_response>"""
         self._special = _any_of(text for text, token in added.items() if token.special)
         ends = self._added.match(last[1].lstrip()) if last else None
         self.end = ends[0] if ends and added[ends[0]].special else None
@@ -235,6 +236,19 @@ class ChatTemplate:
             return None
         before, found, after = text.rpartition(MARK)
         return (before, after) if found else None
+
+    def _around_result(self) -> str:
+        """Returns what the template writes around the result of a tool; "" if it takes none."""
+        call = {"id": "probe0000", "type": "function", "function": _PROBED}
+        called = {"role": "assistant", "content": "", "tool_calls": [call]}
+        try:
+            talk = self._in_form(
+                [_ASKED, called, {"role": "tool", "content": MARK, "tool_call_id": "probe0000"}]
+            )
+            earlier, text = (self._render(said, reply=False) for said in (talk[:2], talk))
+        except TaskError:
+            return ""
+        return text[common(earlier, text) :].replace(MARK, "")
 
     def _prompt_ends(self, befores: Sequence[str]) -> list[str]:
         """Returns what the prompt for a reply has beyond each of the texts before an assistant's content that

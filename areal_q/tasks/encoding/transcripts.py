@@ -79,7 +79,7 @@ def _part(
     return Part(start, end.end())
 
 
-def common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Returns how many ids at the beginning of both are the same."""
+def common(one: Sequence[object], other: Sequence[object]) -> int:
+    """Returns how many items at the beginning of both are the same."""
     pairs = zip(one, other, strict=False)
     return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
