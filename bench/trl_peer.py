@@ -1,11 +1,8 @@
 """Runs bench/peers/trl_grpo.py: its environment, settings as close to ours as they come, its fastest layout."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +12,7 @@ from areal_q.config import Run, TaskConfig
 from areal_q.config.objectives import Clip
 from areal_q.config.tasks import Python
 from areal_q.observability.metrics_log import read_metrics
-from areal_q.system.processes import die_with_parent
+from areal_q.system.processes import die_with_parent, supervised_program
 from bench import learning_curve
 from bench.common import ROOT, number, peer_env, say, table
 from bench.learning_curve import Curve, value_at
@@ -145,13 +142,13 @@ def train(python: Path, spec: dict[str, Any], layout: Layout) -> tuple[Curve, di
     argv = [str(python), *launcher, str(PROGRAM), str(spec_file)]
     with log_file.open("w") as log:
         child = subprocess.Popen(
-            argv,
+            supervised_program(*argv),  # torchrun's processes are in sessions of their own
             cwd=out.parent,
             env=peer_env(layout.threads),
             stdout=log,
             stderr=log,
             start_new_session=True,
-            preexec_fn=die_with_parent(signal.SIGKILL),
+            preexec_fn=die_with_parent(),
         )
     late = False
     try:
@@ -160,8 +157,7 @@ def train(python: Path, spec: dict[str, Any], layout: Layout) -> tuple[Curve, di
         say(f"TRL, {layout}, takes too long")
         late = True
     finally:
-        with suppress(ProcessLookupError):  # it has ended, and so have its processes
-            os.killpg(child.pid, signal.SIGKILL)
+        child.terminate()
         child.wait()
     records = read_metrics(out) if out.exists() else []
     # Two processes may abort at their exit, when all is written: that costs the layout nothing.

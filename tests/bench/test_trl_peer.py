@@ -14,11 +14,15 @@ from bench.common import ROOT, cpu_seconds
 from bench.trl_peer import Layout, PeerFailed, best_layout, train
 
 PROGRAM = """#!{python}
-import json, os, sys, time
+import json, os, subprocess, sys, time
 spec = json.load(open(sys.argv[-1]))
 if spec["bf16"]:
     sys.exit("no such layout here")
 if spec["time_limit_s"] < 0:
+    # As torchrun starts the processes that train.
+    child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    with open(spec["out"] + ".pid", "w") as out:
+        out.write(str(child.pid))
     time.sleep(60)
 with open(spec["out"], "w") as out:
     print(json.dumps(dict(kind="start", step=0, versions=dict(trl="1"))), file=out)
@@ -57,6 +61,7 @@ def test_a_layout_that_hangs_is_ended(
     monkeypatch.setattr(trl_peer, "START_S", 3.0)
     with pytest.raises(PeerFailed, match=r"trl\.log"):
         train(python, spec(tmp_path, limit_s=-1.0), Layout(1, 1, 1))
+    assert not Path("/proc", (tmp_path / "trl.jsonl.pid").read_text()).exists()
 
 
 def test_what_a_late_layout_did_counts(
