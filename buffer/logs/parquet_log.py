@@ -11,9 +11,9 @@ The name of an unfinished part begins with a dot, which pyarrow and pandas ignor
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,13 +34,13 @@ PART_S = 60.0
 
 @dataclass(frozen=True)
 class LogFormat:
-    """The schema of a log. Its metadata holds {key: version}; a reader accepts versions up to its own."""
+    """The schema of a log. Its metadata holds {key: version}; a reader accepts its own version alone."""
 
     schema: pa.Schema
     key: bytes
     version: int
-    since: Mapping[str, int] = field(default_factory=dict)
-    """The versions from which on a part must have a column; `version` where none is named"""
+    optional: frozenset[str] = frozenset()
+    """Columns that a part may lack"""
 
 
 class ParquetLog:
@@ -212,22 +212,22 @@ def _writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
 
 def _check_schema(found: pa.Schema, format: LogFormat) -> None:
     version = (found.metadata or {}).get(format.key, b"").decode()
-    if not version.isdecimal() or int(version) > format.version:
+    if version != str(format.version):
         raise RecordError(f"log schema {version or 'missing'}, this reads {format.version}")
-    if strange := _strange(found, format, int(version)):
+    if strange := _strange(found, format):
         raise RecordError(f"column {strange!r} is not as its schema says")
 
 
-def _strange(found: pa.Schema, format: LogFormat, version: int) -> str | None:
+def _strange(found: pa.Schema, format: LogFormat) -> str | None:
     """Returns the name of a column that is unknown, repeated, missing or of another type; None if there is
-    none. An older version may lack the columns that came after it, but for `step`."""
+    none."""
     types = dict(zip(format.schema.names, format.schema.types, strict=True))
     present = dict(zip(found.names, found.types, strict=True))
-    needed = {name for name in types if format.since.get(name, format.version) <= version}
-    needed.add(format.schema.names[0])
     unknown = (name for name, type in present.items() if types.get(name) != type)
     twice = (name for name in found.names if found.names.count(name) > 1)
-    return next(iter([*unknown, *twice, *sorted(needed - present.keys())]), None)
+    return next(
+        iter([*unknown, *twice, *sorted(types.keys() - format.optional - present.keys())]), None
+    )
 
 
 def _unfinished(part: Path) -> Path:

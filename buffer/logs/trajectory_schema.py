@@ -30,9 +30,7 @@ from areal_q.errors import RecordError
 from areal_q.messages import Array, Branch, Group, Ticket, Trajectory, TurnReward, VersionSpan
 from buffer.logs.parquet_log import LogFormat
 
-_SCHEMA_VERSION = 3
-_PLAIN_VERSION = 2
-"""The version of a part without branches and rewards of turns, which is as it was before there were any"""
+_SCHEMA_VERSION = 1
 _METADATA_KEY = b"areal-q-log-schema"
 
 _SAMPLING = pa.struct(
@@ -91,7 +89,7 @@ TRAJECTORY_SCHEMA = pa.schema(
         ("why", pa.string()),
         ("teacher_logprobs", pa.list_(pa.float32())),
     ],
-    metadata={_METADATA_KEY: str(_PLAIN_VERSION)},
+    metadata={_METADATA_KEY: str(_SCHEMA_VERSION)},
 )
 _TURN_REWARDS = pa.list_(pa.struct([("token", pa.int32()), ("reward", pa.float64())]))
 _BRANCHES = pa.list_(
@@ -119,15 +117,13 @@ TRAJECTORY_LOG_FORMAT = LogFormat(
     EPISODE_SCHEMA,
     _METADATA_KEY,
     _SCHEMA_VERSION,
-    dict.fromkeys(TRAJECTORY_SCHEMA.names, _PLAIN_VERSION),
+    optional=frozenset(EPISODE_SCHEMA.names) - frozenset(TRAJECTORY_SCHEMA.names),
 )
 
 _TICKET_FIELDS = (
     *("run", "run_id", "number", "purpose", "prompt", "answer", "group_size", "seed"),
     *("source", "problem", "why"),
 )
-_BEFORE: dict[str, Any] = {"source": "", "problem": -1, "why": ""}
-"""What these are in files of version 1, which lack the columns."""
 _GROUP_FIELDS = ("worker", "engine", "weight_format", "started_s", "finished_s")
 _TRAJECTORY_FIELDS = ("index", "finish_reason", "reward", "valid")
 _TOKEN_FIELDS = ("response_ids", "behavior_logprobs", "loss_mask")
@@ -196,7 +192,6 @@ def groups_from_table(table: pa.Table, validate: bool = True) -> list[Group]:
 
 def _group(rows: list[dict[str, Any]]) -> Group:
     first = rows[0]
-    named: dict[str, Any] = {name: first.get(name, _BEFORE.get(name)) for name in _TICKET_FIELDS}
     ticket = Ticket(
         schema=first["ticket_schema"],
         step=first["admitted"],
@@ -204,7 +199,7 @@ def _group(rows: list[dict[str, Any]]) -> Group:
         prompt_ids=first["prompt_ids"],
         messages=_messages(first),
         columns=first["columns"],
-        **named,
+        **{name: first[name] for name in _TICKET_FIELDS},
     )
     return Group(
         schema=first["group_schema"],
@@ -232,7 +227,7 @@ def _messages(row: dict[str, Any]) -> tuple[dict[str, str], ...]:
 
 
 def _trajectory(row: dict[str, Any]) -> Trajectory:
-    given = row.get("teacher_logprobs")  # files of version 1 have none
+    given = row["teacher_logprobs"]
     return Trajectory(
         spans=[VersionSpan(**span) for span in row["spans"]],
         reward_parts=dict(row["reward_parts"]),
