@@ -163,8 +163,9 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def wilson(p: float, n: int, z: float = _Z) -> tuple[float, float]:
+def wilson(p: float, n: int) -> tuple[float, float]:
     """Returns Wilson's score interval for a proportion `p` of `n` draws."""
+    z = _Z
     centre = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     return max(0.0, centre - half), min(1.0, centre + half)

@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import time
-from typing import Literal
 
 from areal_q.errors import ConfigError
 from areal_q.system.command import escaped
@@ -46,13 +45,13 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line)
 
 
-def set_up(service: str, format: Literal["text", "json"] | None = None) -> None:
-    """Sets up logging of this process in `format`, or if that is None in the format that AREAL_Q_LOG names,
-    from the level on that AREAL_Q_LOG_LEVEL names.
+def set_up(service: str) -> None:
+    """Sets up logging of this process in the format that AREAL_Q_LOG names, from the level on that
+    AREAL_Q_LOG_LEVEL names.
 
     Raises ConfigError for any other format or level.
     """
-    chosen = format or os.environ.get(LOG_FORMAT) or "text"
+    chosen = os.environ.get(LOG_FORMAT) or "text"
     if chosen not in ("text", "json"):
         raise ConfigError(f"{LOG_FORMAT}: {chosen!r} is neither text nor json")
     level = os.environ.get(LOG_LEVEL) or "info"

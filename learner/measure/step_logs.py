@@ -33,6 +33,7 @@ class StepLogs:
         self._groups = TrajectoryLog(directory / "trajectories", start) if logs else None
         self._steps = StepLog(directory / "steps", start) if logs else None
         self._tokens = TokenLog(directory / "tokens", start) if tokens else None
+        self._all = [log for log in (self._groups, self._steps, self._tokens) if log]
         self.recorder = TokenRecorder() if tokens else None
         """Records the tokens of the last step for the token log."""
         self._awaiting_digest: StepRecord | None = None
@@ -69,15 +70,13 @@ class StepLogs:
 
     def flush(self) -> None:
         """Returns once everything appended is on disk."""
-        for log in (self._groups, self._steps, self._tokens):
-            if log:
-                log.flush()
+        for log in self._all:
+            log.flush()
 
     def close(self) -> None:
         """Flushes the logs and ends their threads."""
-        for log in (self._groups, self._steps, self._tokens):
-            if log:
-                log.close()
+        for log in self._all:
+            log.close()
 
 
 def note_beginning(

@@ -52,7 +52,7 @@ class Mxfp4:
         blocks = (ranges or checked_ranges(self.ranges, w, name)).blocks
         biased = blocks.contiguous().view(torch.int32) >> 23  # the exponent's bits of a float32
         scale = (biased - TOP_POWER).clamp_(min=0).to(torch.uint8)
-        packed = e2m1.quantize(w, _powers(scale), BLOCK, name)
+        packed = e2m1.quantize(w, real_scale({"weight_scale": scale}), BLOCK, name)
         return {"weight_packed": packed, "weight_scale": scale}
 
     def dequantize(self, parts: Parts) -> Tensor:
@@ -68,8 +68,4 @@ class Mxfp4:
 
 def real_scale(parts: Parts) -> Tensor:
     """Returns the numbers by which codes are multiplied, float32 [out, blocks]."""
-    return _powers(parts["weight_scale"])
-
-
-def _powers(scale: Tensor) -> Tensor:
-    return scale.view(torch.float8_e8m0fnu).to(torch.float32)
+    return parts["weight_scale"].view(torch.float8_e8m0fnu).to(torch.float32)
