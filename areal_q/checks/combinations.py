@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from areal_q.config import (
     LearnerConfig,
+    Lora,
     MegatronBackend,
     Muon,
     Run,
@@ -18,6 +19,7 @@ from areal_q.config.run import EngineConfig
 from areal_q.errors import ConfigError
 from areal_q.models import DecoderConfig
 from areal_q.models.rope_scaling import turned_by
+from areal_q.quant import is_quantized
 
 
 def check_foreign(run: Run, family: str, ranks: int = 1, rollouts: bool = True) -> None:
@@ -73,6 +75,23 @@ def check_family(run: Run, shape: DecoderConfig, rollouts: bool = True) -> None:
             raise ConfigError(f"{setting}: not with {shape.family}, {why}: {instead}")
 
 
+def check_adapters(shape: DecoderConfig, lora: Lora | None) -> None:
+    """Raises ConfigError for adapters on a mixture of experts of ours, and on linear layers that a model of
+    this `shape` does not have."""
+    if lora is None:
+        return
+    if shape.sparse_layers:
+        raise ConfigError("learner.lora: not with a mixture of experts")
+    known = {name.split(".")[-2] for name in shape.tensors() if is_quantized(name)}
+    if lora.every(shape.foreign is not None) and known:
+        return
+    if missing := [target for target in lora.targets if target not in known]:
+        has = f"it has {', '.join(sorted(known))}" if known else "it has none that formats apply to"
+        raise ConfigError(
+            f"learner.lora.targets: {missing[0]} is no linear of {shape.family}: {has}"
+        )
+
+
 def _unknown_experts(engine: EngineConfig, shape: DecoderConfig) -> str:
     """Returns why the engine would run other experts than the model's, or none; "" if it runs these."""
     if not shape.sparse_layers:
@@ -104,7 +123,6 @@ def _refused(run: Run) -> Iterator[tuple[str, str]]:
             "it is one of our decoder's",
         ),
         f"learner.precision = {learner.precision!r}": (learner.precision != "full", ours),
-        "learner.lora": (learner.lora is not None, ours),
         "learner.critic": (learner.critic is not None, "its trunk is one of our decoder's"),
         "learner.reference_kl.path": (
             bool(learner.reference_kl and learner.reference_kl.path),

@@ -136,9 +136,12 @@ def trained_weights(run: Run, shape: DecoderConfig) -> int:
     lora = run.learner.lora
     if lora is None:
         return shape.weights
-    shapes = shape.tensors().items()
-    chosen = [s for name, s in shapes if name.split(".")[-2] in lora.targets and len(s) == 2]
-    return sum(lora.rank * (out + into) for out, into in chosen)
+    every = lora.every(shape.foreign is not None)
+    return sum(
+        lora.rank * sum(size)
+        for name, size in shape.tensors().items()
+        if is_quantized(name) and (every or name.split(".")[-2] in lora.targets)
+    )
 
 
 def worker_memory(run: Run, shape: DecoderConfig, lengths: Lengths) -> Iterator[Part]:

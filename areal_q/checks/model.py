@@ -10,7 +10,12 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from areal_q.checks.combinations import check_backend, check_family, check_foreign
+from areal_q.checks.combinations import (
+    check_adapters,
+    check_backend,
+    check_family,
+    check_foreign,
+)
 from areal_q.checks.format_advice import format_of
 from areal_q.checks.machine import CheckResult
 from areal_q.checks.memory import cached_pages, memory_of, position_bytes
@@ -161,6 +166,7 @@ def check_fit(
             check_tensors(run.model.path, shape)
     check_backend(run, shape, ranks)
     check_experts(shape, run.learner)
+    check_adapters(shape, run.learner.lora)
     check_format(shape, run.rollout.format)
     prompt = tokenizer.encode_prompt(task.train[0].asked)
     check_engine(shape, run, len(prompt))
@@ -224,10 +230,8 @@ def _cached(run: Run, engine: TorchEngine, shape: DecoderConfig) -> int:
 
 
 def check_experts(config: DecoderConfig, cfg: LearnerConfig) -> None:
-    """Raises ConfigError for settings that need a mixture of experts if the model is none, or exclude one."""
+    """Raises ConfigError for settings that need a mixture of experts if the model is none."""
     if config.sparse_layers:
-        if cfg.lora:
-            raise ConfigError("learner.lora: not with a mixture of experts")
         return
     for name in ("routing_replay", "router_aux_coef"):
         if getattr(cfg, name):

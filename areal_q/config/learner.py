@@ -34,7 +34,7 @@ from areal_q.config.struct_types import (
 )
 
 Precision = Literal["full", "qarl", "jet"]
-Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+Target = Annotated[str, Meta(pattern=r"^\w+$")]
 PoolWeight = Annotated[int, Meta(ge=0, le=1000)]
 
 
@@ -117,7 +117,13 @@ class Lora(Settings, frozen=True, kw_only=True):
         "up_proj",
         "down_proj",
     )
-    """The linear layers that have an adapter."""
+    """The linear layers that have an adapter, by the ends of their names. With these seven, of a model of type
+    hf all that a number format applies to."""
+
+    def every(self, foreign: bool) -> bool:
+        """Returns True if all linear layers that a number format applies to have one. `foreign` says whether
+        transformers computes the model."""
+        return foreign and self.targets == Lora().targets
 
 
 class TorchBackend(TaggedSettings, frozen=True, kw_only=True, tag="torch"):

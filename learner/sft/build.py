@@ -6,7 +6,12 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from areal_q.checks.combinations import check_backend, check_family, check_foreign
+from areal_q.checks.combinations import (
+    check_adapters,
+    check_backend,
+    check_family,
+    check_foreign,
+)
 from areal_q.checks.model import check_experts, check_format, check_vocabulary
 from areal_q.config import PretrainedModel, Run, Sft
 from areal_q.models.hf.weight_files import check_tensors
@@ -99,6 +104,7 @@ def _data(
         check_tensors(run.model.path, shape)
     check_backend(run, shape, ranks.size)
     check_experts(shape, run.learner)
+    check_adapters(shape, run.learner.lora)
     if run.learner.lora or run.learner.precision != "full":
         check_format(shape, run.rollout.format)
     check_vocabulary(shape, tokenizer, encoded(rows.train[0], tokenizer)[0])

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 from helpers.kinds import VOCAB, config_of, foreign_model, write_foreign
+from helpers.policies import build_policy
 
 from areal_q.checks.automatic import settled
 from areal_q.checks.combinations import check_backend, check_foreign
+from areal_q.checks.memory import trained_weights
 from areal_q.checks.model import check_model
 from areal_q.config import HfEngine, HfModel, PretrainedModel, Run, TorchEngine, load
 from areal_q.errors import UserError
@@ -59,7 +61,10 @@ def test_a_family_that_is_not_ours_becomes_transformers(path: Path, tmp_path: Pa
 REFUSED = [
     ("learner.uaq=1.5", r"learner\.uaq = 1\.5: not with phi, which transformers computes"),
     ("learner.precision=qarl", r"learner\.precision = 'qarl': not with phi"),
-    ("learner.lora.rank=4", r"learner\.lora: not with phi"),
+    (
+        'learner.lora.targets=["dense","o_proj"]',
+        r"learner\.lora\.targets: o_proj is no linear of phi: it has dense, fc1, fc2, k_proj, q_proj, v_proj",
+    ),
     (
         "learner.critic={} learner.advantage.type=gae learner.group_size=1",
         r"learner\.critic: not with phi",
@@ -105,6 +110,24 @@ def test_what_needs_our_decoder_is_refused_by_name(
             False, threading.Event(),
         )  # fmt: skip
     assert late.value.lines() == early.value.lines()
+
+
+def test_adapters_need_linears_that_formats_apply_to(tmp_path: Path) -> None:
+    write_foreign(tmp_path / "gpt2", "gpt2")
+    with pytest.raises(UserError, match="q_proj is no linear of gpt2: it has none that formats"):
+        check_model(run_of(tmp_path / "gpt2", "learner.lora.rank=4"))
+    small = load(None, ['learner.lora.targets=["lm_head"]'])
+    with pytest.raises(UserError, match=r"learner\.lora\.targets: lm_head is no linear of qwen3"):
+        check_model(small)
+
+
+@pytest.mark.parametrize("family", ["phi", "gpt_neox"])
+def test_adapters_of_a_foreign_model_are_summed_up(tmp_path: Path, family: str) -> None:
+    run = run_of(write_foreign(tmp_path, family) and tmp_path, "learner.lora.rank=4")
+    shape = check_model(run).shape
+    policy = build_policy(run)
+    trained = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
+    assert trained_weights(run, shape) == trained > 0
 
 
 def test_several_ranks_are_refused_in_the_same_place(path: Path) -> None:

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from areal_q.models import DecoderConfig
 from areal_q.models.hf.stacked_experts import stacked
 from areal_q.observability.metrics_log import read_metrics
+from areal_q.quant import is_quantized
 from learner import checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -33,25 +34,32 @@ REWARD = "def reward(completion_ids):\n    return sum(completion_ids) % 2\n"
 """Differs within a group, whatever so short a warm start has taught"""
 
 
+def run_replayed_and_resumed(at: Path, family: str, *settings: str) -> tuple[Path, list[dict]]:
+    """Runs it in directory `at`, and replays and resumes it. Returns its directory and its steps' metrics."""
+    write_foreign(at / "model", family)
+    (at / "run.toml").write_text(CONFIG)
+    (at / "own.py").write_text(REWARD)
+    said = areal_q(at, "run", "run.toml", *settings)
+    assert (f"{family} by transformers" in said) == (family not in OURS)
+    directory = at / "runs" / "foreign"
+    records = read_metrics(directory / "metrics.jsonl")
+    steps = [r for r in records if r["kind"] == "step"]
+    assert [r["step"] for r in steps] == [1, 2, 3]
+    assert all(r["reward/std"] > 0 and r["train/grad_norm"] > 0 for r in steps)
+    assert "bit for bit" in " ".join(areal_q(at, "replay", "runs/foreign").split())
+    areal_q(at, "run", "runs/foreign", "--resume", "steps=4")
+    assert "accuracy" in areal_q(at, "eval", "runs/foreign")
+    return directory, steps
+
+
 @pytest.mark.parametrize(
     ("family", "format"),
     [("gpt_neox", "int8"), ("gemma2", "bf16"), ("gpt_oss", "int8"), ("qwen3_5_text", "int8")],
 )
 def test_a_run_of_another_family_is_whole(family: str, format: str, tmp_path: Path) -> None:
-    write_foreign(tmp_path / "model", family)
-    (tmp_path / "run.toml").write_text(CONFIG)
-    (tmp_path / "own.py").write_text(REWARD)
-    said = areal_q(tmp_path, "run", "run.toml", f"rollout.format={format}")
-    assert (f"{family} by transformers" in said) == (family not in OURS)
-    directory = tmp_path / "runs" / "foreign"
-    records = read_metrics(directory / "metrics.jsonl")
-    steps = [r for r in records if r["kind"] == "step"]
-    assert [r["step"] for r in steps] == [1, 2, 3]
+    directory, steps = run_replayed_and_resumed(tmp_path, family, f"rollout.format={format}")
     # Of rounding the weights alone; a wrong position, mask or temperature is off by tenths.
     assert all(r["mismatch/lag_0/kl_k3"] < 0.01 for r in steps)
-    assert all(r["reward/std"] > 0 and r["train/grad_norm"] > 0 for r in steps)
-    assert "bit for bit" in " ".join(areal_q(tmp_path, "replay", "runs/foreign").split())
-    areal_q(tmp_path, "run", "runs/foreign", "--resume", "steps=4")
     newest = checkpoint.steps(directory / "checkpoints")[-1]
     state = checkpoint.read_state(newest)
     saved = checkpoint.read_tensors(newest, state)
@@ -61,4 +69,16 @@ def test_a_run_of_another_family_is_whole(family: str, format: str, tmp_path: Pa
     model = AutoModelForCausalLM.from_pretrained(directory / "hf", dtype=torch.float32)
     for name, weight in model.named_parameters():
         assert torch.equal(weight, saved[f"model.{name}"]), name
-    assert "accuracy" in areal_q(tmp_path, "eval", "runs/foreign")
+
+
+def test_a_run_on_the_engine_s_numbers_has_no_mismatch(tmp_path: Path) -> None:
+    """With adapters on a packed base; the export is that base and what was learnt."""
+    settings = "learner.lora.rank=4", "rollout.format=nf4", "learner.optimizer.lr=0.01"
+    directory, steps = run_replayed_and_resumed(tmp_path, "gpt_neox", *settings)
+    assert all(abs(r["mismatch/lag_0/kl_k3"]) < 1e-6 for r in steps)
+    merged, base = (
+        AutoModelForCausalLM.from_pretrained(directory / name, dtype=torch.float32).state_dict()
+        for name in ("hf", "base")
+    )
+    moved = {name for name, weight in merged.items() if not torch.equal(weight, base[name])}
+    assert moved == {name for name in merged if is_quantized(name)} != set()

@@ -257,7 +257,6 @@ def test_peft_loads_the_adapter_onto_the_base(
         (["rollout.engine.type=vllm", "rollout.format=nf4"], "mxfp4, int4-fp8, not 'nf4'"),
         (["rollout.engine.type=vllm", "learner.lora.rank=513"], "rank = 513: vLLM takes 512"),
         (["learner.reference_kl.path=x"], "no path"),
-        (['learner.lora.targets=["lm_head"]'], "learner.lora.targets"),
     ],
 )
 def test_settings_that_do_not_go_with_adapters_are_refused(

@@ -15,7 +15,7 @@ import torch
 
 from areal_q.config import Lora
 from areal_q.models.decoder import Decoder
-from areal_q.models.hf.checkpoint import save_decoder
+from areal_q.models.hf.checkpoint import new_decoder, save_decoder
 from areal_q.models.low_bit.lora import adapted, adapters_off, merged_state
 from areal_q.quant.rescaling import fold_back
 from areal_q.system.files import save_tensors
@@ -40,9 +40,11 @@ def save_adapted(
         base = _plain(model, uaq_scale)
         save_decoder(base, directory / "base", tokenizer, source=source)
     tensors: dict[str, torch.Tensor] = {}
+    targets: dict[str, None] = {}  # a set in this order
     for name, linear in adapted(model).items():
         if not linear.has_adapter:
             continue
+        targets[name.rpartition(".")[2]] = None
         scale = uaq_scale if name.endswith(_BEHIND_A_NORM) else 1.0
         a, b = linear.factors()
         tensors[f"base_model.model.{name}.lora_A.weight"] = (a * scale).contiguous().cpu()
@@ -57,7 +59,7 @@ def save_adapted(
         "r": cfg.rank,
         "lora_alpha": cfg.alpha,
         "lora_dropout": 0.0,
-        "target_modules": list(cfg.targets),
+        "target_modules": list(targets),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -68,7 +70,7 @@ def save_adapted(
 def _plain(model: Decoder, uaq_scale: float) -> Decoder:
     """Returns a decoder with plain linear layers that computes the same function as `model`, without UAQ's
     scale."""
-    plain = Decoder(model.config)
+    plain = new_decoder(model.config)
     plain.load_state_dict(merged_state(model))
     if uaq_scale > 1:
         fold_back(plain, uaq_scale)

@@ -22,9 +22,11 @@ from areal_q.models.config import DecoderConfig
 from areal_q.models.decoder import Decoder
 from areal_q.models.foreign import COMPUTED_BY
 from areal_q.models.hf.foreign_files import transformers
+from areal_q.models.layers.linear import Linear
 from areal_q.models.layers.moe import Routing
 from areal_q.models.logprobs import BLOCK, head_logprobs
 from areal_q.models.packed_layout import PackedLayout
+from areal_q.quant import is_quantized
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,9 @@ class HfDecoder(Decoder):
         net.get_input_embeddings().padding_idx = None
         for name, child in net.named_children():
             self.add_module(name, child)
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear) and is_quantized(f"{name}.weight"):
+                module.__class__ = Linear  # changes the kernel, and keeps the parameters
         self._nets = (net,)  # in a tuple, so that it is no further child
 
     @property

@@ -17,7 +17,7 @@ _linear = (
 
 
 class Linear(nn.Linear):
-    """An `nn.Linear` with another kernel: x [T, in] → [T, out]."""
+    """An `nn.Linear` with another kernel: x [..., in] → [..., out]."""
 
     rounds_rest = False
     """True if the bias, or an output head's weight, is rounded in the forward pass
@@ -43,7 +43,7 @@ class _OneDnn(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         grad = grads[0].contiguous()
-        return product(grad, weight.t()), grad.t() @ x
+        return product(grad, weight.t()), grad.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ base. Since the base never changes, a delta between versions contains the adapte
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,9 @@ from areal_q.models.low_bit.quantized_forward import as_engines_compute, linears
 from areal_q.quant.format import Parts
 from areal_q.quant.registry import FORMATS
 from areal_q.quant.state_dict import parts_of, quantize_state
+
+if TYPE_CHECKING:
+    from areal_q.models.decoder import Decoder
 
 A, B = "lora_A.weight", "lora_B.weight"
 """Suffixes of the names of a linear layer's adapters, as in PEFT"""
@@ -73,11 +76,12 @@ class LoraLinear(nn.Module):
         return {suffix: getattr(self, _buffer(suffix)) for suffix in FORMATS[self.format].suffixes}
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = _Base.apply(x, self)  # type: ignore[assignment]
+        rows = x.flatten(0, -2)  # transformers' own layers hand over padded rows
+        y: Tensor = _Base.apply(rows, self)  # type: ignore[assignment]
         if self.on:
-            low = F.linear(x, straight(self.lora_A.weight))
+            low = F.linear(rows, straight(self.lora_A.weight))
             y = y + F.linear(low, straight(self.lora_B.weight)) * self.scale
-        return y
+        return y.unflatten(0, x.shape[:-1])
 
     @property
     def has_adapter(self) -> bool:
@@ -117,18 +121,18 @@ class _Base(torch.autograd.Function):
             return grads[0] @ FORMATS[linear.format].dequantize(linear.parts), None
 
 
-def adapt(model: nn.Module, format: str, cfg: Lora, seed: int) -> None:
-    """Freezes `model`, quantizes the linear layers that a format applies to, and gives adapters to those in
-    `cfg.targets`. The result depends on `seed` and the weights alone."""
+def adapt(model: "Decoder", format: str, cfg: Lora, seed: int) -> None:
+    """Freezes `model`, quantizes the linear layers that a format applies to, and gives adapters to those that
+    `cfg` names. The result depends on `seed` and the weights alone."""
     model.requires_grad_(False)
-    found = linears(model)
+    found, every = linears(model), cfg.every(model.config.foreign is not None)
     published = quantize_state({f"{n}.weight": m.weight for n, m in found.items()}, format)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for name, linear in found.items():
             bias = None if linear.bias is None else linear.bias.detach()
             parent, _, child = name.rpartition(".")
-            mine = cfg if child in cfg.targets else None
+            mine = cfg if every or child in cfg.targets else None
             new = LoraLinear(parts_of(published, name, format), format, bias, mine)
             setattr(model.get_submodule(parent), child, new)
 
