@@ -22,15 +22,12 @@ from areal_q.models.rope_scaling import turned_by
 from areal_q.quant import is_quantized
 
 
-def check_foreign(run: Run, family: str, ranks: int = 1, rollouts: bool = True) -> None:
-    """Raises ConfigError, which names the first setting of `run` that needs our own decoder, or says so of its
-    number of `ranks`. `family` is the model's. Without `rollouts`, as in supervised training, their own
-    settings may be anything."""
+def check_foreign(run: Run, family: str, rollouts: bool = True) -> None:
+    """Raises ConfigError, which names the first setting of `run` that needs our own decoder. `family` is the
+    model's. Without `rollouts`, as in supervised training, their own settings may be anything."""
     for setting, why in _refused(run):
         if rollouts or not setting.startswith("rollout."):
             raise ConfigError(f"{setting}: not with {family}, which transformers computes: {why}")
-    if ranks > 1:
-        raise ConfigError(f"{family}, which transformers computes, is learnt by one process alone")
 
 
 def check_family(run: Run, shape: DecoderConfig, rollouts: bool = True) -> None:

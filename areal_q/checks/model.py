@@ -159,7 +159,7 @@ def check_fit(
     number of `ranks` (0: not known yet), that do not fit a model of this `shape`, CheckpointError for weights
     or a tokenizer that do not, and TaskError if the chat template refuses a problem or none is left."""
     if shape.foreign is not None:
-        check_foreign(run, shape.family, ranks)
+        check_foreign(run, shape.family)
     else:
         check_family(run, shape)
         if isinstance(run.model, PretrainedModel):

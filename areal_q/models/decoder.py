@@ -47,6 +47,11 @@ class Decoder(nn.Module):
             assert isinstance(layer, Layer)
             layer.recompute = on
 
+    def prepare_sharding(self) -> list[nn.Module]:
+        """Returns the modules that ranks which share the weights gather one by one, inner ones first. From now
+        on each is run once in a forward pass, since all ranks must gather equally often."""
+        return list(self.model.layers)
+
     def forward(
         self, token_ids: Tensor, layout: PackedLayout, routing: Routing | None = None
     ) -> Tensor:

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from areal_q.config import LearnerConfig, TorchBackend
 from areal_q.models import Decoder, DecoderConfig
+from areal_q.models.hf.checkpoint import new_decoder
 from areal_q.models.layers.gated_delta import GatedDelta
 from areal_q.models.layers.moe import Router
 from areal_q.models.low_bit.quantized_forward import QuantLinear, linears, materialise
@@ -101,7 +102,7 @@ def fsdp_shard(
     data, context = _data_and_context(cfg, ranks)
 
     def decoder() -> Decoder:
-        model = Decoder(DecoderConfig.from_hf(begin.model)).to(cfg.device)
+        model = new_decoder(DecoderConfig.from_hf(begin.model)).to(cfg.device)
         set_precision(model, precision)
         return model
 
@@ -157,7 +158,7 @@ def shard(model: Decoder, cfg: LearnerConfig, mesh: DeviceMesh) -> None:
     """Shards every layer separately, and the rest of the model (embedding, last norm, head) together. Master
     weights and sums of gradients are float32, whatever `learner.dtype` is."""
     _shard_exact(model, cfg, mesh)
-    for layer in model.model.layers:
+    for layer in model.prepare_sharding():
         _shard(layer, cfg, mesh)
     _shard(model, cfg, mesh)
 

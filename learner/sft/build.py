@@ -98,7 +98,7 @@ def _data(
     """Returns the rows, encoded, once it is known that the model can read them, and is learnt as is asked."""
     cfg, shape = _settings(run), shape_of(run.model, tokenizer)
     if shape.foreign is not None:
-        check_foreign(run, shape.family, ranks.size, rollouts=False)
+        check_foreign(run, shape.family, rollouts=False)
     elif isinstance(run.model, PretrainedModel):
         check_family(run, shape, rollouts=False)
         check_tensors(run.model.path, shape)

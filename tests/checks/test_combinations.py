@@ -9,7 +9,7 @@ from helpers.kinds import VOCAB, config_of, foreign_model, write_foreign
 from helpers.policies import build_policy
 
 from areal_q.checks.automatic import settled
-from areal_q.checks.combinations import check_backend, check_foreign
+from areal_q.checks.combinations import check_backend
 from areal_q.checks.memory import trained_weights
 from areal_q.checks.model import check_model
 from areal_q.config import HfEngine, HfModel, PretrainedModel, Run, TorchEngine, load
@@ -128,11 +128,6 @@ def test_adapters_of_a_foreign_model_are_summed_up(tmp_path: Path, family: str) 
     policy = build_policy(run)
     trained = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
     assert trained_weights(run, shape) == trained > 0
-
-
-def test_several_ranks_are_refused_in_the_same_place(path: Path) -> None:
-    with pytest.raises(UserError, match="phi, which transformers computes, is learnt by one"):
-        check_foreign(run_of(path), "phi", ranks=2)
 
 
 def test_an_fp8_cache_is_refused_by_the_engine(path: Path) -> None:

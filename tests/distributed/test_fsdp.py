@@ -16,6 +16,7 @@ from helpers.policies import build_policy, save_at
 from helpers.strategies import DEEP, forest, unshared
 
 from areal_q.algorithms import reducers
+from areal_q.config import Run
 from areal_q.errors import CheckpointError
 from areal_q.messages import Array
 from learner import checkpoint
@@ -205,6 +206,60 @@ def test_two_ranks_learn_layers_with_states_as_one_does(
             continue
         assert_metrics(metrics, expected)
         assert_close(tmp_path / part / "checkpoints" / "step-000009", alone, 1e-4)
+
+
+FOREIGN = {
+    "gpt_neox": ["learner.recompute=true", "learner.reference_kl={coef=0.1}"],
+    "opt": ["learner.lora={rank=4}", "rollout.format=nf4"],
+    "gemma2": ["learner.optimizer={type='adamw8bit', small=1, eps=1e-3, lr=1e-3}"],
+    "deepseek_v3": [],
+}
+"""Heads of their own and tied ones, soft caps, experts in one tensor, and what they are learnt with"""
+
+
+def foreign_run(make_run: MakeRun, path: Path, family: str, *settings: str) -> Run:
+    write_foreign(path, family)
+    usual = f"model={{type='hf', path='{path}'}}", "rollout.engine.type=hf", "learner.uaq=1"
+    return make_run(*usual, *SETTINGS, *settings)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_two_ranks_learn_what_transformers_computes_as_one_does(
+    make_run: MakeRun, make_samples: MakeSamples, on_ranks: OnRanks, tmp_path: Path
+):
+    steps = [make_samples(15, seed) for seed in range(2)]
+    runs = {
+        family: foreign_run(
+            make_run, tmp_path / "models" / family, family, "checkpoint.sharded=true", *more
+        )
+        for family, more in FOREIGN.items()
+    }
+    found = on_ranks(2, {tmp_path / family: (run, steps) for family, run in runs.items()})
+    for (family, run), (metrics, digest) in zip(runs.items(), found, strict=True):
+        alone = build(run)
+        expected = [update_policy(alone, samples) for samples in steps]
+        assert_metrics(metrics, expected)
+        path = tmp_path / family / "checkpoints"
+        resumed = build(run)
+        checkpoint.restore(path, resumed)
+        assert_moments_and_weights(resumed, alone)
+        # What two ranks publish is, to the bit, what one does that goes on from their checkpoint.
+        weights = VersionBuilder(VersionSettings.of(run)).build(resumed.model, 1)
+        assert weights.manifest.digest == digest, family
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_two_ranks_of_a_foreign_model_in_bfloat16_are_near(
+    make_run: MakeRun, make_samples: MakeSamples, on_ranks: OnRanks, tmp_path: Path
+):
+    more = "learner.dtype=bfloat16", "learner.recompute=true"
+    run = foreign_run(make_run, tmp_path / "model", "phi", *more)
+    ((metrics, _),) = on_ranks(2, {tmp_path / "two": (run, [make_samples(15)])})
+    expected = update_policy(build(run), make_samples(15))
+    # What is between two layers is rounded as well.
+    assert metrics[0]["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=0.03)
 
 
 @pytest.mark.slow

@@ -95,6 +95,21 @@ def test_log_probs_and_gradients_are_transformers_own(
             torch.testing.assert_close(own, grad, atol=1e-5, rtol=1e-4, msg=name)
 
 
+@every_family
+def test_ranks_share_each_layer_and_one_pass_of_all_rows(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_layout, "WORTH", 1)
+    write_foreign(tmp_path, family)
+    model, passes = loaded(tmp_path), list[int]()
+    want, buckets = last_logprobs(model), len(packed()[1].buckets)
+    layers = model.prepare_sharding()
+    assert len(layers) == model.config.layers
+    model.net.base_model.register_forward_pre_hook(lambda *_: passes.append(1))
+    torch.testing.assert_close(last_logprobs(model), want, atol=1e-5, rtol=1e-5)
+    assert len(passes) == 1 < buckets
+
+
 @pytest.mark.timeout(120)  # compiles kernels, where none are cached
 @pytest.mark.parametrize("family", ["gpt_neox", "phi", "gemma2"])
 def test_a_pass_in_bfloat16_is_near_and_has_gradients(family: str, tmp_path: Path) -> None:

@@ -48,6 +48,8 @@ class HfDecoder(Decoder):
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear) and is_quantized(f"{name}.weight"):
                 module.__class__ = Linear  # changes the kernel, and keeps the parameters
+        self._one_pass = False
+        """True if all rows are padded to the longest and computed at once"""
         self._nets = (net,)  # in a tuple, so that it is no further child
 
     @property
@@ -67,16 +69,27 @@ class HfDecoder(Decoder):
         enable({"use_reentrant": False})
         net.train()
 
+    def prepare_sharding(self) -> list[nn.Module]:
+        self._one_pass = True
+        kinds = self.net._no_split_modules or ()
+        return [m for m in self.modules() if type(m).__name__ in kinds][::-1]
+
     def forward(
         self, token_ids: Tensor, layout: PackedLayout, routing: Routing | None = None
     ) -> Tensor:
-        reduced = self.dtype != torch.float32
+        reduced, batches = self.dtype != torch.float32, [b.rows for b in layout.buckets]
+        if self._one_pass:
+            batches = [torch.cat([F.pad(b, (0, layout.longest - b.shape[1])) for b in batches])]
         with torch.autocast(token_ids.device.type, self.dtype, enabled=reduced):
             hidden = [
-                self.net.base_model(input_ids=token_ids[b.rows], use_cache=False).last_hidden_state
-                for b in layout.buckets
+                self.net.base_model(input_ids=token_ids[rows], use_cache=False).last_hidden_state
+                for rows in batches
             ]
-        rows = [x[:, b.first :] for x, b in zip(hidden, layout.buckets, strict=True)]
+        if self._one_pass:
+            hidden = hidden[0].split([len(b.rows) for b in layout.buckets])
+        rows = [
+            x[:, b.first : b.rows.shape[1]] for x, b in zip(hidden, layout.buckets, strict=True)
+        ]
         return torch.cat([x.flatten(0, 1) for x in rows])[layout.unpad].to(self.dtype)
 
     @property
