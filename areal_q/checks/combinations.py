@@ -105,7 +105,6 @@ def _refused(run: Run) -> Iterator[tuple[str, str]]:
     """Yields (setting, reason)."""
     learner, rollout = run.learner, run.rollout
     engine = rollout.engine.__struct_config__.tag
-    ours = "it replaces layers of our own decoder"
     refused = {
         f"learner.uaq = {learner.uaq:g}": (
             learner.uaq > 1,
@@ -119,7 +118,6 @@ def _refused(run: Run) -> Iterator[tuple[str, str]]:
             not isinstance(learner.backend, TorchBackend),
             "it is one of our decoder's",
         ),
-        f"learner.precision = {learner.precision!r}": (learner.precision != "full", ours),
         "learner.critic": (learner.critic is not None, "its trunk is one of our decoder's"),
         "learner.reference_kl.path": (
             bool(learner.reference_kl and learner.reference_kl.path),

@@ -60,7 +60,6 @@ def test_a_family_that_is_not_ours_becomes_transformers(path: Path, tmp_path: Pa
 
 REFUSED = [
     ("learner.uaq=1.5", r"learner\.uaq = 1\.5: not with phi, which transformers computes"),
-    ("learner.precision=qarl", r"learner\.precision = 'qarl': not with phi"),
     (
         'learner.lora.targets=["dense","o_proj"]',
         r"learner\.lora\.targets: o_proj is no linear of phi: it has dense, fc1, fc2, k_proj, q_proj, v_proj",

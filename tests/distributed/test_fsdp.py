@@ -213,6 +213,7 @@ FOREIGN = {
     "opt": ["learner.lora={rank=4}", "rollout.format=nf4"],
     "gemma2": ["learner.optimizer={type='adamw8bit', small=1, eps=1e-3, lr=1e-3}"],
     "deepseek_v3": [],
+    "gptj": ["learner.precision=qarl", "rollout.format=int8-weight", "rollout.unquantized=bf16"],
 }
 """Heads of their own and tied ones, soft caps, experts in one tensor, and what they are learnt with"""
 

@@ -105,7 +105,7 @@ def test_gradients_are_those_of_w_plus_s_b_a_through_transformers(
 def test_what_is_learnt_is_drawn_with_restored_and_exported(
     make_run: MakeRun, make_samples: MakeSamples, tmp_path: Path, family: str
 ) -> None:
-    run = run_of(make_run, tmp_path / "model", family)
+    run = run_of(make_run, tmp_path / "model", family, "rollout.unquantized=bf16")
     policy, again = (
         build_policy(run),
         build_policy(run_of(make_run, tmp_path / "model", family, "seed=5")),

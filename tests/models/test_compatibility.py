@@ -124,8 +124,8 @@ def tables(at: Path) -> Iterable[str]:
         return refused(None, *chosen, *(MEGATRON if kind.endswith("Megatron") else ()))
 
     kinds = [f"{precision}, {backend}" for backend in BACKENDS for precision in LEARNERS]
-    foreign = [f"{precision}, {FOREIGN}" for precision in ("full", "LoRA")]
-    yield table("format \\ learner", FORMATS, [*kinds, *foreign], learner)
+    kinds += [f"{precision}, {FOREIGN}" for precision in LEARNERS]
+    yield table("format \\ learner", FORMATS, kinds, learner)
 
     def model(kind: str, what: str) -> str:
         name, _, more = what.partition(", ")

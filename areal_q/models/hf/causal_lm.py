@@ -25,6 +25,7 @@ from areal_q.models.hf.foreign_files import transformers
 from areal_q.models.layers.linear import Linear
 from areal_q.models.layers.moe import Routing
 from areal_q.models.logprobs import BLOCK, head_logprobs
+from areal_q.models.low_bit.bf16_rounding import roundable, straight
 from areal_q.models.packed_layout import PackedLayout
 from areal_q.quant import is_quantized
 
@@ -46,8 +47,10 @@ class HfDecoder(Decoder):
         for name, child in net.named_children():
             self.add_module(name, child)
         for name, module in self.named_modules():
-            if isinstance(module, nn.Linear) and is_quantized(f"{name}.weight"):
-                module.__class__ = Linear  # changes the kernel, and keeps the parameters
+            known = isinstance(module, nn.Linear) and is_quantized(f"{name}.weight")
+            if module._parameters:
+                kind: Any = Linear if known else roundable(type(module))
+                module.__class__ = kind  # changes the forward pass and keeps the parameters
         self._one_pass = False
         """True if all rows are padded to the longest and computed at once"""
         self._nets = (net,)  # in a tuple, so that it is no further child
@@ -94,11 +97,12 @@ class HfDecoder(Decoder):
 
     @property
     def head(self) -> Tensor:
-        return self.net.get_output_embeddings().weight
+        head = self.net.get_output_embeddings()
+        return straight(head.weight) if head.rounds_rest else head.weight
 
     def logits(self, hidden: Tensor) -> Tensor:
         head = self.net.get_output_embeddings()
-        return self.behind_head(F.linear(hidden.to(head.weight.dtype), head.weight, head.bias))
+        return self.behind_head(head(hidden.to(head.weight.dtype)))
 
     def logprobs(
         self, hidden: Tensor, targets: Tensor, temperature: float, entropy_learns: bool = False

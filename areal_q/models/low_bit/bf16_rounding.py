@@ -12,6 +12,10 @@ may lie anywhere between two borders crosses one with a probability that is its 
 the mean over weights, rounding hides nothing (docs/aligned.md, with measurements).
 """
 
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -47,6 +51,29 @@ class RoundedOffsetNorm(OffsetNorm):
         return straight(self.weight)  # what is published is w
 
 
+class _Roundable(nn.Module):
+    rounds_rest = False
+    """True if the module's own parameters are rounded in its forward pass"""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.rounds_rest:
+            return super().forward(*args, **kwargs)
+        masters = self._parameters
+        rounded: Any = {n: p if p is None else straight(p) for n, p in masters.items()}
+        self._parameters = rounded
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self._parameters = masters
+
+
+@cache
+def roundable(kind: type[nn.Module]) -> type[nn.Module]:
+    """Returns `kind`, of which nothing else is known, as a class of modules whose own parameters `round_rest`
+    rounds."""
+    return type(kind.__name__, (_Roundable, kind), {})
+
+
 _KINDS: dict[type, type] = {
     nn.Embedding: RoundedEmbedding,
     nn.RMSNorm: RoundedNorm,
@@ -58,13 +85,16 @@ _PLAIN = {rounded: plain for plain, rounded in _KINDS.items()}
 
 def round_rest(model: nn.Module, on: bool = True) -> None:
     """Turns on or off that the forward pass of `model` rounds the tensors that are not quantized. Its
-    parameters stay the same objects, so that optimizers still know them."""
+    parameters stay the same objects, so that optimizers still know them; biases that are buffers, which nothing
+    trains, are rounded for good."""
     kinds = _KINDS if on else _PLAIN
     for module in model.modules():
         if type(module) in kinds:
             module.__class__ = kinds[type(module)]  # changes the forward pass and keeps the state
-        elif isinstance(module, Linear):
+        elif isinstance(module, Linear | _Roundable):
             module.rounds_rest = on
+    if on:
+        _round(_biases(model))
 
 
 @torch.no_grad()
@@ -89,10 +119,18 @@ def dither(model: nn.Module, seed: int) -> bool:
     return found
 
 
-@torch.no_grad()
 def round_frozen(model: nn.Module) -> None:
     """Rounds the float32 parameters and biases that are not trained, in place."""
-    biases = (t for name, t in model.named_buffers() if name.endswith(".bias"))
-    for tensor in (*(p for p in model.parameters() if not p.requires_grad), *biases):
+    _round([*(p for p in model.parameters() if not p.requires_grad), *_biases(model)])
+
+
+def _biases(model: nn.Module) -> list[Tensor]:
+    """Returns the biases that are buffers: those of LoRA's frozen linears, and of routers."""
+    return [t for name, t in model.named_buffers() if name.endswith("bias")]
+
+
+@torch.no_grad()
+def _round(tensors: Iterable[Tensor]) -> None:
+    for tensor in tensors:
         if tensor.dtype == torch.float32:
             tensor.copy_(tensor.to(torch.bfloat16))

@@ -28,9 +28,10 @@ class Fp8TrainingLinear(QuantLinear):
         self.rows, self.columns = operands(parts)
 
     def forward(self, input: Tensor) -> Tensor:
-        y: Tensor = _Fp8Flow.apply(input, self.weight, self.rows, self.columns)  # type: ignore[assignment]
+        x = input.flatten(0, -2)  # transformers' own layers hand over padded rows
+        y: Tensor = _Fp8Flow.apply(x, self.weight, self.rows, self.columns)  # type: ignore[assignment]
         bias = self.acting_bias
-        return y if bias is None else y + bias
+        return (y if bias is None else y + bias).unflatten(0, input.shape[:-1])
 
 
 class _Fp8Flow(torch.autograd.Function):

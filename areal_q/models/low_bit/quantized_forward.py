@@ -148,13 +148,18 @@ def materialise(model: nn.Module) -> None:
         return
     format = next(iter(found.values())).format
     # Layers are gathered one by one, so that no more than one is complete in memory.
-    for _, names in groupby(found, key=lambda name: name.partition("layers.")[2].partition(".")[0]):
+    for _, names in groupby(found, key=_layer_of):
         layer = {name: found[name] for name in names}
         weights = {f"{n}.weight": _whole(m.weight) for n, m in layer.items()}
         folds = {f"{n}.weight": m.fold for n, m in layer.items() if m.fold}
         published = quantize_state(weights, format, folds=folds)
         for name, linear in layer.items():
             linear.take(parts_of(published, name, format))
+
+
+def _layer_of(name: str) -> str:
+    """Returns the number of the layer that the linear `name` is in; "" if it is in none."""
+    return next((part for part in name.split(".") if part.isdigit()), "")
 
 
 def fold(model: nn.Module, folds: Mapping[str, Fold]) -> None:
