@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -12,21 +11,18 @@ from typing import Any
 
 import msgspec
 import torch
-import xxhash
 import zmq
 from helpers.commands import limit
 
 from areal_q import messages
 from areal_q.config import BroadcastConfig
-from areal_q.messages import Manifest, ManifestReply
 from areal_q.system.ports import free_ports
 from areal_q.weights.version import WeightVersion
+from bench.chaos import lies
 from buffer.weight_sync import Endpoints, WeightServer, WeightSource, WeightSubscriber
 from buffer.weight_sync.commands.relay import Relay
 from buffer.weight_sync.curve import ClientKeys
 
-Frames = list[bytes]
-Tamper = Callable[[Frames], list[Frames]]
 PATIENT_S = 1000.0
 """Seconds of silence that no test lasts"""
 LOOPBACK = Endpoints("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
@@ -142,50 +138,12 @@ class WeightSync:
         return messages.decode_reply(dealer.recv())
 
 
-class Proxy:
-    """Stands between one subscriber and the learner; `tamper` makes 0 … n messages of each it carries down."""
+class Proxy(lies.Proxy):
+    """A proxy before the server of `sync`, closed at the test's end."""
 
     def __init__(self, sync: WeightSync) -> None:
-        self.endpoints = sync.at("p")
-        self.tamper_announce: Tamper = lambda frames: [frames]
-        self.tamper_fetch: Tamper = lambda frames: [frames]
-        self._closing = False
-        announce, fetch = sync.server.endpoints
-        self._up = sync.socket(zmq.XSUB, announce)
-        self._down = sync.socket(zmq.XPUB, self.endpoints.announce, bind=True)
-        self._dealer = sync.socket(zmq.DEALER, fetch)
-        self._router = sync.socket(zmq.ROUTER, self.endpoints.fetch, bind=True)
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
+        super().__init__(sync.server.endpoints, sync.at("p"))
         sync.stack.callback(self.close)
-
-    def _run(self) -> None:
-        poller, peer = zmq.Poller(), b""
-        for sock in (self._up, self._down, self._dealer, self._router):
-            poller.register(sock, zmq.POLLIN)
-        while not self._closing:
-            for sock, _ in poller.poll(20):
-                frames = sock.recv_multipart()
-                if sock is self._up:
-                    for changed in self.tamper_announce(frames):
-                        self._down.send_multipart(changed)
-                elif sock is self._down:
-                    self._up.send_multipart(frames)
-                elif sock is self._router:
-                    peer = frames[0]
-                    self._dealer.send_multipart(frames[1:])
-                else:
-                    for changed in self.tamper_fetch(frames):
-                        self._router.send_multipart([peer, *changed])
-
-    def close(self) -> None:
-        self._closing = True
-        self._thread.join()
-
-
-def reply_with(manifest: Manifest) -> ManifestReply:
-    encoded = messages.encode(manifest)
-    return ManifestReply(manifest=encoded, checksum=xxhash.xxh3_128_hexdigest(encoded))
 
 
 def free_endpoints() -> Endpoints:

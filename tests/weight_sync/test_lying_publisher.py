@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from random import Random
 from typing import Any
 
 import msgspec
@@ -13,7 +14,6 @@ import pytest
 import xxhash
 import zmq
 from helpers.weight_sync import (
-    Frames,
     Proxy,
     WeightSync,
     arrive,
@@ -21,7 +21,6 @@ from helpers.weight_sync import (
     await_true,
     collect_until,
     free_endpoints,
-    reply_with,
 )
 
 from areal_q import messages
@@ -30,7 +29,6 @@ from areal_q.errors import WeightVersionError
 from areal_q.messages import (
     Announce,
     ChunkReply,
-    Delta,
     DeltasReply,
     FetchManifest,
     Gone,
@@ -38,126 +36,16 @@ from areal_q.messages import (
     ManifestReply,
 )
 from areal_q.weights import delta
-from areal_q.weights.version import WeightVersion, digest_of
+from areal_q.weights.version import WeightVersion
 from bench.chaos.faults import usage
+from bench.chaos.lies import HARMLESS, LIES, Frames, Liar, Told, broadcasts, snapshots_only
 from buffer.weight_sync.version_store import delta_header
 
 CONFIG = BroadcastConfig(chunk_bytes=3000, timeout_s=0.2, heartbeat_s=0.02)
-Answer = Callable[[Manifest], list[Frames]]
-"""What is answered in place of the newest version's manifest"""
-
-
-def as_honest(manifest: Manifest) -> Manifest:
-    """Returns the lie under a digest that fits, as only its author can make it."""
-    return msgspec.structs.replace(manifest, digest=digest_of(manifest))
-
-
-def altered(change: Callable[[Manifest], dict[str, Any]]) -> Answer:
-    def answer(told: Manifest) -> list[Frames]:
-        lie = as_honest(msgspec.structs.replace(told, **change(told)))
-        return [[messages.encode(reply_with(lie))]]
-
-    return answer
-
-
-def one_tensor(**changes: Any) -> Answer:
-    """The first tensor alone, altered, in a manifest that says nothing else."""
-
-    def change(told: Manifest) -> dict[str, Any]:
-        spec = msgspec.structs.replace(told.tensors[0], **changes)
-        return {"tensors": [spec], "nbytes": spec.nbytes}
-
-    return altered(change)
-
-
-def moved(index: int, by: int) -> Answer:
-    def change(told: Manifest) -> dict[str, Any]:
-        specs = [
-            msgspec.structs.replace(s, offset=s.offset + by * (i >= index))
-            for i, s in enumerate(told.tensors)
-        ]
-        return {"tensors": specs, "nbytes": told.nbytes + by}
-
-    return altered(change)
-
-
-def encoded(change: Callable[[bytes], bytes]) -> Answer:
-    """The manifest's bytes changed, under a checksum that fits."""
-
-    def answer(told: Manifest) -> list[Frames]:
-        lie = change(messages.encode(told))
-        checksum = xxhash.xxh3_128_hexdigest(lie)
-        return [[messages.encode(ManifestReply(manifest=lie, checksum=checksum))]]
-
-    return answer
-
-
-def with_a_shape_of(size: object) -> Answer:
-    def change(manifest: bytes) -> bytes:
-        found = msgspec.msgpack.decode(manifest)
-        found["tensors"][0]["shape"] = [size]
-        return msgspec.msgpack.encode(found)
-
-    return encoded(change)
-
-
-LIES: dict[str, Answer] = {
-    "60 GiB of no tensor": altered(lambda told: {"tensors": [], "nbytes": 60 << 30}),
-    "a tensor of 60 GiB": one_tensor(shape=(60 << 30,), nbytes=60 << 30),
-    "a tensor of 2**62 bytes": one_tensor(shape=(1 << 62,), nbytes=1 << 62),
-    "a shape that overflows": one_tensor(
-        shape=(1 << 40, 1 << 40, 0), nbytes=0, digest=xxhash.xxh3_128_hexdigest(b"")
-    ),
-    "a shape of 100,000 sizes": one_tensor(shape=(1 << 62,) * 100_000, nbytes=0),
-    "a shape of NaN": with_a_shape_of(float("nan")),
-    "a shape of -1": with_a_shape_of(-1),
-    "more bytes than tensors": altered(lambda told: {"nbytes": told.nbytes + 4096}),
-    "fewer bytes than tensors": altered(lambda told: {"nbytes": told.nbytes - 1}),
-    "a gap between tensors": moved(1, 1 << 20),
-    "tensors that overlap": moved(1, -64),
-    "tensors in another order": altered(lambda told: {"tensors": told.tensors[::-1]}),
-    "bytes that it has not": altered(lambda told: {"uaq_scale": 7.0}),
-    "a digest of other bytes": one_tensor(digest="0" * 32),
-    "another name for a digest": altered(lambda told: {"format": "f" * 300}),
-    "a table of tables": altered(lambda told: {"model": {"a": [[[{}]]] * 9, "b": b"\xff"}}),
-    "a truncated manifest": encoded(lambda m: m[:-5]),
-    "a manifest that is too long": encoded(lambda m: m + b"\0"),
-    "a manifest of nothing": encoded(lambda m: b""),
-    "an array for a manifest": encoded(lambda m: b"\x91" * 500),
-    "junk frames": lambda told: [[b"\xff" * 50], [b""], [b"\x80", b"", b"more"], [b"\xc1"]],
-}
-HARMLESS: dict[str, Answer] = {
-    "a version that is held": lambda told: [
-        [messages.encode(reply_with(msgspec.structs.replace(told, version=told.version - 1)))]
-    ],
-    "no version": lambda told: [[messages.encode(ManifestReply(manifest=None))]],
-    "no answer": lambda told: [],
-}
 
 
 def honest(frames: Frames) -> list[Frames]:
     return [frames]
-
-
-def snapshots_only(frames: Frames) -> list[Frames]:
-    return [frames] if len(frames) == 1 else []
-
-
-class Told:
-    """Answers with a lie whoever asks for a manifest, and has no deltas."""
-
-    def __init__(self, answer: Answer) -> None:
-        self._answer = answer
-        self.count = 0
-
-    def __call__(self, frames: Frames) -> list[Frames]:
-        match messages.decode_reply(frames[0]):
-            case DeltasReply():
-                return [[messages.encode(DeltasReply())]]
-            case ManifestReply(manifest=bytes(manifest)):
-                self.count += 1
-                return self._answer(messages.decode_manifest(manifest))
-        return [frames]
 
 
 @pytest.mark.parametrize("lie", [*LIES, *HARMLESS])
@@ -224,50 +112,36 @@ def test_deltas_back_or_to_another_run_are_refused(sync: WeightSync, lie: dict[s
     assert worker.stats.mismatches == 1 and worker.stats.deltas == 0
 
 
-def broadcasts(held: WeightVersion) -> list[Frames]:
-    """Lies about what comes after the version held."""
-    m = held.manifest
-    hello = Announce(run="run", epoch=m.epoch, version=m.version + 1, digest=m.digest)
-    told = Delta(
-        run="run",
-        epoch=m.epoch,
-        version=m.version + 1,
-        digest="0" * 32,
-        base=m.version,
-        base_digest=m.digest,
-    )
-    change = msgspec.structs.replace
-    body = delta.diff(held, held) or b""
-    heads = [
-        *(change(told, base_digest="1" * 32, base=base) for base in (m.version, 0, 2**63 - 1)),
-        *(change(told, version=version) for version in (0, m.version, 2**63 - 1)),
-        change(told, epoch="never"),
-    ]
-    return [
-        *([messages.encode(head), junk] for head in heads for junk in (b"", b"\xff" * 99, body)),
-        [messages.encode(change(hello, version=2**63 - 1))],
-        [messages.encode(change(hello, epoch="e" * 256))],
-        [messages.encode(change(hello, epoch="e" * 300))],
-        [messages.encode(change(hello, version=0))],
-        [messages.encode(hello), *[b"x"] * 1000],
-        [b"\xdf\xff\xff\xff\xff"],
-        [b"\x91" * 4000],
-        [b""],
-    ]
-
-
 def test_false_announcements_and_deltas_are_refused(sync: WeightSync) -> None:
     proxy = Proxy(sync)
     relay = sync.relay(proxy.endpoints, sync.at("r"))
     worker = sync.follow(relay.endpoints)
     sync.bring(1, worker)
-    for number, lie in enumerate(broadcasts(sync.version(1)), 2):
+    held = sync.version(1)
+    manifest = held.manifest
+    told = Announce(
+        run="run", epoch=manifest.epoch, version=manifest.version, digest=manifest.digest
+    )
+    for number, lie in enumerate(broadcasts(told, delta.diff(held, held) or b""), 2):
         proxy.tamper_announce = lambda frames, lie=lie: [lie, frames]
         seen = sync.publish(number)
         proxy.tamper_announce = honest
         assert_same(collect_until(worker, number)[-1], seen)
     # What is no message; other lies count as gaps, or are behind the version that came meanwhile.
     assert relay._subscriber.stats.all_refused >= 5
+
+
+def test_a_liar_gives_nobody_other_weights(sync: WeightSync) -> None:
+    """It tells every lie in turn, through a relay and at its place; honest versions come through, too."""
+    liars = [Liar(sync.server.endpoints, sync.at(name), Random(name)) for name in ("a", "b")]
+    for liar in liars:
+        sync.stack.callback(liar.close)
+    relay = sync.relay(liars[0].endpoints, sync.at("r"))
+    followers = [sync.follow(relay.endpoints), sync.follow(liars[1].endpoints)]
+    for number in range(1, 31):
+        version = sync.publish(number)
+        for follower in followers:
+            arrive(follower, version)
 
 
 @pytest.mark.parametrize("end", ["_subscriber", "_server"])

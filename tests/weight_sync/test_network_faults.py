@@ -10,20 +10,19 @@ import msgspec
 import pytest
 import zmq
 from helpers.weight_sync import (
-    Frames,
     Proxy,
     WeightSync,
     arrive,
     assert_same,
     await_true,
     collect_until,
-    reply_with,
 )
 
 from areal_q import messages
 from areal_q.config import BroadcastConfig
 from areal_q.messages import Announce, FetchChunk, FetchManifest, Gone, Manifest, ManifestReply
 from areal_q.weights.version import WeightVersion, digest_of
+from bench.chaos.lies import Frames, reply_with, snapshots_only
 from buffer.weight_sync import fetcher
 
 CONFIG = BroadcastConfig(chunk_bytes=3000, timeout_s=0.1, heartbeat_s=0.05)
@@ -71,10 +70,6 @@ def proxy(sync: WeightSync) -> Proxy:
     return Proxy(sync)
 
 
-def deltas_lost(frames: Frames) -> list[Frames]:
-    return [frames] if len(frames) == 1 else []
-
-
 def assert_honest(seen: list[WeightVersion], sync: WeightSync) -> None:
     numbers = [version.manifest.version for version in seen]
     assert numbers == sorted(set(numbers))
@@ -109,7 +104,7 @@ def test_faulty_answers_never_give_other_weights(
     sync.config = msgspec.structs.replace(CONFIG, hold_deltas=hold_deltas, chunk_bytes=8000)
     proxy = Proxy(sync)
     faults = proxy.tamper_fetch = Faults(kind, seed=2)
-    proxy.tamper_announce = deltas_lost
+    proxy.tamper_announce = snapshots_only
     subscriber = sync.follow(proxy.endpoints)
     seen = []
     for number in range(20 if hold_deltas else 5):
@@ -298,7 +293,7 @@ def test_a_publisher_that_lies_is_refused_until_it_does_not(
                 return [[messages.encode(reply_with(lie(told, held)))]]
         return [frames]
 
-    proxy.tamper_announce, proxy.tamper_fetch = deltas_lost, tamper
+    proxy.tamper_announce, proxy.tamper_fetch = snapshots_only, tamper
     version = sync.publish(2)
     await_true(lambda: getattr(subscriber.stats.fetch, seen) >= 3, subscriber.stats)
     assert subscriber.latest() is None
