@@ -25,6 +25,7 @@ from areal_q.observability.service_log import LOG_LEVEL
 from areal_q.system.ports import free_ports
 from areal_q.system.processes import die_with_parent
 from buffer.redis_store.local_server import find_binary
+from buffer.weight_sync import Endpoints
 
 RUN = "chaos"
 RESTART_S = 0.5
@@ -40,7 +41,12 @@ class Notes:
     flushed: set[int] = field(default_factory=set)
     """Tickets that were in Redis, open or with their group, when it was emptied"""
     spent: set[int] = field(default_factory=set)
-    """Tickets that a foreign hand took, and answered with what cannot be learnt from"""
+    """Tickets that a foreign hand answered or began: what comes of them need not count, nor be of weights
+    that there ever were"""
+    moved: set[int] = field(default_factory=set)
+    """Tickets whose group it put back at the end of the stream, or which a replica had yet to answer"""
+    forged: set[bytes] = field(default_factory=set)
+    """Records of groups that it altered"""
     spoiled: dict[str, str] = field(default_factory=dict)
     """These answers by their entry in the stream, with what is wrong"""
     breaches: list[str] = field(default_factory=list)
@@ -179,6 +185,13 @@ class Cluster:
         several = ["-m", "areal_q.system.torchrun", *split] if self.ranks > 1 else []
         return [sys.executable, *several, "-m", "learner", "--redis", url, *settings, *ends]
 
+    def relay(self, announce: str, fetch: str) -> list[str]:
+        """The command of the relay, which follows whoever is at these endpoints."""
+        command = [sys.executable, "-m", "buffer.weight_sync.commands.relay"]
+        command += ["--from-announce", announce, "--from-fetch", fetch, "broadcast.timeout_s=2"]
+        ends = self.endpoint("relay_announce"), self.endpoint("relay_fetch")
+        return [*command, "--announce", ends[0], "--fetch", ends[1]]
+
     def next_run(self) -> None:
         """Ends the present run, has it judged, and lets the next start begin another of the same name, in a
         directory of its own. Workers go on."""
@@ -188,9 +201,7 @@ class Cluster:
         self.run_number += 1
         self.notes = Notes()
         service = self.services["learner"]
-        service.argv = self.learner(
-            self.run_root, self.endpoint("announce"), self.endpoint("fetch")
-        )
+        service.argv = self.learner(self.run_root, *self.published)
         service.wanted = True
 
     def client(self) -> redis.Redis:
@@ -200,6 +211,11 @@ class Cluster:
 
     def endpoint(self, name: str) -> str:
         return f"tcp://{self.host}:{self.ports[name]}"
+
+    @property
+    def published(self) -> Endpoints:
+        """Where the learner announces versions, and where they are fetched."""
+        return Endpoints(self.endpoint("announce"), self.endpoint("fetch"))
 
     def tend(self) -> None:
         for service in self.services.values():
@@ -268,12 +284,10 @@ def _cluster(
     worker = [*python, "rollout", "--redis", url, "--run", RUN]
     relayed = ["--announce", at["relay_announce"], "--fetch", at["relay_fetch"]]
     away = [*worker, "--id", "rollout-2"]
-    relay = ["--from-announce", at["announce"], "--from-fetch", at["fetch"]]
-    relay += ["--announce", at["relay_announce"], "--fetch", at["relay_fetch"]]
     commands = {
-        "redis": _redis(root / "redis", host, ports["redis"]),
+        "redis": redis_server(root / "redis", host, ports["redis"]),
         "learner": [],
-        "relay": [*python, "buffer.weight_sync.commands.relay", *relay, "broadcast.timeout_s=2"],
+        "relay": [],
         "rollout-0": [*worker, "--id", "rollout-0"],
         "rollout-1": [*worker, "--id", "rollout-1", *relayed],
         "rollout-2": network.inside(away) if network else away,
@@ -286,11 +300,13 @@ def _cluster(
     }
     services["learner"].env[LOG_LEVEL] = "debug"  # it names each version before it leaves
     made = Cluster(root, host, ports, services, network, disks, clocks, ranks)
-    services["learner"].argv = made.learner(made.run_root, at["announce"], at["fetch"])
+    services["learner"].argv = made.learner(made.run_root, *made.published)
+    services["relay"].argv = made.relay(*made.published)
     return made
 
 
-def _redis(directory: Path, host: str, port: int) -> list[str]:
+def redis_server(directory: Path, host: str, port: int) -> list[str]:
+    """The command of a Redis whose append-only file is in `directory`, which is made."""
     directory.mkdir(exist_ok=True)
     settings = {
         "port": str(port),

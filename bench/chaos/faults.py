@@ -8,7 +8,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,23 +16,19 @@ from typing import Any, NamedTuple
 import msgspec
 import redis
 import zmq
-from msgspec.structs import replace
 
+from areal_q.config import load
 from areal_q.errors import RecordError
-from areal_q.messages import (
-    Array,
-    FetchChunk,
-    Group,
-    Trajectory,
-    VersionSpan,
-    decode_group,
-    decode_ticket,
-    encode,
-)
+from areal_q.messages import FetchChunk, decode_group, encode
+from areal_q.system.ports import free_ports
 from bench.chaos.cluster import RUN, Cluster
-from bench.chaos.promises import FOREIGN, FORGED
-from buffer.redis_store.keys import RECORD, WORKERS_GROUP, Keys
+from bench.chaos.foreign_hand import ForeignHand
+from bench.chaos.lies import Liar
+from bench.chaos.promises import FORGED
+from bench.chaos.redis_faults import flush, quietly, replica, take_over
+from buffer.redis_store.keys import Keys
 from buffer.redis_store.lease import LEASE_S
+from buffer.weight_sync import Endpoints
 
 Undo = Callable[[], None]
 KEYS = Keys(RUN)
@@ -73,6 +69,8 @@ def deadly(cluster: Cluster) -> list[Fault]:
     hit += [Fault(f"clock of {name}", 1.0, (0, 0), partial(_jump, name)) for name in cluster.clocks]
     if cluster.ranks > 1:
         hit.append(Fault("kill -9 a rank", 1.0, (0, 0), _kill_rank))
+    hit.append(Fault("publisher that lies to the relay", 1.0, (2, 8), _lying_publisher))
+    hit.append(Fault("replica takes over", 0.6, (0, 0), take_over, alone=True))
     hit.append(Fault("learner on another CPU", 0.6, (0, 0), _other_cpu, alone=True))
     hit.append(Fault("another run of the name", 0.3, (0, 0), _another_run, alone=True))
     return hit
@@ -92,9 +90,13 @@ def mild(cluster: Cluster) -> list[Fault]:
         Fault("poison streams", 1.5, (0, 0), _poison_streams),
         Fault("poison sockets", 1.5, (0, 0), _poison_sockets),
         Fault("groups again", 1.0, (0, 0), _again),
-        Fault("groups of a foreign hand", 1.5, (0, 0), _foreign_hand),
-        Fault("flush Redis", 1.0, (0, 0), _flush),
-        Fault("Redis a replica", 1.0, (1, 8), _replica),
+        *(
+            Fault(f"foreign hand: {kind}", 0.5, (0, 0), partial(_foreign_hand, kind))
+            for kind in ForeignHand.KINDS
+        ),
+        Fault("relay that lies", 1.0, (2, 8), _lying_relay),
+        Fault("flush Redis", 1.0, (0, 0), flush),
+        Fault("Redis a replica", 1.0, (1, 8), replica),
         Fault("second learner", 0.3, (0, 0), _second_learner, alone=True),
         Fault("stop learner beyond its lease", 0.2, (0, 0), _outlast_lease, alone=True),
     ]
@@ -178,16 +180,42 @@ def _slow_consumer(cluster: Cluster, rng: random.Random) -> Undo:
     return lambda: context.destroy(linger=0)
 
 
-def _replica(cluster: Cluster, rng: random.Random) -> Undo:
-    """Redis takes no writes, as one that another is to follow or that has just followed."""
+def _foreign_hand(kind: str, cluster: Cluster, rng: random.Random) -> None:
+    run = load(cluster.root / "config.toml", [f"name={RUN}"])
+    with quietly(cluster) as client:
+        ForeignHand(client, run, rng, cluster.notes).act(kind)
 
-    def of(*primary: str) -> None:
-        cluster.services["redis"].send(signal.SIGCONT)  # it would answer nobody
-        with _quietly(cluster) as client:
-            client.execute_command("REPLICAOF", *primary)
 
-    of(cluster.host, "1")
-    return lambda: of("NO", "ONE")
+def _lying_publisher(cluster: Cluster, rng: random.Random) -> Undo:
+    """The relay follows somebody that changes what the learner says."""
+    ends = Endpoints(*(f"tcp://{cluster.host}:{port}" for port in free_ports(2, cluster.host)))
+    liar = Liar(cluster.published, ends, random.Random(rng.random()))
+
+    def follow(announce: str, fetch: str) -> None:
+        cluster.services["relay"].argv = cluster.relay(announce, fetch)
+        _signal("relay", signal.SIGTERM, cluster, rng)
+
+    def undo() -> None:
+        liar.close()
+        follow(*cluster.published)
+
+    follow(*liar.endpoints)
+    return undo
+
+
+def _lying_relay(cluster: Cluster, rng: random.Random) -> Undo | None:
+    """Somebody that changes what the learner says is in the relay's place."""
+    if not cluster.services["relay"].wanted:
+        return None
+    cluster.stop("relay")
+    at = Endpoints(cluster.endpoint("relay_announce"), cluster.endpoint("relay_fetch"))
+    liar = Liar(cluster.published, at, random.Random(rng.random()))
+
+    def undo() -> None:
+        liar.close()
+        cluster.services["relay"].wanted = True
+
+    return undo
 
 
 def garbage(rng: random.Random, good: bytes = b"") -> bytes:
@@ -201,7 +229,7 @@ def garbage(rng: random.Random, good: bytes = b"") -> bytes:
 
 
 def _poison_streams(cluster: Cluster, rng: random.Random) -> None:
-    with _quietly(cluster) as client:
+    with quietly(cluster) as client:
         for stream in STREAMS:
             client.xadd(
                 stream, {rng.choice(("record", "other")): rng.randbytes(rng.randrange(200))}
@@ -211,7 +239,7 @@ def _poison_streams(cluster: Cluster, rng: random.Random) -> None:
 
 def _again(cluster: Cluster, rng: random.Random) -> None:
     """Committed groups are committed once more, and one of a ticket that nobody admitted."""
-    with _quietly(cluster) as client:
+    with quietly(cluster) as client:
         found: Any = client.xrevrange(KEYS.groups, count=3)
         for _, fields in found:
             client.xadd(KEYS.groups, fields)
@@ -220,106 +248,6 @@ def _again(cluster: Cluster, rng: random.Random) -> None:
                 ticket = msgspec.structs.replace(group.ticket, number=FORGED + rng.randrange(10**6))
                 forged = msgspec.structs.replace(group, ticket=ticket)
                 client.xadd(KEYS.groups, {"record": encode(forged)})
-
-
-def _foreign_hand(cluster: Cluster, rng: random.Random) -> None:
-    """Takes tickets from their workers, and commits for them what cannot be learnt from."""
-    with _quietly(cluster) as client:
-        template = _newest_group(client)
-        if template is None:
-            return
-        taken: Any = client.xautoclaim(
-            KEYS.tickets, WORKERS_GROUP, FOREIGN, 0, "0-0", count=len(SPOILT)
-        )
-        for (entry, fields), (what, spoil) in zip(taken[1], SPOILT.items(), strict=False):
-            with suppress(RecordError):
-                ticket = decode_ticket((fields or {}).get(RECORD, b""))
-                bad = spoil(replace(template, ticket=ticket, worker=FOREIGN))
-                _commit(cluster, client, entry, bad, what)
-
-
-def _newest_group(client: redis.Redis) -> Group | None:
-    found: Any = client.xrevrange(KEYS.groups, count=10)
-    for _, fields in found:
-        with suppress(RecordError):
-            group = decode_group(fields.get(RECORD, b"")).validate()
-            if group.worker != FOREIGN:
-                return group
-    return None
-
-
-def _commit(cluster: Cluster, client: redis.Redis, entry: bytes, group: Group, what: str) -> None:
-    """Commits `group` as a worker does, but for all checks."""
-    with client.pipeline(transaction=True) as pipe:
-        pipe.xadd(KEYS.groups, {RECORD: encode(group)})
-        pipe.xack(KEYS.tickets, WORKERS_GROUP, entry)
-        pipe.xdel(KEYS.tickets, entry)
-        pipe.hdel(KEYS.partials, f"{KEYS.tickets}:{entry.decode()}")
-        made = pipe.execute()[0]
-    cluster.notes.spent.add(group.ticket.number)
-    cluster.notes.spoiled[made.decode()] = what
-
-
-def _first_changed(group: Group, change: Callable[[Trajectory], Trajectory]) -> Group:
-    first, *others = group.trajectories
-    return replace(group, trajectories=[change(first), *others])
-
-
-def _over_long(t: Trajectory) -> Trajectory:
-    """Makes a group of more tokens than the model has positions; sound for whoever does not know the model."""
-    size, span = 1000, t.spans[0]
-    return replace(
-        t,
-        response_ids=Array.of([1] * size, "int32"),
-        behavior_logprobs=Array.of([-1.0] * size, "float32"),
-        loss_mask=Array.of([1] * size, "uint8"),
-        spans=[VersionSpan(span.version, size, span.digest)],
-    )
-
-
-def _of_ticket(group: Group, **changes: Any) -> Group:
-    return replace(group, ticket=replace(group.ticket, **changes))
-
-
-def _nan_logprobs(t: Trajectory) -> Trajectory:
-    return replace(t, behavior_logprobs=Array.of([float("nan")] * t.num_tokens, "float32"))
-
-
-SPOILT: dict[str, Callable[[Group], Group]] = {
-    "too long": lambda g: _first_changed(g, _over_long),
-    "a reward that is infinite": lambda g: _first_changed(
-        g, lambda t: replace(t, reward=float("inf"))
-    ),
-    "log-probs that are NaN": lambda g: _first_changed(g, _nan_logprobs),
-    "of another run": lambda g: _of_ticket(g, run_id="0" * 32),
-    "no responses": lambda g: replace(_of_ticket(g, group_size=0), trajectories=[]),
-    "a prompt beyond the vocabulary": lambda g: _of_ticket(
-        g, prompt_ids=Array.of([10**6], "int32")
-    ),
-    "a negative token in the prompt": lambda g: _of_ticket(g, prompt_ids=Array.of([-4], "int32")),
-    "a seed that no log holds": lambda g: _of_ticket(g, seed=2**63),
-    "a step that no log holds": lambda g: _of_ticket(g, step=2**63),
-}
-
-
-def _flush(cluster: Cluster, rng: random.Random) -> None:
-    """Redis forgets everything; what it held at that moment is noted in the same transaction."""
-    with _quietly(cluster) as client:
-        client.ping()  # one that is stopped would do it later, unnoticed
-        with client.pipeline(transaction=True) as pipe:
-            pipe.xrange(KEYS.tickets)
-            pipe.xrange(KEYS.groups)
-            pipe.flushall()
-            tickets, groups, flushed = pipe.execute(raise_on_error=False)
-        if flushed is not True:
-            return
-        for _, fields in tickets:
-            with suppress(RecordError):
-                cluster.notes.flushed.add(decode_ticket(fields.get(RECORD, b"")).number)
-        for _, fields in groups:
-            with suppress(RecordError):
-                cluster.notes.flushed.add(decode_group(fields.get(RECORD, b"")).ticket.number)
-        cluster.notes.spoiled.clear()
 
 
 def _other_cpu(cluster: Cluster, rng: random.Random) -> Undo:
@@ -342,7 +270,7 @@ def _another_run(cluster: Cluster, rng: random.Random) -> None:
 
 def _second_learner(cluster: Cluster, rng: random.Random) -> None:
     """One in another directory, which is to be refused and to change nothing."""
-    with _quietly(cluster) as client:
+    with quietly(cluster) as client:
         before = _leader(client)
         leader = f"process {next(iter(_ranks(cluster)), None)} on host {socket.gethostname()}"
         _refused(cluster, cluster.root / "second", leader)
@@ -410,13 +338,6 @@ def _poison_sockets(cluster: Cluster, rng: random.Random) -> None:
                     sock.send(garbage(rng))
             sock.close(linger=200)
     context.term()
-
-
-@contextmanager
-def _quietly(cluster: Cluster) -> Iterator[redis.Redis]:
-    """A client whose errors are nobody's: Redis itself may be the one that is being hit."""
-    with suppress(redis.RedisError), cluster.client() as client:
-        yield client
 
 
 def usage(pid: int) -> tuple[int, int] | None:

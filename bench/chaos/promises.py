@@ -101,13 +101,20 @@ class Witness:
 
     def _groups(self) -> None:
         for _, fields in self._along(KEYS.groups):
-            with suppress(RecordError):
-                self._saw(decode_group(fields.get(b"record", b"")).validate())
+            record = fields.get(b"record", b"")
+            if record not in self._cluster.notes.forged:
+                with suppress(RecordError):
+                    self._saw(decode_group(record).validate())
 
     def _saw(self, group: Group) -> None:
         number, seen = group.ticket.number, self.seen
         foreign = group.worker == FOREIGN or group.ticket.run_id in self._cluster.ended
-        if number < FORGED and number not in seen.committed and not foreign:
+        if number >= FORGED or foreign:
+            return
+        if number in self._cluster.notes.moved and number in seen.committed:
+            seen.order.remove(number)
+            del seen.committed[number]
+        if number not in seen.committed:
             seen.committed[number] = [s for t in group.trajectories for s in t.all_spans]
             seen.order.append(number)
 
@@ -192,6 +199,17 @@ class Left:
         first = {0: self.steps[0].base_digest} if self.steps else {}
         return first | {r.step + 1: r.digest for r in self.steps}
 
+    @cached_property
+    def set_aside(self) -> list[tuple[int, Group]]:
+        """Ticket numbers and groups of the quarantine's records that are sound in themselves."""
+        found = []
+        for fields in self.quarantine:
+            if fields.get(b"source", b"").decode() == KEYS.groups:
+                with suppress(RecordError):
+                    group = decode_group(fields.get(b"record", b"")).validate()
+                    found.append((group.ticket.number, group))
+        return found
+
     def lag(self, span: VersionSpan, step: int) -> int:
         """Versions between the weights that drew `span` and those that `step` begins with; `step` may be
         the next one, for which the learner was drawing when it was stopped."""
@@ -207,8 +225,8 @@ def broken(left: Left, seen: Seen, notes: Notes) -> Iterator[str]:
     yield from _counted_once(left)
     yield from _none_lost(left, seen, notes)
     yield from _bound(left)
-    yield from _same_weights(left, seen)
-    yield from _quarantine(left)
+    yield from _same_weights(left, seen, notes)
+    yield from _quarantine(left, notes)
     yield from _own_groups(left)
     yield from _set_aside(left, seen, notes)
     yield from notes.breaches
@@ -240,19 +258,20 @@ def _counted_once(left: Left) -> Iterator[str]:
 
 def _none_lost(left: Left, seen: Seen, notes: Notes) -> Iterator[str]:
     """A committed group was learnt from, is still to be, or was too old when the next in line was used. What
-    Redis held when it was emptied is nobody's any more."""
+    Redis held when it was emptied is nobody's any more, and what a foreign hand answered need not count."""
     used = {g.ticket.number: step for step, taken in left.log for g in taken}
+    excused = notes.flushed | notes.spent | (notes.moved & {n for n, _ in left.set_aside})
     following = left.state.step
     for number in reversed(seen.order):
         if number in used:
             following = used[number]
-        elif number not in left.open | left.unread | notes.flushed:
+        elif number not in left.open | left.unread | excused:
             spans = seen.committed[number]
             foreign = any(left.digests.get(s.version) != s.digest for s in spans)
             if not foreign and max(left.lag(s, following) for s in spans) <= left.max_lag:
                 yield f"ticket {number}: its group was committed in time, and is lost"
     for number in left.state.outstanding:
-        if number not in left.open | left.unread | notes.flushed | notes.spent:
+        if number not in left.open | left.unread | excused:
             yield f"ticket {number} is outstanding and nowhere in Redis"
 
 
@@ -265,7 +284,7 @@ def _bound(left: Left) -> Iterator[str]:
                 yield f"step {step}, ticket {group.ticket.number}: a token {worst} versions old"
 
 
-def _same_weights(left: Left, seen: Seen) -> Iterator[str]:
+def _same_weights(left: Left, seen: Seen, notes: Notes) -> Iterator[str]:
     """What drew a token is, bit for bit, something that was published under that number."""
     known = left.published | set(left.digests.items())
     announced = {(v, d) for (_, v), digests in seen.published.items() for d in digests}
@@ -274,18 +293,17 @@ def _same_weights(left: Left, seen: Seen) -> Iterator[str]:
     for key, digests in seen.published.items():
         if len(digests) > 1:
             yield f"version {key[1]} of one epoch was published with {len(digests)} digests"
-    drawn = {(s.version, s.digest) for spans in seen.committed.values() for s in spans}
+    honest = [spans for n, spans in seen.committed.items() if n not in notes.spent]
+    drawn = {(s.version, s.digest) for spans in honest for s in spans}
     for version, digest in sorted(drawn - known):
         yield f"tokens were drawn by a version {version} ({digest}) that was never published"
 
 
-def _quarantine(left: Left) -> Iterator[str]:
-    for fields in left.quarantine:
-        if fields.get(b"source", b"").decode() == KEYS.groups:
-            with suppress(RecordError):
-                group = decode_group(fields.get(b"record", b"")).validate()
-                if group.worker != FOREIGN and group.ticket.number < FORGED:
-                    yield f"ticket {group.ticket.number}: a sound group in the quarantine"
+def _quarantine(left: Left, notes: Notes) -> Iterator[str]:
+    for number, group in left.set_aside:
+        aside = notes.moved | notes.spent
+        if group.worker != FOREIGN and number < FORGED and number not in aside:
+            yield f"ticket {number}: a sound group in the quarantine"
 
 
 def _own_groups(left: Left) -> Iterator[str]:

@@ -1,6 +1,10 @@
 """The short form of `make chaos`, and that its judge sees each kind of breach."""
 
+import random
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
 
 import msgspec
 import pytest
@@ -10,14 +14,16 @@ from helpers.weight_sync import publish
 from areal_q.config import LearnerConfig
 from areal_q.messages import VersionSpan, encode
 from areal_q.models import DecoderConfig
-from bench.chaos import faults
-from bench.chaos.cluster import RUN, Cluster, Notes
+from bench.chaos import faults, redis_faults
+from bench.chaos.cluster import RUN, Cluster, Notes, cluster
+from bench.chaos.foreign_hand import SPOILT, ForeignHand
 from bench.chaos.promises import (
     FOREIGN,
     KEYS,
     Follower,
     Left,
     Seen,
+    Witness,
     broken,
     growth,
     said_published,
@@ -219,6 +225,25 @@ def test_a_ticket_that_a_foreign_hand_spent_is_not_missed(sound):
     assert list(broken(spent, seen, Notes(spent={5}))) == []
 
 
+def test_what_a_foreign_hand_began_is_excused_and_no_more(sound):
+    left, seen, notes = sound
+    seen.committed[4] = [VersionSpan(2, 5, "a")]
+    spent = replace(left, unread=set())
+    assert len(list(broken(spent, seen, notes))) == 2
+    assert list(broken(spent, seen, Notes(spent={4}))) == []
+    log = [left.log[0], (1, [*left.log[1][1][:1], left.log[0][1][0]])]
+    found = list(broken(replace(left, log=log), seen, Notes(spent={0})))
+    assert "ticket 0 counted 2 times" in found
+
+
+def test_a_group_that_was_taken_away_must_be_in_the_quarantine(sound, make_group, make_ticket):
+    left, seen, _ = sound
+    notes, away = Notes(moved={4}), replace(left, unread=set())
+    assert "ticket 4 is outstanding and nowhere in Redis" in list(broken(away, seen, notes))
+    entry = {b"source": KEYS.groups.encode(), b"record": encode(make_group(make_ticket(4)))}
+    assert list(broken(replace(away, quarantine=[entry]), seen, notes)) == []
+
+
 def test_what_a_fault_itself_saw_is_among_the_breaches(sound):
     left, seen, _ = sound
     notes = Notes(breaches=["a second learner was not refused: 0, []"])
@@ -235,6 +260,70 @@ def test_a_stream_is_read_anew_where_redis_forgot_it(redis_url):
         client.xadd("s", {"a": "b"}, id="2-0")
         assert [entry for entry, _ in follower.read()] == ["2-0"]
         assert follower.read() == []
+
+
+@pytest.fixture
+def with_redis(redis_url) -> Iterator[Cluster]:
+    """A cluster of which Redis alone runs."""
+    with cluster(SCRIPTED, faketime=None, namespaces=False) as made:
+        made.services = {"redis": made.services["redis"]}
+        answers(made)
+        yield made
+
+
+def answers(made: Cluster) -> None:
+    while True:
+        made.tend()
+        with suppress(redis.ConnectionError), made.client() as client:
+            client.ping()
+            return
+
+
+@pytest.mark.parametrize("late", [0, 3])
+def test_a_replica_takes_over_with_all_but_the_last_writes(
+    with_redis, make_ticket, make_group, monkeypatch, late
+):
+    """Tickets 0 and 1 were there, 1 is answered and 2 comes when nobody follows any more."""
+    with with_redis.client() as client:
+
+        def late_writes(seconds: float) -> None:
+            """Stands for the writes of half a second."""
+            if late:
+                client.xdel(KEYS.tickets, entries[1])
+                client.xadd(KEYS.groups, {"record": encode(make_group(make_ticket(1)))})
+                client.xadd(KEYS.tickets, {"record": encode(make_ticket(2))})
+
+        entries = [client.xadd(KEYS.tickets, {"record": encode(make_ticket(n))}) for n in range(2)]
+        monkeypatch.setattr(redis_faults, "lose_writes", late_writes)
+        before = client.info()["run_id"]
+        redis_faults.take_over(with_redis, random.Random(0))
+        answers(with_redis)
+        assert client.info()["run_id"] != before
+        assert [entry for entry, _ in client.xrange(KEYS.tickets)] == entries
+    notes = with_redis.notes
+    assert (notes.flushed, notes.moved) == (({2}, {1}) if late else (set(), set()))
+
+
+def test_all_that_lies_or_forges_is_among_the_faults(with_redis):
+    names = {fault.name for fault in faults.faults(with_redis)}
+    assert {f"foreign hand: {kind}" for kind in ForeignHand.KINDS} < names
+    assert {"relay that lies", "publisher that lies to the relay", "replica takes over"} < names
+
+
+def test_a_judge_looks_for_a_moved_group_where_it_is(sound, with_redis, make_group, make_ticket):
+    """Its turn comes later, and what a foreign hand forged of it is nobody's."""
+    witness = Witness(with_redis)
+    groups = [make_group(make_ticket(n)) for n in range(3)]
+    forged = encode(make_group(make_ticket(7)))
+    with_redis.notes.forged.add(forged)
+    with_redis.notes.moved.add(0)
+    with with_redis.client() as client:
+        for record in (*map(encode, groups), forged, encode(groups[1]), encode(groups[0])):
+            client.xadd(KEYS.groups, {"record": record})
+        while witness.seen.order != [1, 2, 0]:
+            time.sleep(0.01)
+    witness.stop()
+    assert set(witness.seen.committed) == {0, 1, 2}
 
 
 @pytest.mark.parametrize(
@@ -255,7 +344,7 @@ def test_a_second_learner_must_be_refused_in_these_words(tmp_path, monkeypatch, 
     assert (made.notes.breaches == []) == refused
 
 
-@pytest.mark.parametrize("kind", faults.SPOILT)
+@pytest.mark.parametrize("kind", SPOILT)
 def test_what_the_foreign_hand_commits_cannot_be_learnt_from(
     kind, redis_url, make_group, make_ticket
 ):
@@ -265,7 +354,7 @@ def test_what_the_foreign_hand_commits_cannot_be_learnt_from(
     learner.checks = [fits(MODEL, LearnerConfig())]
     sound = make_group(make_ticket(1, run_id="a"), worker=FOREIGN)
     with redis.Redis.from_url(redis_url) as client:
-        for group in (sound, faults.SPOILT[kind](sound)):
+        for group in (sound, SPOILT[kind](sound)):
             client.xadd(KEYS.groups, {"record": encode(group)})
         assert [group.ticket.number for group in learner.take(2, 0.0)] == [1]
         assert learner.quarantined_total() == 1

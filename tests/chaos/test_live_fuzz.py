@@ -3,6 +3,7 @@
 `make fuzz` has the decoders alone; here what they take goes on into pool, step, logs, engine and metrics."""
 
 import asyncio
+import random
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -74,7 +75,7 @@ async def train(learner: Learner, url: str, hand: ForeignHand) -> int:
         try:
             while not training.done():
                 await asyncio.to_thread(hand.act)
-                if work is None and hand.done["_partial"]:
+                if work is None and hand.done["partial"]:
                     work = asyncio.create_task(
                         serve(
                             url,
@@ -105,15 +106,15 @@ async def test_no_record_of_a_foreign_hand_ends_learner_or_worker(
     run, longer = (
         make_run(*SETTINGS, f'root="{tmp_path}"', f"steps={steps}") for steps in (STEPS, 2 * STEPS)
     )
-    with claimed(run, resume=False) as (directory, _), ForeignHand(redis_url, run, seed) as hand:
+    with claimed(run, resume=False) as (directory, _), redis.Redis.from_url(redis_url) as client:
+        hand = ForeignHand(client, run, random.Random(seed))
         with learner_of(run, directory, redis_url, short_dir) as learner:
             assert await train(follow(learner, hand), redis_url, hand) == STEPS
             hand.act()
-            with redis.Redis.from_url(redis_url) as client:
-                assert gather(client, run.name, WeightSource(), silent_s=600.0).version == STEPS
+            assert gather(client, run.name, WeightSource(), silent_s=600.0).version == STEPS
         with learner_of(longer, directory, redis_url, short_dir) as learner:
             assert await train(follow(learner, hand), redis_url, hand) == 2 * STEPS
-    assert all(hand.done.values()), hand.done
+    assert all(hand.done[kind] for kind in (*hand.SPARING, "end")), hand.done
     file = directory / METRICS_FILE
     steps = [record for record in read_metrics(file) if record["kind"] == "step"]
     assert [record["step"] for record in steps] == [*range(1, 2 * STEPS + 1)]

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import redis
 
 from areal_q.config import Run, dump_toml
 from areal_q.models import load_decoder
@@ -125,13 +127,14 @@ def test_forged_records_end_neither_of_two_ranks(
 ):
     with (
         on_two_ranks(make_run, redis_url, tmp_path, "fsdp") as (run, leader, worker),
-        ForeignHand(redis_url, run, seed=2) as hand,
+        redis.Redis.from_url(redis_url) as client,
     ):
+        hand = ForeignHand(client, run, random.Random(2))
         for step in range(1, STEPS):
             await_step(step, tmp_path, leader)
             hand.act()
         assert (leader.wait(), worker.wait()) == (0, 0), (tmp_path / "log").read_text()[-3000:]
-    assert hand.done["_group"] > 0 and hand.done["_requeue"] > 0, hand.done
+    assert hand.done["group"] > 0 and hand.done["requeue"] > 0, hand.done
     assert "another rank is gone" not in (tmp_path / "log").read_text()
     records = [r for r in read_metrics(tmp_path / "two" / "metrics.jsonl") if r["kind"] == "step"]
     assert [r["step"] for r in records] == list(range(1, STEPS + 1))
