@@ -1,4 +1,5 @@
-"""A real run with trackers that hang and die: it learns all its steps, and each goes on afterwards."""
+"""A real run with trackers that hang, die and have a full disk: it learns all its steps, and each goes on
+afterwards."""
 
 import json
 import os
@@ -14,7 +15,7 @@ from areal_q.observability.metrics_log import read_metrics
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 FATEFUL = """
-import json, os, signal, time
+import json, os, resource, signal, time
 
 def tracker(run, out, fate):
     seen = 0
@@ -23,7 +24,13 @@ def tracker(run, out, fate):
         if record["kind"] == "step":
             seen += 1
             if seen == 3 and not os.path.exists(out + ".cured"):
-                time.sleep(1e6) if fate == "hang" else os.kill(os.getpid(), signal.SIGKILL)
+                match fate:
+                    case "hang":
+                        time.sleep(1e6)
+                    case "die":
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    case "full":  # what it has written is longer, what it says fits
+                        resource.setrlimit(resource.RLIMIT_FSIZE, (400, 400))
         with open(out, "a") as file:
             file.write(json.dumps(record) + "\\n")
     return log
@@ -42,11 +49,14 @@ SETTINGS = [
 ]
 
 
-def test_trackers_that_hang_or_die_cost_the_run_nothing(tmp_path: Path) -> None:
+FATES = ("die", "hang", "full")
+
+
+def test_trackers_that_hang_die_or_are_full_cost_a_run_nothing(tmp_path: Path) -> None:
     (tmp_path / "fateful.py").write_text(FATEFUL)
     own = [
         f'{{type="python", path="fateful.py", settings={{out="{tmp_path}/{fate}", fate="{fate}"}}}}'
-        for fate in ("die", "hang")
+        for fate in FATES
     ]
     driver = tmp_path / "briefly.py"  # the command itself, which waits for 60 s else
     driver.write_text(
@@ -65,12 +75,14 @@ def test_trackers_that_hang_or_die_cost_the_run_nothing(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "tracker-python was killed by SIGKILL, and the run goes on" in done.stdout
     assert "tracker-python-2 has not ended, and is killed" in done.stdout
+    ended = [line for line in done.stdout.splitlines() if "tracker-python-3 ended" in line]
+    assert len(ended) == 1 and "and the run goes on" in ended[0] and "File too large" in ended[0]
     assert "demo: done after 6 steps" in done.stdout
     records = read_metrics(tmp_path / "runs" / "demo" / "metrics.jsonl")
-    for fate in ("die", "hang"):
+    for fate in FATES:
         (tmp_path / f"{fate}.cured").touch()
     areal_q(tmp_path, "track", "runs/demo")
-    for fate in ("die", "hang"):
+    for fate in FATES:
         taken = [json.loads(line) for line in (tmp_path / fate).read_text().splitlines()]
         assert taken == records
     assert "trackers" in (tmp_path / "runs" / "demo" / "config.toml").read_text()

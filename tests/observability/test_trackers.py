@@ -1,7 +1,10 @@
 """What a tracker is handed: every record once, over stops, kills and resumptions; and one of the user's own."""
 
 import json
+import resource
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -15,7 +18,7 @@ from areal_q.config import PythonTracker, Wandb, load, parse
 from areal_q.config.trackers import labelled
 from areal_q.errors import ConfigError, installing
 from areal_q.observability.metrics_log import MetricsLog, Record, read_metrics, truncate_after
-from areal_q.observability.trackers.described import keep_commit, numbers, samples
+from areal_q.observability.trackers.described import describe, keep_commit, numbers, samples
 from areal_q.observability.trackers.feed import Feed, Logged
 from areal_q.system.run_dir import flat, with_absolute_files, with_digests
 
@@ -162,6 +165,61 @@ def test_numbers_are_the_metrics_of_steps_and_evaluations(run_dir):
         assert found.pop("elapsed_s") == record["elapsed_s"]
         assert found == {k: v for k, v in record.items() if "/" in k and v is not None}
     assert samples(records_of(run_dir)[0]) == [["1+1=", "2", "3", False]]
+
+
+# A disk that is full
+
+
+@contextmanager
+def room(nbytes: int) -> Iterator[None]:
+    """Lets no file of this process grow beyond so many bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("nbytes", range(0, 200, 9))
+def test_a_full_disk_costs_no_record_and_repeats_one_at_most(run_dir, nbytes):
+    """The list of what was taken ends within a line, or between two."""
+    tracker = Fake()
+    with room(nbytes), pytest.raises(OSError, match="File too large"):
+        feed(run_dir, tracker).pass_on()
+    taken = len(tracker.taken)
+    assert feed(run_dir, tracker).pass_on() == len(records_of(run_dir)) - taken + 1
+    assert tracker.taken[:taken] + tracker.taken[taken + 1 :] == records_of(run_dir)
+
+
+def test_a_full_disk_at_a_resumption_changes_nothing(run_dir):
+    tracker = Fake(forgets=True)
+    feed(run_dir, tracker).pass_on()
+    resumed(run_dir, 3, 8)
+    with room(9), pytest.raises(OSError, match="File too large"):
+        feed(run_dir, tracker).pass_on()
+    feed(run_dir, tracker).pass_on()
+    assert tracker.taken == records_of(run_dir)
+
+
+def test_a_full_disk_leaves_no_tracker_without_an_id(run_dir):
+    settings = PythonTracker(path="x.py")
+    with room(0), pytest.raises(OSError, match="File too large"):
+        describe(parse("", "x"), run_dir, "python", settings, "1")
+    assert len(describe(parse("", "x"), run_dir, "python", settings, "1").id) == 32
+
+
+def test_a_tracker_whose_disk_is_full_says_so_and_goes_on_later(run_dir, tmp_path):
+    file, out = own(tmp_path, LINES), tmp_path / "lines"
+    out.symlink_to("/dev/full")
+    args = [str(run_dir), f"path={file}", f'settings={{path="{out}"}}', "--to", "python"]
+    refused(run_here("track", track, *args), str(file), "No space left on device")
+    out.unlink()
+    count = len(records_of(run_dir))
+    assert (
+        run_here("track", track, *args).stdout
+        == f"python: {count} records of demo, {count} in all\n"
+    )
 
 
 # A tracker of one's own, by the command
