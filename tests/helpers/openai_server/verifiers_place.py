@@ -113,6 +113,7 @@ class Place:
         sampling: Sampling | None = None,
         env: dict[str, Any] | None = None,
         python: str = PYTHON,
+        group_size: int = 2,
     ) -> None:
         (root / "two.py").write_text(taskset.replace("TRACES", str(root / "traces")))
         byte_tokenizer(template=TEMPLATE).save_pretrained(root / "model")
@@ -130,7 +131,7 @@ class Place:
         self.episodes = PlayedEpisodes(run, EngineClient(self.engine, tokenizer), cfg)
         problem = build_task(self.task).train[-1]
         self.ticket = make_ticket(
-            group_size=2,
+            group_size=group_size,
             prompt=problem.prompt,
             messages=problem.messages,
             answer=problem.answer,
