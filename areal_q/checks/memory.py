@@ -15,7 +15,8 @@ from areal_q.checks.machine import CheckResult
 from areal_q.checks.pass_memory import Lengths, Part, pass_memory
 from areal_q.config import ModelTeacher, PretrainedModel, Run, ScriptedEngine, TorchEngine
 from areal_q.config.engines import PAGE, SglangEngine, VllmEngine
-from areal_q.models import DecoderConfig, load_config
+from areal_q.models import DecoderConfig
+from areal_q.models.shape import check_frozen
 from areal_q.observability.run_summary import plural
 from areal_q.quant import is_quantized
 from areal_q.system.disk import size
@@ -106,7 +107,7 @@ def _models(run: Run, shape: DecoderConfig, ranks: int) -> Iterator[Part]:
     if cfg.reference_kl and not cfg.lora:
         yield Part("reference", 4 * shape.weights / ranks, f"4 · W{shared}", gpu)
     if isinstance(cfg.teacher, ModelTeacher):  # whole, on the first rank alone
-        yield Part("teacher", 4 * load_config(cfg.teacher.path).weights, "4 · its weights", gpu)
+        yield Part("teacher", 4 * check_frozen(cfg.teacher.path).weights, "4 · its weights", gpu)
     if cfg.critic and cfg.critic.trunk == "separate":
         yield Part("critic", 16 * shape.weights / ranks, f"16 · W{shared}", gpu)
 

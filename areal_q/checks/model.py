@@ -35,7 +35,7 @@ from areal_q.errors import CheckpointError, ConfigError, QuantizationError, Task
 from areal_q.models import DecoderConfig, load_config
 from areal_q.models.hf.vllm_shapes import vllm_refuses
 from areal_q.models.hf.weight_files import check_tensors
-from areal_q.models.shape import shape_of
+from areal_q.models.shape import check_frozen, shape_of
 from areal_q.quant import is_quantized
 from areal_q.quant.linears import check_inputs
 from areal_q.tasks import (
@@ -277,14 +277,13 @@ def _together(run: Run) -> int:
 
 def check_teacher(path: str, tokenizer: Tokenizer) -> None:
     """Raises ConfigError unless the model in directory `path` reads the student's token ids, and
-    CheckpointError if it cannot be read, as one that is quantized."""
+    CheckpointError if it cannot be read, as one that another program has quantized."""
     try:
-        shape = load_config(path)
-    except CheckpointError as error:
+        shape = check_frozen(path)
+    except (CheckpointError, ConfigError) as error:
         other = "; one that a server can read teaches from there: learner.teacher.type = 'server'"
         there = (Path(path) / "config.json").exists()
         raise CheckpointError(f"learner.teacher.path: {error}{other * there}") from error
-    check_tensors(path, shape)
     own, probe = load_tokenizer(path), PROBE
     if isinstance(tokenizer, CharTokenizer):
         probe = probe[:6]

@@ -193,7 +193,7 @@ class ModelTeacher(_Teacher, frozen=True, kw_only=True, tag="model"):
     """A model of any size with the student's tokenizer, which the learner holds beside the policy."""
 
     path: str
-    """A Hugging Face directory of a family that can be trained."""
+    """A Hugging Face directory of any family that transformers computes, or what `areal-q quantize` wrote."""
 
 
 class ServerTeacher(_Teacher, frozen=True, kw_only=True, tag="server"):

@@ -11,7 +11,13 @@ from areal_q.models.hf.weight_files import declared_dtype, load_config
 
 if TYPE_CHECKING:
     from areal_q.models.decoder import Decoder, init_weights
-    from areal_q.models.hf.checkpoint import load_decoder, load_model, new_decoder, save_decoder
+    from areal_q.models.hf.checkpoint import (
+        load_decoder,
+        load_frozen,
+        load_model,
+        new_decoder,
+        save_decoder,
+    )
     from areal_q.models.layers.moe import Routing
     from areal_q.models.layers.rope import apply_rope, rope_tables
     from areal_q.models.packed_layout import PackedLayout
@@ -27,6 +33,7 @@ __all__ = [
     "init_weights",
     "load_config",
     "load_decoder",
+    "load_frozen",
     "load_model",
     "new_decoder",
     "rope_tables",
@@ -34,7 +41,10 @@ __all__ = [
 ]
 _WITH_TORCH = {
     **dict.fromkeys(("Decoder", "init_weights"), "decoder"),
-    **dict.fromkeys(("load_decoder", "load_model", "new_decoder", "save_decoder"), "hf.checkpoint"),
+    **dict.fromkeys(
+        ("load_decoder", "load_frozen", "load_model", "new_decoder", "save_decoder"),
+        "hf.checkpoint",
+    ),
     **dict.fromkeys(("apply_rope", "rope_tables"), "layers.rope"),
     "Routing": "layers.moe",
     "PackedLayout": "packed_layout",

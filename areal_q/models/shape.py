@@ -3,9 +3,11 @@
 from pathlib import Path
 
 from areal_q.config import HfModel, ModelConfig, SmallModel
+from areal_q.errors import NotOurs
 from areal_q.models.config import DecoderConfig, Experts
 from areal_q.models.hf.foreign_files import load_foreign_config
-from areal_q.models.hf.weight_files import load_config
+from areal_q.models.hf.quantized import check_quantized, load_quantized_config, read_format
+from areal_q.models.hf.weight_files import check_tensors, load_config
 from areal_q.tasks.base import Tokenizer
 
 
@@ -35,3 +37,18 @@ def config_at(kind: ModelConfig, path: str | Path) -> DecoderConfig:
     """Returns the shape of the model in directory `path`, which transformers computes if `kind` is of type hf.
     Raises CheckpointError, which names the file, if it cannot be read."""
     return load_foreign_config(path) if isinstance(kind, HfModel) else load_config(path)
+
+
+def check_frozen(path: str | Path) -> DecoderConfig:
+    """Returns the shape of the model in directory `path`, once it is known that `load_frozen` can read it but
+    for the values. Raises CheckpointError, which names the file, if it cannot."""
+    if format := read_format(path):
+        shape = load_quantized_config(path)
+        check_quantized(path, shape, format)
+        return shape
+    try:
+        shape = load_config(path)
+    except NotOurs:
+        return load_foreign_config(path)
+    check_tensors(path, shape)
+    return shape

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from areal_q.checks.model import check_teacher
 from areal_q.config import ModelTeacher, Run, ServerTeacher
-from areal_q.models import load_decoder
+from areal_q.models import load_frozen
 from areal_q.tasks import Tokenizer
 from learner.teacher.model_beside import ModelBeside
 from learner.teacher.scoring import Teacher
@@ -23,6 +23,6 @@ def build_teacher(
             return None
         case ModelTeacher(path=path):
             check_teacher(path, tokenizer)
-            return ModelBeside(load_decoder(path), run.learner, run.rollout.sampling.temperature)
+            return ModelBeside(load_frozen(path), run.learner, run.rollout.sampling.temperature)
         case ServerTeacher() as cfg:
             return Server(cfg, alive, stop)

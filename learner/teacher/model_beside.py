@@ -1,4 +1,4 @@
-"""A teacher that the learner itself holds: a frozen model of any size, of a family that it can train."""
+"""A teacher that the learner itself holds: a frozen model of any size and family, also a quantized one."""
 
 from collections.abc import Sequence
 

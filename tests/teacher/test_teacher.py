@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,13 +15,18 @@ import pytest
 import torch
 from helpers.chain_models import write_chain
 from helpers.fixture_types import MakeRun
+from helpers.kinds import FAMILIES, write_foreign
 from helpers.policies import build_policy, initial_model
 from msgspec.structs import replace
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from areal_q.algorithms import LossInputs
 from areal_q.algorithms.kl import taught
 from areal_q.checks.memory import learner_memory
+from areal_q.checks.model import check_model
 from areal_q.checks.pass_memory import Lengths
+from areal_q.cli.quantize import quantize
 from areal_q.config import ModelTeacher, Run, ServerTeacher
 from areal_q.errors import (
     CheckpointError,
@@ -32,7 +38,10 @@ from areal_q.errors import (
 )
 from areal_q.messages import Array, Group, VersionSpan
 from areal_q.models import Decoder, PackedLayout, load_config, save_decoder
+from areal_q.models.hf.quantized import QUANTIZATION_CONFIGS
 from areal_q.models.shape import shape_of
+from areal_q.quant import dequantize_state, quantize_state
+from areal_q.quant.state_dict import rest_in_bf16
 from areal_q.system.run_dir import claimed, resumed
 from areal_q.tasks import CharTokenizer
 from bench.records import make_group, make_ticket, make_trajectory
@@ -334,6 +343,111 @@ def test_a_quantized_model_is_sent_to_a_server(make_run: MakeRun, tmp_path: Path
     with pytest.raises(CheckpointError, match=r"^learner\.teacher\.path") as missing:
         build_teacher(run, CharTokenizer(), lambda: None, threading.Event())
     assert "server" not in str(missing.value)
+
+
+def teacher_at(make_run: MakeRun, path: Path) -> Any:
+    run = make_run(f"learner.teacher={{type='model', path='{path}'}}", "rollout.workers=0")
+    assert check_model(run), "`areal-q check` takes it"
+    return build_teacher(run, CharTokenizer(), lambda: None, threading.Event())
+
+
+def log_probs(groups: list[Group]) -> list[list[float]]:
+    found = [t.teacher_logprobs for group in groups for t in group.trajectories]
+    return [one.numpy().tolist() for one in found if one]
+
+
+@pytest.mark.parametrize("format", [*QUANTIZATION_CONFIGS])
+def test_a_quantized_teacher_says_what_its_numbers_say(
+    make_run: MakeRun, tmp_path: Path, format: str
+):
+    run = make_run("model.width=64", "seed=3")
+    model = initial_model(run)
+    save_decoder(model, tmp_path / "source", CharTokenizer())
+    quantize(tmp_path / "source", tmp_path / "made", format, torch.bfloat16)
+    groups = drawn(make_run(), initial_model(make_run()), 3)
+    said = log_probs(teacher_at(make_run, tmp_path / "made").scored(groups))
+    unlike = log_probs(ModelBeside(model, run.learner, 1.0).scored(groups))
+    published = quantize_state(model.state_dict(), format)
+    numbers = dequantize_state(rest_in_bf16(published, format), format)
+    model.load_state_dict(numbers)
+    assert said == log_probs(ModelBeside(model, run.learner, 1.0).scored(groups)) != unlike
+
+
+@pytest.mark.parametrize("family", [*FAMILIES])
+def test_a_teacher_of_any_family_says_what_transformers_says(
+    make_run: MakeRun, tmp_path: Path, family: str
+):
+    tokenizer = CharTokenizer()
+    write_foreign(tmp_path, family)
+    tokenizer.save(str(tmp_path))
+    groups = drawn(make_run(), initial_model(make_run()), 3)
+    said = log_probs(teacher_at(make_run, tmp_path).scored(groups))
+    net = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    answers = [(group.ticket.prompt_ids.numpy(), t) for group in groups for t in group.trajectories]
+    for (prompt, t), given in zip(answers, said, strict=True):
+        ids = torch.tensor([*prompt, *t.response_ids.numpy()])
+        with torch.no_grad():
+            logp = net(ids[None]).logits[0].log_softmax(-1)
+        wanted = logp[len(prompt) - 1 : -1].gather(1, ids[len(prompt) :, None]).squeeze(1)
+        np.testing.assert_allclose(given, wanted, atol=1e-4)
+
+
+Tensors = dict[str, torch.Tensor]
+
+
+def without(name: str) -> Callable[[Tensors], Any]:
+    return lambda tensors: tensors.pop(name)
+
+
+UP = "model.layers.0.mlp.up_proj"
+RUINED: dict[str, tuple[Callable[[Tensors], Any], str, bool]] = {
+    "no codes": (without(f"{UP}.weight_packed"), f"{UP}: no tensor '{UP}.weight_packed'", True),
+    "no scale": (without(f"{UP}.weight_scale"), f"{UP}: no tensor '{UP}.weight_scale'", True),
+    "no norm": (without("model.norm.weight"), "model.norm.weight is missing", True),
+    "a tensor more": (lambda ts: ts.update(x=torch.zeros(1)), "unexpected tensor x", True),
+    "codes of another shape": (
+        lambda ts: ts.update({f"{UP}.weight_packed": ts[f"{UP}.weight_packed"][:-1].clone()}),
+        f"{UP}.weight is missing, or has another shape",
+        True,
+    ),
+    "a scale in half": (
+        lambda ts: ts.update({f"{UP}.weight_scale": ts[f"{UP}.weight_scale"].half()}),
+        f"{UP}.weight_scale is F16",
+        True,
+    ),
+    "another width beside the codes": (
+        lambda ts: ts[f"{UP}.weight_shape"].fill_(3),
+        f"{UP}.weight is no int4-g32 of shape",
+        False,
+    ),
+    "a negative width": (lambda ts: ts[f"{UP}.weight_shape"].fill_(-(2**62)), "int4-g32", False),
+    "a scale that is NaN": (
+        lambda ts: ts[f"{UP}.weight_scale"].fill_(float("nan")),
+        f"{UP}.weight is no int4-g32",
+        False,
+    ),
+}
+"""What becomes of the tensors, what is said of it, and whether their headers show it"""
+
+
+@pytest.mark.parametrize("ruin", RUINED)
+def test_a_ruined_quantized_teacher_is_refused_in_a_line(
+    make_run: MakeRun, tmp_path: Path, ruin: str
+):
+    save_decoder(initial_model(make_run()), tmp_path / "source", CharTokenizer())
+    quantize(tmp_path / "source", tmp_path / "made", "int4-g32", torch.bfloat16)
+    file = tmp_path / "made" / "model.safetensors"
+    tensors = load_file(file)
+    change, said, in_headers = RUINED[ruin]
+    change(tensors)
+    save_file(tensors, file)
+    run = make_run(f"learner.teacher={{type='model', path='{tmp_path / 'made'}'}}")
+    with pytest.raises(CheckpointError, match=re.escape(said)) as error:
+        build_teacher(run, CharTokenizer(), lambda: None, threading.Event())
+    assert "\n" not in str(error.value)
+    if in_headers:
+        with pytest.raises(CheckpointError, match=re.escape(said)):
+            check_model(run)
 
 
 def test_a_model_with_another_tokenizer_is_refused(make_run: MakeRun, tmp_path: Path):

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from areal_q.config import HfModel, ModelConfig
-from areal_q.errors import CheckpointError
+from areal_q.errors import CheckpointError, NotOurs
 from areal_q.models.config import DecoderConfig
 from areal_q.models.decoder import Decoder
 from areal_q.models.hf.causal_lm import (
@@ -18,6 +18,12 @@ from areal_q.models.hf.causal_lm import (
     without_values,
 )
 from areal_q.models.hf.foreign_files import load_foreign_config
+from areal_q.models.hf.quantized import (
+    check_quantized,
+    dequantized,
+    load_quantized_config,
+    read_format,
+)
 from areal_q.models.hf.stacked_experts import is_packed, is_whole, stacked, unstacked
 from areal_q.models.hf.weight_files import (
     WEIGHTS,
@@ -85,6 +91,30 @@ def load_decoder(path: str | Path) -> Decoder:
     model = meta_decoder(config)
     model.load_state_dict(found, assign=True)
     return model.requires_grad_(True)
+
+
+def load_frozen(path: str | Path) -> Decoder:
+    """Returns the model in directory `path`, to compute with and not to train: one of ours, also one that
+    `areal-q quantize` wrote, with the numbers that its codes stand for, or of another family, which
+    transformers computes. Raises CheckpointError as `load_decoder` does."""
+    if format := read_format(path):
+        return _load_quantized(path, format)
+    try:
+        return load_decoder(path)
+    except NotOurs:
+        return load_foreign(load_foreign_config(path), path)
+
+
+def _load_quantized(path: str | Path, format: str) -> Decoder:
+    config = load_quantized_config(path)
+    check_quantized(path, config, format)
+    state, shapes = dequantized(path, format), config.tensors()
+    for name, tensor in state.items():
+        if tuple(tensor.shape) != shapes[name] or not _finite(tensor):
+            raise CheckpointError(f"{path}: {name} is no {format} of shape {[*shapes[name]]}")
+    model = meta_decoder(config)
+    model.load_state_dict(state, assign=True)
+    return model
 
 
 def save_decoder(

@@ -1,4 +1,5 @@
-"""Writes quantized checkpoints in Hugging Face's layout, which vLLM, SGLang and transformers can load.
+"""Writes quantized checkpoints in Hugging Face's layout, which vLLM, SGLang and transformers can load, and
+reads them back as the numbers that they stand for.
 
 Published tensors have the names and layouts of a public checkpoint format already. A checkpoint adds the table
 `quantization_config`, from which a loader knows the format. Except for fp8 blocks and nf4 it is that of
@@ -9,14 +10,17 @@ routers.
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-from torch import Tensor
 
-from areal_q.errors import CheckpointError
+from areal_q.errors import CheckpointError, QuantizationError
 from areal_q.models.config import DecoderConfig
+from areal_q.models.hf.weight_files import config_table, opened, shape_in, weight_files
 from areal_q.system.files import save_tensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _Table = dict[str, Any]
 
@@ -93,7 +97,7 @@ LEFT_OUT = {
 
 
 def write_checkpoint(
-    tensors: Mapping[str, Tensor], format: str, model: _Table, directory: str | Path
+    tensors: Mapping[str, "Tensor"], format: str, model: _Table, directory: str | Path
 ) -> None:
     """Writes published `tensors` and the `config.json` of `model` into `directory`, which must exist.
 
@@ -120,3 +124,78 @@ def write_checkpoint(
     (target / "config.json").write_bytes(msgspec.json.format(json.dumps(config).encode(), indent=2))
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_tensors(contiguous, target / "model.safetensors", metadata={"format": "pt"})
+
+
+def read_format(path: str | Path) -> str | None:
+    """Returns the format of the linears in directory `path`; None unless `config.json` says what
+    `write_checkpoint` writes for one. Raises CheckpointError if it is no JSON object."""
+    file = Path(path) / "config.json"
+    table = config_table(file).get("quantization_config") if file.is_file() else None
+    if not isinstance(table, dict):
+        return None
+    own = {key: value for key, value in table.items() if key not in LEFT_OUT.values()}
+    return next((format for format, known in QUANTIZATION_CONFIGS.items() if known == own), None)
+
+
+def load_quantized_config(path: str | Path) -> DecoderConfig:
+    """Returns the shape of the model in directory `path`, whose linears are quantized. Raises CheckpointError,
+    which names the file, as `load_config` does."""
+    file = Path(path) / "config.json"
+    return shape_in(
+        {k: v for k, v in config_table(file).items() if k != "quantization_config"}, file
+    )
+
+
+def check_quantized(path: str | Path, config: DecoderConfig, format: str) -> None:
+    """Compares the headers of the files of weights in directory `path` with a model of `config` in `format`; no
+    tensor is read. Raises CheckpointError if one cannot be read or a tensor is missing, unexpected, of a wrong
+    shape or of another dtype than the format's."""
+    import torch
+
+    from areal_q.quant import is_quantized
+    from areal_q.quant.state_dict import check_shapes, parts_of
+
+    dtypes = {
+        "F32": torch.float32,
+        "BF16": torch.bfloat16,
+        "F8_E4M3": torch.float8_e4m3fn,
+        "I64": torch.int64,
+        "I32": torch.int32,
+        "I8": torch.int8,
+        "U8": torch.uint8,
+    }
+    found: dict[str, Tensor] = {}
+    for file in weight_files(Path(path)):
+        with opened(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                piece = tensors.get_slice(name)
+                if (dtype := dtypes.get(piece.get_dtype())) is None:
+                    raise CheckpointError(f"{file}: {name} is {piece.get_dtype()}")
+                found[name] = torch.empty(piece.get_shape(), dtype=dtype, device="meta")
+    shapes = config.tensors()
+    try:
+        check_shapes(found, shapes, format)
+        for name in filter(is_quantized, shapes):
+            prefix = name.removesuffix("weight")
+            for suffix in parts_of(found, prefix.removesuffix("."), format):
+                del found[prefix + suffix]
+    except QuantizationError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    if odd := sorted(found.keys() - shapes.keys()):
+        raise CheckpointError(f"{path}: unexpected tensor {odd[0]}")
+
+
+def dequantized(path: str | Path, format: str) -> "dict[str, Tensor]":
+    """Returns the tensors in directory `path`, float32, in place of the codes the numbers that they stand for.
+    Raises CheckpointError for parts of a linear that stand for none."""
+    from areal_q.quant import dequantize_state
+
+    found: dict[str, Tensor] = {}
+    for file in weight_files(Path(path)):
+        with opened(file, "pt") as tensors:
+            found |= {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+    try:
+        state = dequantize_state(found, format)
+    except (RuntimeError, LookupError, ValueError, TypeError) as error:  # a shape beside the codes
+        raise CheckpointError(f"{path}: no {format}: {error}") from error
+    return {name: tensor.float().contiguous() for name, tensor in state.items()}

@@ -10,7 +10,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from areal_q.errors import CheckpointError
+from areal_q.errors import CheckpointError, NotOurs
 from areal_q.models.config import DecoderConfig
 from areal_q.models.hf.stacked_experts import stored_shapes
 from areal_q.models.variants import text_part
@@ -28,18 +28,24 @@ def load_config(path: str | Path) -> DecoderConfig:
         raise CheckpointError(f"{directory}: no such directory")
     check_whole(directory)
     file = directory / "config.json"
-    table = _read_object(file)
+    return shape_in(config_table(file), file)
+
+
+def shape_in(table: dict[str, Any], file: Path) -> DecoderConfig:
+    """Returns the shape that `table`, the content of `file`, describes. Raises CheckpointError, which names the
+    file."""
     try:
         return DecoderConfig.from_hf(table).validate()
     except (ValueError, TypeError, ArithmeticError) as error:
-        raise CheckpointError(f"{file}: {error}") from error
+        kind = NotOurs if isinstance(error, NotOurs) else CheckpointError
+        raise kind(f"{file}: {error}") from error
 
 
 def declared_dtype(path: str | Path) -> str | None:
     """Returns the dtype that config.json in directory `path` names for the weights, such as "bfloat16"; None if
     it names none, or does not exist any more."""
     file = Path(path) / "config.json"
-    table = text_part(_read_object(file)) if file.is_file() else {}
+    table = text_part(config_table(file)) if file.is_file() else {}
     return table.get("dtype") or table.get("torch_dtype")
 
 
@@ -87,7 +93,7 @@ def weight_files(directory: Path) -> list[Path]:
     index = directory / INDEX
     if not index.exists() or (directory / WEIGHTS).exists():  # transformers' order
         return [directory / WEIGHTS]
-    shards = _read_object(index).get("weight_map")
+    shards = config_table(index).get("weight_map")
     if not isinstance(shards, dict) or not all(isinstance(s, str) for s in shards.values()):
         raise CheckpointError(f"{index}: weight_map is not a table of file names")
     names = sorted(set(shards.values()))
@@ -121,7 +127,8 @@ def _other_weights(directory: Path) -> str:
     return said if others else ""
 
 
-def _read_object(file: Path) -> dict[str, Any]:
+def config_table(file: Path) -> dict[str, Any]:
+    """Returns the JSON object in `file`. Raises CheckpointError, which names the file, if there is none."""
     try:
         value = json.loads(file.read_text())
     except OSError as error:
