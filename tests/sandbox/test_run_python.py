@@ -22,6 +22,7 @@ from helpers.own_code.hostile import (
     ASKED,
     ASKED_BY_FUNCTIONS,
     ATTACKS,
+    ENDED_AT_ONCE,
     EXHAUSTING,
     FORGERIES,
     HONEST,
@@ -83,6 +84,28 @@ def test_what_takes_too_much_is_ended(name, kind, secret):
     tests = "assert 1" if kind == "tests" else [("", "")]
     ran = run_python(code, tests, timeout_s=SHORT_S if cause == "timeout" else LONG_S)
     assert (ran.passed, ran.cause) == (False, cause), ran
+
+
+def processor_s(code: str, kind: str) -> tuple[Ran, float]:
+    """Returns what became of `code`, and the seconds of a processor that all of its processes took together."""
+    before = os.times()
+    ran = run_python(code, "assert SECRET" if kind == "tests" else [("", "")], timeout_s=LONG_S)
+    after = os.times()
+    user_s = after.children_user - before.children_user
+    return ran, user_s + after.children_system - before.children_system
+
+
+@pytest.mark.parametrize("name", ENDED_AT_ONCE)
+@pytest.mark.parametrize("kind", ["tests", "program"])
+def test_an_attack_is_an_error_within_a_second(name, kind, secret):
+    """Of a processor's time, beyond that of code which does nothing: others may have the machine meanwhile."""
+    before = secret.stat()
+    code = f"SECRET = {str(secret)!r}\n"
+    idle, idle_s = processor_s(code, kind)
+    ran, took_s = processor_s(code + ENDED_AT_ONCE[name], kind)
+    assert idle.passed and not ran.passed and ran.cause in ("error", "memory"), ran
+    assert took_s < idle_s + 1.0
+    assert [*secret.parent.iterdir()] == [secret] and secret.stat() == before
 
 
 @pytest.mark.parametrize("name", FORGERIES)

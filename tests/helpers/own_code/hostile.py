@@ -94,6 +94,17 @@ EXHAUSTING = {
 }
 """Code, and what becomes of it"""
 
+ENDED_AT_ONCE = {
+    "fork bomb": EXHAUSTING["fork bomb"][0],
+    "double fork": ATTACKS["daemon"],
+    "2 GB": EXHAUSTING["2 GB"][0],
+    "socket": ATTACKS["socket"],
+    "reads a file outside": ATTACKS["read"],
+    "writes a file outside": ATTACKS["write"],
+    "symlink race": ATTACKS["symlink race"],
+}
+"""What is promised to be an error within a second, with nothing left behind"""
+
 ASKED = (
     "assert answer() == {0}\nassert abs(answer() - {0}) < 1e-9\nassert isinstance(answer(), int)"
 )
