@@ -69,7 +69,7 @@ def deadly(cluster: Cluster) -> list[Fault]:
     hit += [Fault(f"clock of {name}", 1.0, (0, 0), partial(_jump, name)) for name in cluster.clocks]
     if cluster.ranks > 1:
         hit.append(Fault("kill -9 a rank", 1.0, (0, 0), _kill_rank))
-    hit.append(Fault("publisher that lies to the relay", 1.0, (2, 8), _lying_publisher))
+    hit.append(Fault("publisher that lies to the relay", 1.0, (10, 20), _lying_publisher))
     hit.append(Fault("replica takes over", 0.6, (0, 0), take_over, alone=True))
     hit.append(Fault("learner on another CPU", 0.6, (0, 0), _other_cpu, alone=True))
     hit.append(Fault("another run of the name", 0.3, (0, 0), _another_run, alone=True))
@@ -94,7 +94,7 @@ def mild(cluster: Cluster) -> list[Fault]:
             Fault(f"foreign hand: {kind}", 0.5, (0, 0), partial(_foreign_hand, kind))
             for kind in ForeignHand.KINDS
         ),
-        Fault("relay that lies", 1.0, (2, 8), _lying_relay),
+        Fault("relay that lies", 1.0, (10, 20), _lying_relay),
         Fault("flush Redis", 1.0, (0, 0), flush),
         Fault("Redis a replica", 1.0, (1, 8), replica),
         Fault("second learner", 0.3, (0, 0), _second_learner, alone=True),
