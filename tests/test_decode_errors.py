@@ -16,7 +16,7 @@ from areal_q.errors import AReaLQError
 from areal_q.messages.codec import decode_ticket
 from areal_q.models import DecoderConfig
 from areal_q.observability.metrics_log import read_metrics
-from areal_q.tasks.datasets.jsonl_rows import read_jsonl
+from areal_q.tasks.datasets.jsonl_rows import read_rows
 from learner.checkpoint.files import STATE, read_state
 from rollout.openai_server.request_fields import decoded_request
 from rollout.openai_server.schema import ChatBody, RewardBody, decoded
@@ -98,7 +98,7 @@ def test_what_is_no_json_is_refused_in_our_words(data: bytes, said: str, tmp_pat
     (tmp_path / STATE).write_bytes(data)
     (tmp_path / "metrics.jsonl").write_bytes(data + b"\n")
     assert said in refusal(decoded, data, RewardBody)
-    where = refusal(read_jsonl, str(tmp_path / "rows.jsonl"))
+    where = refusal(read_rows, str(tmp_path / "rows.jsonl"))
     assert f"rows.jsonl:2: {said}" in where and "it takes JSON lines" in where
     assert f"{STATE}: {said}" in refusal(read_state, tmp_path)
     assert f"line 1: {said}" in refusal(read_metrics, tmp_path / "metrics.jsonl")

@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Rows = str | Path | Iterable[Mapping[str, Any]]
-"""A file of data (docs/extending.md), or tables with `prompt`, which is a text or messages, and `answer`"""
+"""A file or a data set of the Hub (docs/extending.md), or tables with `prompt`, which is a text or messages,
+and `answer`"""
 Settings = Mapping[str, Any]
 """Settings by their dotted names, such as {"learner.groups": 16}"""
 

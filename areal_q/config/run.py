@@ -121,14 +121,15 @@ class Sft(Settings, frozen=True, kw_only=True):
     and the number of steps are those of the other tables."""
 
     path: str | None = None
-    """Rows with `messages`, and `tools` where there are any, or with a prompt and an answer: a file, or a
-    directory of save_to_disk. None: the task's own problems and answers."""
+    """Rows with `messages`, and `tools` where there are any, or with a prompt and an answer: a file, a
+    directory of save_to_disk, or a data set of the Hugging Face Hub, as in a task's `path`. None: the task's
+    own problems and answers."""
     prompt: str = "prompt"
     """Name of the field: a text, or a list of messages."""
     answer: str = "answer"
     """Name of the field with the answer."""
     heldout: Fraction | str = 0.05
-    """The last share of the rows, or another file, which is not learnt from; 0: none."""
+    """The last share of the rows, or another file or data set, which is not learnt from; 0: none."""
     template: Literal["chat", "plain"] = "chat"
     """`chat`: the tokenizer's own chat template; `plain`: prompt and answer as bare text."""
     chat: Chat = Chat()

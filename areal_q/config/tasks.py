@@ -72,7 +72,7 @@ class Calculator(TaggedSettings, frozen=True, kw_only=True, tag="calculator"):
     grader: ClassVar[str] = "number"
 
     path: str
-    """GSM8K's JSONL file."""
+    """GSM8K's file, or `openai/gsm8k`."""
     heldout: Fraction = 0.1
     """The last share of the problems in the file, never trained on."""
 
@@ -177,9 +177,10 @@ class _Text(TaggedSettings, frozen=True, kw_only=True):
     """Problems from a file of rows, asked in words."""
 
     path: str
-    """The file: JSON lines, a JSON array, CSV, TSV or Parquet, or a directory of save_to_disk."""
+    """The file: JSON lines, a JSON array, CSV, TSV or Parquet, or a directory of save_to_disk; or a data set of
+    the Hugging Face Hub, `org/name[:config][/split][@revision]`."""
     heldout: Fraction | str = 0.1
-    """The last share of the rows, or another file. None of these is trained on."""
+    """The last share of the rows, or another file or data set. None of these is trained on."""
     template: Literal["chat", "plain"] = "chat"
     """`chat`: the tokenizer's own chat template; `plain`: question and answer as bare text."""
     chat: Chat = Chat()
@@ -187,10 +188,8 @@ class _Text(TaggedSettings, frozen=True, kw_only=True):
 
 
 class Gsm8k(_Text, frozen=True, kw_only=True, tag="gsm8k"):
-    """GSM8K word problems from JSONL lines with `question` and `answer` (the final line `#### n`).
-
-    `path` is a JSONL file, or a Hugging Face dataset id such as `openai/gsm8k` (needs the network).
-    """
+    """GSM8K word problems from rows with `question` and `answer` (the final line `#### n`), such as those of
+    `openai/gsm8k`."""
 
     grader: ClassVar[str] = "final_number"
 
@@ -378,7 +377,7 @@ class EvalSet(Settings, frozen=True, kw_only=True):
     task: SingleTask | None = None
     """Another task: all problems of its file, or its held-out ones if it reads none. None: the run's own."""
     path: str | None = None
-    """Another file for that task, of which all problems are asked."""
+    """Another file or data set for that task, of which all problems are asked."""
     every: Count | None = None
     """Steps from one evaluation to the next; none takes `eval.every`."""
     problems: Count | None = None

@@ -63,7 +63,7 @@ def check_data(directory: Path, cfg: TaskConfig | Sft, task: Task) -> None:
     """Records in the run's `directory` a digest of the problems that the run began with. Raises TaskError if
     they have changed: ticket numbers would stand for other problems, and accuracies could not be compared.
 
-    The digest of a data set from the Hub is of the problems themselves, because its name is the same for all
+    The digest of a data set from the Hub is of the problems themselves, because its name is the same for later
     revisions, and the fingerprint of `datasets` depends on the version of that library.
     """
     parts = [one.task for one in cfg.sources.values()] if isinstance(cfg, Mix) else [cfg]

@@ -47,7 +47,8 @@ _TaskName = Annotated[
     str | None, typer.Option(help="type of task or name of a benchmark; default the run's own")
 ]
 _Data = Annotated[
-    Path | None, typer.Option(help="a JSONL file: all of its problems, in place of held-out ones")
+    Path | None,
+    typer.Option(help="a file, or a data set of the Hub: all of it, in place of held-out problems"),
 ]
 _PresetName = Annotated[
     str | None, typer.Option(help=f"a paper's sampling settings: {', '.join(PRESETS)}")

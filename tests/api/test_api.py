@@ -78,13 +78,14 @@ def test_a_call_means_what_a_command_line_does(launched: list[Run], tmp_path: Pa
     assert [json.loads(line) for line in rows.read_text().splitlines()] == ROWS
 
 
-def test_data_of_a_file_keep_the_task_that_reads_it(launched: list[Run]):
+@pytest.mark.parametrize(("data", "heldout"), [("a.csv", "b.csv"), ("a/b:c@d", "a/b:c/test@d")])
+def test_data_of_a_file_keep_the_task_that_reads_it(launched: list[Run], data: str, heldout: str):
     model = {"model": {"type": "pretrained", "path": "DIR"}}
     for config, kind in (("gsm8k", "gsm8k"), (None, "jsonl")):
         with pytest.raises(Launched):
-            areal_q.train(None, "a.csv", heldout="b.csv", config=config, settings=model)
+            areal_q.train(None, data, heldout=heldout, config=config, settings=model)
         task: Any = launched[-1].task
-        assert (task.__struct_config__.tag, task.path, task.heldout) == (kind, "a.csv", "b.csv")
+        assert (task.__struct_config__.tag, task.path, task.heldout) == (kind, data, heldout)
 
 
 def test_conversations_are_asked_in_the_models_own_format(launched: list[Run]):

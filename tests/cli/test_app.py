@@ -15,7 +15,7 @@ from areal_q.cli.launcher import plan
 from areal_q.config import Python, Run, faults, load
 from areal_q.config.load import shipped
 from areal_q.errors import ConfigError
-from areal_q.tasks.datasets.jsonl_rows import read_jsonl
+from areal_q.tasks.datasets.jsonl_rows import read_rows
 
 
 @pytest.fixture
@@ -201,7 +201,7 @@ def test_files_may_begin_with_a_byte_order_mark(tmp_path):
     assert load(tmp_path / "own.toml").steps == 3
     row = '{"question": "1+1", "answer": "#### 2"}\n'
     (tmp_path / "rows.jsonl").write_text(row, encoding="utf-8-sig")
-    assert [row.question for row in read_jsonl(str(tmp_path / "rows.jsonl"))] == ["1+1"]
+    assert [row.question for row in read_rows(str(tmp_path / "rows.jsonl"))] == ["1+1"]
 
 
 @pytest.mark.parametrize("name", ["quickstart", "quickstart.toml", "configs/quickstart.toml"])

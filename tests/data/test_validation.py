@@ -37,11 +37,14 @@ def test_other_problems_in_the_same_file_are_refused(tmp_path: Path):
     check(tmp_path, cfg)
 
 
+@pytest.mark.parametrize(
+    "cfg", [Gsm8k(path="openai/gsm8k"), Jsonl(path="openai/gsm8k", prompt="question")]
+)
 def test_other_problems_of_a_data_set_of_the_hub_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cfg: Gsm8k | Jsonl
 ):
     """Its name is the same; one answer of a later revision is another."""
-    cfg, answers = Gsm8k(path="openai/gsm8k"), [str(n) for n in range(10)]
+    answers = [str(n) for n in range(10)]
 
     def load_dataset(name: str, config: str, split: str) -> list[dict[str, str]]:
         return [{"question": f"{n}?", "answer": f"#### {a}"} for n, a in enumerate(answers)]

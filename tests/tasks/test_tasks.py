@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from decimal import Decimal
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -31,7 +30,7 @@ from areal_q.config import (
     ToolCalculator,
     VerifiersTask,
 )
-from areal_q.errors import ConfigError, TaskError
+from areal_q.errors import TaskError
 from areal_q.tasks import (
     GRADERS,
     TASKS,
@@ -438,26 +437,3 @@ def test_a_split_that_leaves_a_part_empty_is_refused(gsm8k_file: str, share: flo
 def test_a_missing_file_is_named(path: str) -> None:
     with pytest.raises(TaskError, match=f"^{path}: "):
         build_task(Gsm8k(path=path))
-
-
-def test_a_data_set_of_the_hub_is_loaded_by_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load_dataset(name: str, config: str, split: str) -> list[dict[str, str]]:
-        if (name, config, split) != ("openai/gsm8k", "main", "train"):
-            raise FileNotFoundError(f"no {name} here\nsecond line")
-        return [{"question": f"{i}?", "answer": f"#### {i}"} for i in range(10)]
-
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    assert len(build_task(Gsm8k(path="openai/gsm8k")).train) == 9
-    saved = r"datasets\.load_dataset\('a/b', 'main'\)\.save_to_disk\('DIR'\), and then here task\.path=DIR$"
-    with pytest.raises(TaskError, match=rf"^a/b: cannot be loaded: no a/b here; .*{saved}"):
-        build_task(Gsm8k(path="a/b"))
-    with pytest.raises(
-        TaskError, match=r"^a/b: No such file .*load_dataset\('a/b'\)\.save_to_disk"
-    ):
-        build_task(Jsonl(path="a/b"))
-
-
-def test_without_datasets_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match=r"pip install .*\[hf\]"):
-        build_task(Gsm8k(path="openai/gsm8k"))

@@ -8,7 +8,7 @@ from decimal import Decimal
 from areal_q.config.tasks import Calculator
 from areal_q.errors import TaskError
 from areal_q.tasks.base import Problem, Score
-from areal_q.tasks.datasets.jsonl_rows import Row, read_jsonl, split_heldout
+from areal_q.tasks.datasets.jsonl_rows import Row, read_rows, split_heldout
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ class CalculatorTask:
     def __init__(self, cfg: Calculator) -> None:
         """Reads the file. Raises TaskError naming file and line, or if no problem is left to train on or to
         hold out."""
-        rows = read_jsonl(cfg.path)
+        rows = read_rows(cfg.path)
         train, heldout = (_Annotations(part) for part in split_heldout(rows, cfg.heldout, cfg.path))
         self.heldout: Sequence[Problem] = tuple(heldout.problems.values())
         self.train: Sequence[Problem] = tuple(

@@ -1,36 +1,53 @@
-"""Rows of files in the formats that data come in, told apart by their contents. Imports no torch.
+"""Rows of files in the formats that data come in, told apart by their contents, and of data sets of the Hugging
+Face Hub. Imports no torch.
 
 JSON lines          one object a line
 JSON                an array of objects
 CSV, TSV            by the ending of the name; the first line has the names of the columns, all values are text
 Parquet
 save_to_disk        a directory of `datasets`; of several splits `train`, or the only one
+the Hub             `org/name[:config][/split][@revision]`, such as openai/gsm8k:main/test; the split is `train`
+                    where none is named. What begins with a path that exists here is no data set of the Hub.
 """
 
 import codecs
 import csv
+import importlib
 import io
 import json
+import os.path
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, TypeVar
 
 import msgspec
 
 from areal_q.decode_errors import in_words, untyped
-from areal_q.errors import TaskError
+from areal_q.errors import ConfigError, TaskError, installing
 
 T = TypeVar("T")
 _FORMATS = "; it takes JSON lines, JSON, CSV, Parquet and directories of save_to_disk"
 _PARQUET = b"PAR1"
 _ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 _ONE_A_LINE = "; it takes JSON lines, one object a line"
+_ON_HUB = re.compile(
+    r"([\w-][\w.-]*/[\w-][\w.-]*)(?::([^/:@\s]+))?(?:/(\w[\w.-]*(?:\[[^]]*\])?))?(?:@([\w./-]+))?"
+)
+"""Name, config, split, of which a slice such as train[:100] will do, and revision: a commit, branch or tag"""
+_CONFIGS = {"openai/gsm8k": "main"}
+"""The config that is meant where none is named, of data sets with several and no default"""
+_LONGEST = 240
+"""Characters of what `datasets` says that an error repeats"""
 
 
 def read_rows_as(path: str, kind: type[T]) -> list[tuple[str, T]]:
     """Returns pairs of a place, such as `train.jsonl:12` or `train.parquet[11]`, and the row there as a `kind`.
-    Raises TaskError with the place, for data that cannot be read or do not fit the kind."""
+    Raises TaskError with the place, for data that cannot be read or do not fit the kind, and ConfigError if the
+    Hub needs an extra that is not installed."""
+    if is_on_hub(path):
+        return converted(_hub_rows(path), kind)
     try:
         if Path(path).is_dir():
             return converted(_saved_rows(path), kind)
@@ -40,8 +57,7 @@ def read_rows_as(path: str, kind: type[T]) -> list[tuple[str, T]]:
         if path.endswith((".csv", ".tsv")):
             return converted(_text_rows(path, data), kind)
     except OSError as error:
-        hint = f"; {saved_first(path)}" if is_hub_id(path) else ""
-        raise TaskError(f"{path}: {error.strerror or error}{hint}") from error
+        raise TaskError(f"{path}: {error.strerror or error}") from error
     if data.lstrip().startswith(b"[") and isinstance(rows := untyped(data), list):
         return converted(((f"{path}[{i}]", row) for i, row in enumerate(rows)), kind)
     return _lines(path, data, kind)
@@ -49,25 +65,18 @@ def read_rows_as(path: str, kind: type[T]) -> list[tuple[str, T]]:
 
 def is_columnar(path: str) -> bool:
     """Returns True for a format of columns, which fills what a row lacks with null. Raises OSError."""
-    if Path(path).is_dir():
+    if is_on_hub(path) or Path(path).is_dir():
         return True
     with Path(path).open("rb") as file:
         return file.read(len(_PARQUET)) == _PARQUET
 
 
-def is_hub_id(path: str) -> bool:
-    """Returns True if `path` is no file here and may be the id of a data set on the Hugging Face Hub."""
-    is_id = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) and not path.endswith(_ENDINGS)
-    return bool(is_id) and not Path(path).exists()
-
-
-def saved_first(name: str, *config: str) -> str:
-    """Returns how to read a data set of the Hub where it cannot be reached from."""
-    asked = ", ".join(map(repr, (name, *config)))
-    return (
-        f"a data set of the Hub? Where that is reached, datasets.load_dataset({asked}).save_to_disk('DIR'), "
-        "and then here task.path=DIR"
-    )
+def is_on_hub(path: str) -> bool:
+    """Returns True if `path` names rows of the Hugging Face Hub, and not a file, there or missing."""
+    named = _ON_HUB.fullmatch(path)
+    if named is None or path.endswith(_ENDINGS):
+        return False
+    return not any(map(os.path.exists, (path, named[1])))
 
 
 def _lines(path: str, data: bytes, kind: type[T]) -> list[tuple[str, T]]:
@@ -144,3 +153,28 @@ def _saved_rows(path: str) -> Iterator[tuple[str, Any]]:
         if isinstance(error, TaskError):
             raise
         raise TaskError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from error
+
+
+def _hub_rows(path: str) -> Iterator[tuple[str, Any]]:
+    try:
+        datasets = importlib.import_module("datasets")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{path}: no such file; a data set of the Hub needs {installing('hf')}"
+        ) from error
+    named = _ON_HUB.fullmatch(path)
+    assert named
+    name, config, split, revision = named.groups()
+    asked = (name, config or _CONFIGS.get(name))
+    of = {"split": split or "train"} | ({"revision": revision} if revision else {})
+    try:
+        rows = list(datasets.load_dataset(*asked, **of))
+    except Exception as error:  # those of httpx, pyarrow and whatever reads the files, too
+        why = shorten(str(error) or type(error).__name__, _LONGEST, placeholder=" …").rstrip(".")
+        call = ", ".join([*map(repr, filter(None, asked)), *(f"{n}={v!r}" for n, v in of.items())])
+        raise TaskError(
+            f"{path}: no such file, nor a data set of the Hub, ORG/NAME[:CONFIG][/SPLIT][@REVISION], that can "
+            f"be loaded: {why}; where the Hub is reached, datasets.load_dataset({call}).save_to_disk('DIR'), "
+            "and then here DIR in its place"
+        ) from error
+    yield from ((f"{path}[{i}]", row) for i, row in enumerate(rows))
