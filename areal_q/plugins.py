@@ -59,8 +59,10 @@ def load_function(path: str, *defaults: str) -> Callable[..., Any]:
 
 
 def place_of(function: Callable[..., Any]) -> str:
-    """Returns `file:line` of the definition of a function, or what it is if it is no function."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
+    """Returns `file:line` of the definition of a function, or of what an object that is called does; what it is
+    if it is neither."""
+    bare = inspect.unwrap(function)
+    code = getattr(bare, "__code__", None) or getattr(type(bare).__call__, "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(function)
 
 

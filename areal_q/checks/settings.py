@@ -7,7 +7,14 @@ from itertools import islice
 from pathlib import Path
 
 from areal_q.checks.packages import check_packages
-from areal_q.config import External, PretrainedModel, PythonEnvironment, Run, VerifiersEnvironment
+from areal_q.config import (
+    External,
+    PretrainedModel,
+    Python,
+    PythonEnvironment,
+    Run,
+    VerifiersEnvironment,
+)
 from areal_q.errors import ConfigError
 from areal_q.evaluation.benchmarks import drawn_as
 from areal_q.evaluation.estimates import pass_ks
@@ -68,7 +75,12 @@ def without_effect(run: Run) -> list[str]:
         )
     if run.buffer.tokens and not run.buffer.log:
         said.append("buffer.tokens does nothing without buffer.log: no token is logged")
-    return said
+    for part in map(run.of, run.sources):
+        if part.reward.settings and not (part.reward.path or isinstance(part.task, Python)):
+            said.append(
+                "reward.settings does nothing without reward.path: no function of yours is called"
+            )
+    return list(dict.fromkeys(said))
 
 
 def preflight(run: Run) -> None:

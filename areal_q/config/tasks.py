@@ -317,6 +317,8 @@ class RewardConfig(Settings, frozen=True, kw_only=True):
     """Hash of that file and of those beside it that it imports, which a run fills in whenever it starts."""
     function: str = "reward"
     """Its name there, or `reward_group`: what it asks for → a number or a table (docs/extending.md)."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """The settings of that function, or of a Python task's own, which it gets as keyword arguments."""
     judge: Judge | None = None
     """A judge in place of the task's own grader, or of the reward in its file; none asks none."""
     columns: tuple[str, ...] | None = None

@@ -100,6 +100,7 @@ MAY_CHANGE_ON_RESUME = (
     "reward.processes",
     "reward.memory_mib",
     "reward.digest",
+    "reward.settings.",
     "task.digest",
     "rollout.environment.digest",
     "rollout.environment.timeout_s",

@@ -595,6 +595,7 @@ def test_a_resumed_run_may_change_the_size_of_its_micro_batches(ended):
         ("learner.objective.clip_high", 0.3),
         ("learner.max_lag", 1),
         ("reward.timeout_s", 60.0),
+        ("reward.settings.scale", 2),
     ],
 )
 def test_a_resumed_run_may_change_how_it_goes_on_learning(ended, key: str, value: object):

@@ -275,6 +275,9 @@ def test_every_rule_is_listed_once():
         (["buffer.log=false", "buffer.tokens=false"], []),
         (["checkpoint.sharded=true"], ["checkpoint.sharded"]),
         (["learner.backend.offload=true"], ["learner.backend.offload"]),
+        (["reward.settings.scale=2"], ["reward.settings"]),
+        (["reward.settings.scale=2", "reward.path=mine.py"], []),
+        (["reward.settings.scale=2", "task.type=python", "task.path=mine.py"], []),
         ([], []),
     ],
 )

@@ -45,8 +45,8 @@ _START_S = 60.0
 class Isolated:
     """A reward that runs in at most `processes` processes, which are started when they are needed.
 
-    `source` is what the child loads: ("grader", "math", ""), ("file", path, function) or ("judge", its
-    settings as JSON, "").
+    `source` is what the child loads: ("grader", "math", ""), ("file", path, `name` and `settings` of
+    its function as TOML) or ("judge", its settings as JSON, "").
     """
 
     def __init__(

@@ -7,8 +7,8 @@
                                               call `log_extra(name, texts)` and `log_metric(name, number)`
 
 A result is a number, and a response with 1 or more counts as correct; or a table of numbers with `reward`,
-optionally `correct`, and parts to be averaged, of which texts go to the log. The signature is read once, when
-the file is loaded.
+optionally `correct`, and parts to be averaged, of which texts go to the log. Whatever else a function has
+parameters for, `reward.settings` may give. The signature is read once, when the file is loaded.
 """
 
 import inspect
@@ -43,6 +43,7 @@ _KNOWN = {*NAMES, "prompts", "completions", "rows"}
 _NOT_BY_NAME = ("prompt", "completion", "completion_ids")
 """Columns that TRL does not hand over"""
 
+_NONE: Mapping[str, Any] = {}
 Given = dict[str, Any] | tuple[Any, ...]
 Responses = Sequence[Completed]
 
@@ -65,33 +66,44 @@ class Scorer:
     """True if one call scores all responses to a prompt"""
 
 
-def load_reward(path: str, name: str) -> Scorer:
-    """Returns the reward `name` of a file, or its `reward_group` where it has no `reward`. Raises TaskError,
-    with the line, for a file that cannot be loaded, or a function that asks for what there is not."""
+def load_reward(path: str, name: str, settings: Mapping[str, Any] = _NONE) -> Scorer:
+    """Returns the reward `name` of a file, or its `reward_group` where it has no `reward`, with these settings.
+    Raises TaskError, with the line, for a file that cannot be loaded, a function that asks for what there is
+    not, and a setting that it does not take."""
     function = load_function(path, name, *["reward_group"] * (name == "reward"))
-    return scorer_of(function, path)
+    return scorer_of(function, path, settings)
 
 
-def scorer_of(function: Callable[..., Any], path: str) -> Scorer:
+def scorer_of(
+    function: Callable[..., Any], path: str, settings: Mapping[str, Any] = _NONE
+) -> Scorer:
     """Returns the reward that a function of file `path` is. Raises TaskError as `load_reward` does."""
     with user_code(path):
+        anything = inspect.Parameter.VAR_KEYWORD in _kinds(function)
         names = _names(function)
+        for name in settings:
+            if name in _KNOWN or not (anything or name in names):
+                others = ", ".join(n for n in names if n not in _KNOWN) or "none"
+                raise TaskError(
+                    f"{place_of(function)}: takes no setting `{name}`, which reward.settings has; its "
+                    f"parameters for settings: {others}"
+                )
+        names = {n: must for n, must in names.items() if n not in settings}
         whole, arguments, as_trl = True, _rows, None
         if "completions" in names:
             arguments = as_trl = _as_trl(function, names)
         elif "rows" not in names and getattr(function, "__name__", "") != "reward_group":
-            whole, arguments = False, _one(function, names)
+            whole, arguments = False, _one(function, names, settings)
 
     def call(problem: Problem, responses: Responses, index: int) -> Any:
         given = arguments(problem, responses, index)
         if not isinstance(given, dict):
-            return function(*given)
+            return function(*given, **settings)
         logged = _Logged()
         wanted = logged.functions.items() if arguments is as_trl else ()
         given |= {n: f for n, f in wanted if anything or n in names}
-        return logged.added_to(function(**given))
+        return logged.added_to(function(**{**given, **settings}))
 
-    anything = inspect.Parameter.VAR_KEYWORD in _kinds(function)
     called = (inspect.unwrap(function), type(function).__call__)  # an object's may be a coroutine
     return Scorer(
         call,
@@ -154,11 +166,11 @@ class _Logged:
 
 
 def _one(
-    function: Callable[..., Any], names: dict[str, bool]
+    function: Callable[..., Any], names: dict[str, bool], settings: Mapping[str, Any]
 ) -> Callable[[Problem, Responses, int], Given]:
-    """Returns what gives a function its arguments that scores one response: by name where all its names say
-    what they are; else there are three, which are prompt, response and answer. Raises TaskError, with the line
-    of the function, if it asks for something else."""
+    """Returns what gives a function its arguments beside the settings that scores one response: by name where
+    all its names say what they are; else there are three, which are prompt, response and answer. Raises
+    TaskError, with the line of the function, if it asks for something else."""
     unknown = [n for n, must in names.items() if must and n not in NAMES]
     kinds = _kinds(function)
     if not unknown and not kinds & {
@@ -171,13 +183,13 @@ def _one(
     # By place, a parameter with the name of another one would be given the wrong text.
     astray = [n for n, due in zip(names, _PLACES, strict=False) if n in _KNOWN and n != due]
     try:
-        inspect.signature(function).bind(*_PLACES)
+        inspect.signature(function).bind(*_PLACES, **settings)
     except TypeError:
         astray += ["arguments by place"]
     if astray:
         raise TaskError(
             f"{place_of(function)}: a reward asks for {', '.join(unknown or astray)}; there are "
-            f"{', '.join(NAMES)}, or three of any name: {', '.join(_PLACES)}"
+            f"{', '.join(NAMES)}, or three of any name: {', '.join(_PLACES)}; reward.settings may give more"
         )
     return lambda problem, responses, index: (
         problem.prompt,

@@ -10,6 +10,7 @@ import importlib
 import inspect
 import os
 import socket
+import tomllib
 from collections.abc import Callable
 from typing import Any
 
@@ -57,6 +58,10 @@ def main(kind: str, name: str, function: str, memory_mib: str, timeout_s: str) -
         _one_by_one(scorer, parent)
 
 
+def _file(path: str, call: str) -> Scorer:
+    return load_reward(path, **tomllib.loads(call))
+
+
 def _grader(name: str, _: str) -> Scorer:
     check_extra(name)
     if needs := GRADERS[name].needs:
@@ -73,7 +78,7 @@ def _judge(settings: str, _: str) -> Scorer:
 
 
 SCORERS: dict[str, Callable[[str, str], Scorer]] = {
-    "file": load_reward,
+    "file": _file,
     "grader": _grader,
     "judge": _judge,
 }

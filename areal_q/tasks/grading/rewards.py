@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
+import tomli_w
 
 from areal_q.config import (
     External,
@@ -209,7 +210,8 @@ def _reward_of(run: Run) -> Reward:
         own = {"processes": 1, "timeout_s": _JUDGE_S, "zero_on": (), "on_error": "drop"}
         return IsolatedReward(source, msgspec.structs.replace(cfg, **own), max_tokens)
     if file := _reward_file(run):
-        return IsolatedReward(("file", file, cfg.function), cfg, max_tokens)
+        call = tomli_w.dumps({"name": cfg.function, "settings": cfg.settings})
+        return IsolatedReward(("file", file, call), cfg, max_tokens)
     if GRADERS[grader].slow:
         return IsolatedReward(("grader", grader, ""), cfg, max_tokens, GRADERS[grader].zero_on)
     return InlineReward(GRADERS[grader], cfg, max_tokens, stop_strings(run.rollout.sampling))
@@ -283,7 +285,7 @@ def check_reward(run: Run) -> None:
         elif file is None:
             check_extra(part.task.grader)
         elif isinstance(part.task, Python):  # the learner loads the problems from the same file
-            load_reward(file, part.reward.function)
+            load_reward(file, part.reward.function, part.reward.settings)
         else:
             digest_of(file)
 
