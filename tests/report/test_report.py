@@ -225,6 +225,21 @@ def test_the_final_accuracy_is_that_of_the_last_evaluation(write_run, tmp_path):
     assert line["values"][0] == {"final": 39 / 40, "best": 38 / 40, "step": 38}
 
 
+def test_a_fault_of_the_run_is_its_first_row(run_dir):
+    run = read_runs([run_dir])[0]
+    healthy = run.summary.rows
+    flat = {"reward/mean": 0.0, "reward/std": 0.0}
+    run.records = [r | flat if r["kind"] == "step" else r for r in run.records]
+    del run.summary
+    first, *others = overview([run])[0]["runs"][0]["rows"]
+    assert first == (
+        "reward is flat",
+        "✗ all rewards were 0 for 4 steps: nothing to learn from",
+    )
+    assert [name for name, _ in others] == [name for name, _ in healthy]
+    assert not any(value.startswith("✗") for _, value in healthy)
+
+
 def test_final_and_best_values_are_those_of_the_records(run_dir):
     run = read_runs([run_dir])[0]
     meta, _ = overview([run])

@@ -2,6 +2,7 @@
 trajectories. Skipped where no Chromium is found: `make browser` installs one, CHROMIUM names another."""
 
 import csv
+import json
 import os
 import re
 import shutil
@@ -122,6 +123,19 @@ def test_every_plot_is_drawn_and_its_csv_is_the_commands(show, write_run, tmp_pa
     assert (
         page.locator("table", has_text="seed").first.inner_text().splitlines()[-1] == "seed\t0\t1"
     )
+
+
+def test_a_fault_is_the_first_row_and_looks_like_one(show, write_run, tmp_path):
+    directory = write_run(tmp_path / "flat")
+    file = directory / "metrics.jsonl"
+    records = map(json.loads, file.read_text().splitlines())
+    flat = {"reward/mean": 0.0, "reward/std": 0.0}
+    file.write_text("".join(json.dumps(record | flat) + "\n" for record in records))
+    rows = show([directory]).locator("#summary > div")
+    expect(rows.first).to_have_class("bad")
+    expect(rows.first).to_contain_text("reward is flat")
+    tops = [row.bounding_box()["y"] for row in rows.all()]
+    assert len(tops) > 5 and min(tops[1:]) > tops[0]
 
 
 def test_runs_of_several_seeds_are_drawn_as_mean_and_band(show, write_run, tmp_path):
