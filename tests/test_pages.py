@@ -195,7 +195,7 @@ def test_the_python_of_the_pages_runs(
     block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
-    if block.page not in FRAGMENTS:
+    if block.page not in FRAGMENTS and "areal_q.train(" not in block.text:  # which tests/api runs
         exec(compile(block.text, str(block), "exec"), {"__name__": "page"})
 
 

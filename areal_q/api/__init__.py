@@ -77,7 +77,10 @@ def train(
     heldout: Rows | float | None = None,
     objective: Code | None = None,
     advantage: Code | None = None,
+    order: Code | None = None,
+    sampler: Code | None = None,
     environment: Code | None = None,
+    tracker: Code | None = None,
     config: str | Path | None = None,
     name: str | None = None,
     settings: Settings | None = None,
@@ -87,7 +90,8 @@ def train(
     """Trains until done, and returns the run. Ctrl-C ends it after the step, with a checkpoint.
 
     `model` is a directory in Hugging Face layout; None is the built-in small one, or that of `config`, which is
-    a TOML file or a configuration by name. `heldout` is a share of `data`, or data of its own. `settings` win.
+    a TOML file or a configuration by name. `heldout` is a share of `data`, or data of its own. A
+    `tracker` joins those of the configuration. `settings` win.
     Raises UserError for what the user can correct and ChildDied, with the end of its log, if a process dies.
     """
     base = load(config)
@@ -107,11 +111,14 @@ def train(
     for place, code in (
         ("learner.objective", objective),
         ("learner.advantage", advantage),
+        ("learner.order", order),
+        ("buffer.sampler", sampler),
         ("rollout.environment", environment),
+        ("trackers", tracker),
     ):
         if code is not None:
             own = {"type": "python", "path": place_of_code(code, inputs), "digest": ""}
-            given.append((place, own))
+            given.append((place, [*base.trackers, own] if place == "trackers" else own))
     given += [("steps", steps)] * (steps is not None) + [("name", name)] * (name is not None)
     run = load(config, [*given, *(settings or {}).items()])
     began, os.environ[BEGAN] = os.environ.get(BEGAN), str(time.monotonic())

@@ -59,7 +59,10 @@ def test_a_call_means_what_a_command_line_does(launched: list[Run], tmp_path: Pa
             7,
             name="n",
             objective="mine.py",
+            order="easy.py:order",
+            sampler="easy.py",
             environment="env.py",
+            tracker="mine.py",
             settings=settings,
         )
     (rows,) = (tmp_path / "runs" / "inputs").iterdir()
@@ -70,7 +73,9 @@ def test_a_call_means_what_a_command_line_does(launched: list[Run], tmp_path: Pa
                 *('model={type="pretrained", path="DIR"}', "steps=7", "name=n"),
                 f'task={{type="jsonl", path="{rows}", heldout=0.5}}',
                 *("learner.objective.path=mine.py", "learner.groups=8"),
+                *("learner.order.path=easy.py:order", "buffer.sampler.path=easy.py"),
                 "rollout.environment.path=env.py",
+                "trackers=[{type='python', path='mine.py'}]",
                 f'reward.path="{__name__}:mine"',  # of a package; another process must find that
             ],
         )
@@ -151,19 +156,32 @@ async def test_a_notebook_trains_evaluates_and_replays(
     assert areal_q.opened("runs/thread") == run
 
 
-EXAMPLE = (ROOT / "docs" / "examples" / "train.py").read_text("utf-8")
+EXAMPLES = {
+    name: (ROOT / "docs" / "examples" / f"{name}.py").read_text("utf-8")
+    for name in ("train", "parts")
+}
 
 
-def test_the_page_shows_the_example_as_it_is():
-    assert f"```python\n{EXAMPLE}```" in (ROOT / "docs" / "api.md").read_text("utf-8")
+@pytest.mark.parametrize(
+    ("page", "name"), [("README.md", "train"), ("docs/api.md", "train"), ("docs/api.md", "parts")]
+)
+def test_the_pages_show_the_examples_as_they_are(page: str, name: str):
+    assert f"```python\n{EXAMPLES[name]}```" in (ROOT / page).read_text("utf-8")
+
+
+def test_ten_lines_train():
+    assert len([line for line in EXAMPLES["train"].splitlines() if line.strip()]) <= 10
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_the_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("name", "metric"), [("train", "mean"), ("parts", "part_carries")])
+def test_the_examples_of_the_pages_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, metric: str
+):
     """With fewer steps."""
-    (tmp_path / "train.py").write_text(re.sub(r"(steps=|steps\": )\d+", r"\g<1>2", EXAMPLE))
+    (tmp_path / "train.py").write_text(re.sub(r"(steps=|steps\": )\d+", r"\g<1>2", EXAMPLES[name]))
     monkeypatch.chdir(tmp_path)
     run = runpy.run_path("train.py", run_name="__main__")["run"]
-    assert [step for step, _ in run.metric("reward/part_carries")] == [1, 2]
+    assert [step for step, _ in run.metric(f"reward/{metric}")] == [1, 2]
     assert (run.directory / METRICS_FILE).is_file()
