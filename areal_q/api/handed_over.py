@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pyarrow as pa
 from msgspec import json
 
 from areal_q.errors import TaskError
@@ -28,8 +29,14 @@ _INSTEAD = 'write it to a file of its own and give "FILE.py:{}"'
 
 
 def file_of_rows(rows: Iterable[Mapping[str, Any]], directory: Path, answers: bool) -> Path:
-    """Returns a file of these rows. Unless `answers`, a row without `answer` gets an empty one. Raises
-    TaskError, with the row's number, for one that is no table or does not fit into JSON."""
+    """Returns a file of these rows, which may be a table of pandas, polars or pyarrow. Unless `answers`, a row
+    without `answer` gets an empty one. Raises TaskError, with the row's number, for one that is no table or
+    does not fit into JSON."""
+    if hasattr(rows, "__arrow_c_stream__"):
+        try:
+            rows = pa.table(rows).to_pylist()
+        except (pa.ArrowException, TypeError) as error:
+            raise TaskError(f"data: no table that Arrow can read: {error}") from error
     lines = []
     for index, row in enumerate(rows):
         if not isinstance(row, Mapping):

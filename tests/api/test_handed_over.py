@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from areal_q.api.handed_over import file_of_rows, place_of_function
@@ -139,9 +140,26 @@ def test_rows_become_lines_once(tmp_path: Path) -> None:
     assert [json.loads(line)["answer"] for line in other.read_text().splitlines()] == [4, ""]
 
 
+@pytest.mark.parametrize("kind", ["pyarrow", "pandas"])
+def test_a_table_of_columns_is_its_rows(tmp_path: Path, kind: str) -> None:
+    rows = [{"prompt": f"{n}?", "answer": "4", "x": n / 2, "few": [n]} for n in range(4)]
+    table = pa.Table.from_pylist(rows)
+    if kind == "pandas":
+        frame = pytest.importorskip("pandas").DataFrame(rows)
+        table, rows = frame[frame["x"] > 0.5], rows[2:]
+    file = file_of_rows(table, tmp_path, answers=True)
+    assert [json.loads(line) for line in file.read_text("utf-8").splitlines()] == rows
+
+
+class NoTable:
+    def __arrow_c_stream__(self, schema: object = None) -> object:
+        raise TypeError("mixed")
+
+
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
+        (NoTable(), "data: no table that Arrow can read: mixed"),
         ([{}, "text"], r"data\[1\]: a row must be a table, not str"),
         ([{"x": object()}], r"data\[0\]: does not fit into JSON"),
     ],
