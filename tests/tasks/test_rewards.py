@@ -304,6 +304,16 @@ def test_a_reward_written_for_trl_works_unchanged(tmp_path: Path, chat: bool):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["trainer_state", "environments"])
+def test_what_only_trls_trainer_has_needs_a_default(tmp_path: Path, name: str):
+    file = tmp_path / "mine.py"
+    file.write_text(f"import json\ndef reward(completions, {name}): return [1.0]")
+    with pytest.raises(TaskError, match=rf"mine\.py:2: asks for {name}, which .*, {name}=None$"):
+        load_reward(str(file), "reward")
+    file.write_text(f"def reward(completions, {name}=None): return [{name}]")
+    assert given_by(file, PROBLEM) == [None]
+
+
 LOGGING = """
 def accuracy_reward(completions, answer, log_extra=None, log_metric=None, **kwargs):
     rewards = [None if c == "none" else float(c == a) for c, a in zip(completions, answer)]

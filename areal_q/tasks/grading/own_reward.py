@@ -42,6 +42,8 @@ _KNOWN = {*NAMES, "prompts", "completions", "rows"}
 """Names that say what a parameter of a reward is"""
 _NOT_BY_NAME = ("prompt", "completion", "completion_ids")
 """Columns that TRL does not hand over"""
+_TRAINERS = ("trainer_state", "environments")
+"""What TRL hands over of its trainer, which a worker does not have"""
 
 _NONE: Mapping[str, Any] = {}
 Given = dict[str, Any] | tuple[Any, ...]
@@ -207,8 +209,14 @@ def _as_trl(
     function: Callable[..., Any], names: dict[str, bool]
 ) -> Callable[[Problem, Responses, int], Given]:
     """Returns what gives a function its arguments that was written for TRL: lists with an entry for each
-    response, of conversations where the prompt is one."""
+    response, of conversations where the prompt is one. Raises TaskError, with the line of the function, if it
+    asks for what only TRL's trainer has."""
     everything = inspect.Parameter.VAR_KEYWORD in _kinds(function)
+    if absent := [n for n in _TRAINERS if names.get(n)]:
+        raise TaskError(
+            f"{place_of(function)}: asks for {absent[0]}, which is of TRL's trainer, and a worker has none: "
+            f"give it a default, {absent[0]}=None"
+        )
 
     def arguments(problem: Problem, responses: Responses, index: int) -> Given:
         texts = [r.text for r in responses]
