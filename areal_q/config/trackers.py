@@ -25,7 +25,7 @@ class _Online(TaggedSettings, frozen=True, kw_only=True):
 
 
 class Wandb(_Online, frozen=True, kw_only=True, tag="wandb"):
-    """Weights & Biases: `pip install 'areal-q[wandb]'`. The key is WANDB_API_KEY, or `wandb login`."""
+    """Weights & Biases: `.venv/bin/pip install -e '.[wandb]'`. The key is WANDB_API_KEY, or `wandb login`."""
 
     project: Name = "areal-q"
     """The project, made if there is none."""
@@ -40,7 +40,7 @@ class Wandb(_Online, frozen=True, kw_only=True, tag="wandb"):
 
 
 class Mlflow(_Online, frozen=True, kw_only=True, tag="mlflow"):
-    """MLflow: `pip install 'areal-q[mlflow]'`. User and password are MLFLOW_TRACKING_USERNAME and
+    """MLflow: `.venv/bin/pip install -e '.[mlflow]'`. User and password are MLFLOW_TRACKING_USERNAME and
     MLFLOW_TRACKING_PASSWORD, a token is MLFLOW_TRACKING_TOKEN."""
 
     uri: Name | None = None
@@ -51,8 +51,8 @@ class Mlflow(_Online, frozen=True, kw_only=True, tag="mlflow"):
 
 
 class Trackio(_Online, frozen=True, kw_only=True, tag="trackio"):
-    """Trackio: `pip install 'areal-q[trackio]'`; `trackio show` draws what it holds. A Space needs HF_TOKEN, or
-    `hf auth login`."""
+    """Trackio: `.venv/bin/pip install -e '.[trackio]'`; `trackio show` draws what it holds. A Space needs
+    HF_TOKEN, or `hf auth login`."""
 
     project: Name = "areal-q"
     """The project, made if there is none."""
