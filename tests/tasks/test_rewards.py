@@ -308,7 +308,9 @@ def test_a_reward_written_for_trl_works_unchanged(tmp_path: Path, chat: bool):
 def test_what_only_trls_trainer_has_needs_a_default(tmp_path: Path, name: str):
     file = tmp_path / "mine.py"
     file.write_text(f"import json\ndef reward(completions, {name}): return [1.0]")
-    with pytest.raises(TaskError, match=rf"mine\.py:2: asks for {name}, which .*, {name}=None$"):
+    with pytest.raises(
+        TaskError, match=rf"mine\.py:2: asks for TRL's {name}, which .*: {name}=None$"
+    ):
         load_reward(str(file), "reward")
     file.write_text(f"def reward(completions, {name}=None): return [{name}]")
     assert given_by(file, PROBLEM) == [None]

@@ -42,8 +42,6 @@ _KNOWN = {*NAMES, "prompts", "completions", "rows"}
 """Names that say what a parameter of a reward is"""
 _NOT_BY_NAME = ("prompt", "completion", "completion_ids")
 """Columns that TRL does not hand over"""
-_TRAINERS = ("trainer_state", "environments")
-"""What TRL hands over of its trainer, which a worker does not have"""
 
 _NONE: Mapping[str, Any] = {}
 Given = dict[str, Any] | tuple[Any, ...]
@@ -69,9 +67,8 @@ class Scorer:
 
 
 def load_reward(path: str, name: str, settings: Mapping[str, Any] = _NONE) -> Scorer:
-    """Returns the reward `name` of a file, or its `reward_group` where it has no `reward`, with these settings.
-    Raises TaskError, with the line, for a file that cannot be loaded, a function that asks for what there is
-    not, and a setting that it does not take."""
+    """Returns the reward `name` of a file, or its `reward_group` where it has no `reward`. Raises TaskError,
+    with the line, for a file that cannot be loaded, or a function that lacks a setting or asks for more."""
     function = load_function(path, name, *["reward_group"] * (name == "reward"))
     return scorer_of(function, path, settings)
 
@@ -85,10 +82,8 @@ def scorer_of(
         names = _names(function)
         for name in settings:
             if name in _KNOWN or not (anything or name in names):
-                others = ", ".join(n for n in names if n not in _KNOWN) or "none"
                 raise TaskError(
-                    f"{place_of(function)}: takes no setting `{name}`, which reward.settings has; its "
-                    f"parameters for settings: {others}"
+                    f"{place_of(function)}: takes no setting `{name}`, which reward.settings has"
                 )
         names = {n: must for n, must in names.items() if n not in settings}
         whole, arguments, as_trl = True, _rows, None
@@ -193,11 +188,7 @@ def _one(
             f"{place_of(function)}: a reward asks for {', '.join(unknown or astray)}; there are "
             f"{', '.join(NAMES)}, or three of any name: {', '.join(_PLACES)}; reward.settings may give more"
         )
-    return lambda problem, responses, index: (
-        problem.prompt,
-        responses[index].text,
-        problem.answer,
-    )
+    return lambda problem, responses, i: (problem.prompt, responses[i].text, problem.answer)
 
 
 def _rows(problem: Problem, responses: Responses, index: int) -> Given:
@@ -209,13 +200,11 @@ def _as_trl(
     function: Callable[..., Any], names: dict[str, bool]
 ) -> Callable[[Problem, Responses, int], Given]:
     """Returns what gives a function its arguments that was written for TRL: lists with an entry for each
-    response, of conversations where the prompt is one. Raises TaskError, with the line of the function, if it
-    asks for what only TRL's trainer has."""
+    response, of conversations where the prompt is one. Raises TaskError as `_one` does."""
     everything = inspect.Parameter.VAR_KEYWORD in _kinds(function)
-    if absent := [n for n in _TRAINERS if names.get(n)]:
+    if absent := [n for n in ("trainer_state", "environments") if names.get(n)]:
         raise TaskError(
-            f"{place_of(function)}: asks for {absent[0]}, which is of TRL's trainer, and a worker has none: "
-            f"give it a default, {absent[0]}=None"
+            f"{place_of(function)}: asks for TRL's {absent[0]}, which no worker has: {absent[0]}=None"
         )
 
     def arguments(problem: Problem, responses: Responses, index: int) -> Given:
