@@ -71,6 +71,8 @@ class Reply:
         self._streams: dict[int, TextStream] = {}
         self._text: dict[int, str] = {}
         self._sent: dict[int, int] = {}
+        self._begun: set[int] = set()
+        """Choices of which an event has told something"""
 
     @property
     def id(self) -> str:
@@ -128,11 +130,15 @@ class Reply:
         return []
 
     def events(self, told: Told) -> list[Event]:
-        """Returns the events of what is new of a choice."""
+        """Returns the events of what is new of a choice. Its role is in the first alone, since clients add up
+        the texts of a choice's events."""
         if not self._chat:
             return [{**self._head, "choices": [completion_choice(told, self._logprobs)]}]
         choice = chat_choice(told, self._logprobs)
         delta = choice["delta"] = choice.pop("message")
+        if told.index in self._begun:
+            del delta["role"]
+        self._begun.add(told.index)
         delta["content"] = delta["content"] or ""
         if found := delta.get("tool_calls"):
             delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(found, told.calls)]

@@ -74,6 +74,27 @@ async def test_a_streamed_call_is_the_whole_one(world: Callable[..., World]):
     assert len({call[0] for call in calls.values()}) == 2
 
 
+async def test_what_openai_s_client_adds_up_goes_back(world: Callable[..., World]):
+    """It joins the texts of all chunks, the role among them, and adds fields of its own."""
+    here = world(BOTH, "so")
+    async with here.served():
+        id = (await here.post("/episodes"))["id"]
+        url = f"{here.url}/episodes/{id}"
+        async with openai.AsyncOpenAI(base_url=url, api_key="-", max_retries=0) as client:
+            async with client.chat.completions.stream(**ASKED, tools=[ADD]) as chunks:
+                message = (await chunks.get_final_completion()).choices[0].message
+            assert (message.role, message.content) == ("assistant", "so")
+            calls = message.tool_calls or []
+            assert [call.function.arguments for call in calls] == ['{"a": 1}', '{"a": 2}']
+            back: list[Any] = [*ASKED["messages"], message.to_dict()]
+            back += [{"role": "tool", "tool_call_id": call.id, "content": "4"} for call in calls]
+            asked = {**ASKED, "messages": back}
+            async with client.chat.completions.stream(**asked, tools=[ADD]) as chunks:
+                assert (await chunks.get_final_completion()).choices[0].message.content == "so"
+    (prompt, drawn), (again, _) = here.engine.drawn
+    assert again[: len(prompt) + len(drawn)] == [*prompt, *drawn]
+
+
 @pytest.mark.parametrize(
     ("line", "extra", "reason"),
     [
