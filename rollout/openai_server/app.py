@@ -97,7 +97,8 @@ class Endpoint:
         app = web.Application(middlewares=[guard], client_max_size=MAX_BODY_BYTES)
         app.router.add_post("/inference/v1/generate", self._generate)
         app.router.add_post("/v1/episodes/{id}/inference/v1/generate", self._generate)
-        for base in ("/v1", "/v1/episodes/{id}"):
+        # Anthropic's clients append "/v1" to a base URL themselves.
+        for base in ("/v1", "/v1/episodes/{id}", "/v1/episodes/{id}/v1"):
             app.router.add_get(f"{base}/models", self._models)
             app.router.add_post(f"{base}/completions", self._completions)
             app.router.add_post(f"{base}/chat/completions", self._chat)

@@ -73,11 +73,12 @@ async def test_openai_s_agents_play_an_episode(
     check_tokens(here, "Add with the tool.")
 
 
+@pytest.mark.parametrize("by_url", [False, True])
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_anthropic_s_tool_runner_plays_an_episode(
-    tmp_path: Path, make_ticket: Callable[..., Ticket], streamed: bool
+    tmp_path: Path, make_ticket: Callable[..., Ticket], streamed: bool, by_url: bool
 ) -> None:
-    """The episode is the client's key. Its own loop calls the tools and sends their results."""
+    """The episode is the client's key, or in its URL. Its own loop calls the tools and sends their results."""
     anthropic: Any = pytest.importorskip("anthropic", reason="needs anthropic: make test-agents")
     added: list[int] = []
 
@@ -90,9 +91,10 @@ async def test_anthropic_s_tool_runner_plays_an_episode(
     here = World(tmp_path, make_ticket, script_of_calls())
     async with here.served():
         id = (await here.post("/episodes"))["id"]
-        async with anthropic.AsyncAnthropic(
-            base_url=here.url.removesuffix("/v1"), api_key=id, max_retries=0
-        ) as client:
+        url, key = here.url.removesuffix("/v1"), id
+        if by_url:
+            url, key = f"{here.url}/episodes/{id}", "none"
+        async with anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0) as client:
             runner = client.beta.messages.tool_runner(
                 model="run",
                 max_tokens=1000,

@@ -211,6 +211,14 @@ async def test_a_key_of_anthropic_s_names_an_episode_and_the_token(
     )
 
 
+async def test_an_episode_s_url_takes_the_path_of_anthropic_s_client(world: Callable[..., World]):
+    here = world("so")
+    async with here.served():
+        id = (await here.post("/episodes"))["id"]
+        await here.post(f"/episodes/{id}/v1/messages", SAID)
+        assert (await here.post(f"/episodes/{id}/reward", {"reward": 1.0}))["tokens"] > 0
+
+
 async def test_what_ends_a_reply_is_said_in_each_dialect(world: Callable[..., World]):
     here = world("one two", "one two")
     asked = {"messages": [{"role": "user", "content": "?"}], "stop_sequences": ["wo"]}
