@@ -18,7 +18,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -233,8 +233,9 @@ class Episodes(Environment):
             del episode.reserved[number]
             episode.freed.set()
             episode.seen_s = time.monotonic()
-        state = record(episode.response, episode.prompt, context, done)._replace(id=id)
-        episode.states.append(self._after(state, said, context, done, view))
+        told = self._told(said, context, done, view)
+        state = record(episode.response, episode.prompt, context, done)
+        episode.states.append(state._replace(id=id, **told))
         return done
 
     async def _reserved(self, episode: Episode, most: int) -> int:
@@ -249,23 +250,22 @@ class Episodes(Environment):
         episode.reserved[number] = min(most, episode.left)
         return number
 
-    def _after(
+    def _told(
         self,
-        state: State,
         said: Said,
         context: list[int],
         done: Completion,
         view: Callable[[Completion], Message] | None,
-    ) -> State:
-        """Returns the state with what the agent has sent and received."""
+    ) -> dict[str, Any]:
+        """Returns what the agent has sent and received once it has the turn, as fields of a State."""
         tokenizer = self._client.tokenizer
         drawn = done.response_ids.tolist()
         reply = tokenizer.decode([i for i in drawn if i not in tokenizer.special_ids])
         if isinstance(said, Talk):
             answer = view(done) if view else {"role": "assistant", "content": reply}
-            return state._replace(messages=[*said.messages, answer], tools=said.tools)
+            return {"messages": [*said.messages, answer], "tools": said.tools}
         before = tokenizer.decode(context) if said is None else said
-        return state._replace(text=before + reply)
+        return {"text": before + reply}
 
     def reward_turn(self, episode: Episode, turn: int | str, reward: float) -> None:
         """Gives a turn that has ended a reward, in place of an earlier one. `turn` is the id of its reply, or

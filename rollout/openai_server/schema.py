@@ -14,7 +14,7 @@ from areal_q.messages.tokens import LARGEST_REWARD
 from areal_q.messages.trajectories import FailureCause, Name, Sentence
 from areal_q.tasks.base import Message as PlainMessage
 from areal_q.tasks.base import Tool
-from rollout.reply_formats.base import Part
+from rollout.reply_formats.base import Part, arguments_of
 
 _Stop = Annotated[str, Meta(min_length=1, max_length=LONGEST_STOP)]
 _Stops = _Stop | Annotated[list[_Stop], Meta(max_length=MOST_STOPS)] | None
@@ -93,12 +93,9 @@ class ToolCall(Struct, tag_field="type", tag="function"):
     def plain(self) -> dict[str, Any]:
         """Returns the call as a chat template takes it. Raises RecordError if its arguments are no object."""
         name = self.function.name
-        try:
-            found: Any = msgspec.json.decode(self.function.arguments or "{}", type=dict[str, Any])
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise RecordError(
-                f"the arguments of the call of {name!r} are no JSON object"
-            ) from error
+        found = arguments_of(self.function.arguments or "{}")
+        if found is None:
+            raise RecordError(f"the arguments of the call of {name!r} are no JSON object")
         return {
             "id": self.id,
             "type": "function",

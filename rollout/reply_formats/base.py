@@ -68,24 +68,30 @@ class _JsonCall(msgspec.Struct):
     parameters: msgspec.Raw = msgspec.Raw()
 
 
-def call_of_json(text: str) -> Part | None:
+def call_of_json(text: str | msgspec.Raw) -> Part | None:
     """Returns the call `{"name": …, "arguments": {…}}`, whose arguments may be named `parameters`; None for any
     other text."""
     try:
         found = msgspec.json.decode(text, type=_JsonCall)
-    except (msgspec.DecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return None
     given = (bytes(raw) for raw in (found.arguments, found.parameters))
     return call(found.name, next(filter(None, given), b"{}").decode())
 
 
+def arguments_of(text: str) -> dict[str, Any] | None:
+    """Returns the arguments of a call that are written in JSON; None for a text that is no object, or not JSON
+    as its standard has it, such as one with NaN, 1e999 or half of a surrogate pair."""
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (ValueError, RecursionError):
+        return None
+
+
 def call(name: str, arguments: str) -> Part | None:
     """Returns the call of `name`; None if there is no name, or the arguments are not a JSON object."""
-    try:
-        sound = isinstance(json.loads(arguments), dict)
-    except (ValueError, RecursionError):
-        sound = False
-    return Part("call", arguments.strip(), name.strip()) if name.strip() and sound else None
+    sound = name.strip() and arguments_of(arguments) is not None
+    return Part("call", arguments.strip(), name.strip()) if sound else None
 
 
 def call_of_texts(name: str, texts: Iterable[tuple[str, str]], asked: Asked) -> Part | None:
@@ -101,6 +107,6 @@ def _value(text: str, schema: Any) -> Any:
     if declared in ("string", ["string"]):
         return text
     try:
-        return json.loads(text)
+        return msgspec.json.decode(text)
     except (ValueError, RecursionError):
         return text

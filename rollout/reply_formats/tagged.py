@@ -1,8 +1,9 @@
 """Replies with tags around thoughts and calls: Hermes', Qwen's, GLM's and Mistral's."""
 
-import json
 import re
 from collections.abc import Callable
+
+import msgspec
 
 from rollout.engines.stop_conditions import held_back
 from rollout.reply_formats.base import (
@@ -130,7 +131,7 @@ def mistral(body: str, asked: Asked) -> list[Part | None]:
     """Reads `[{"name": "f", "arguments": {"n": 1}}, …]`, and the newer `f[ARGS]{"n": 1}`."""
     if body.lstrip().startswith("["):
         try:
-            return [call_of_json(json.dumps(one, ensure_ascii=False)) for one in json.loads(body)]
+            return [*map(call_of_json, msgspec.json.decode(body, type=list[msgspec.Raw]))]
         except (ValueError, RecursionError):
             return [None]
     found = _NAMED.fullmatch(body)

@@ -99,6 +99,7 @@ async def test_what_openai_s_client_adds_up_goes_back(world: Callable[..., World
     ("line", "extra", "reason"),
     [
         (CALL % "1,", {}, "stop"),
+        (CALL % "NaN", {}, "stop"),
         (CALL % 1, {"max_tokens": 20}, "length"),
         (CALL % 1, {"tool_choice": "none"}, "stop"),
     ],

@@ -18,7 +18,7 @@ from areal_q.tasks import CharTokenizer
 from rollout.engines.base import Completion, Request, ResponseCallback, TokenCallback
 from rollout.environments.base import Response
 from rollout.environments.engine_client import EngineClient
-from rollout.environments.external import Episodes
+from rollout.environments.external import Episodes, Talk
 from rollout.openai_server.app import Endpoint
 
 MANY = 20_000
@@ -177,6 +177,21 @@ async def test_a_turn_that_waited_finds_its_episode_ended(ticket: Ticket):
         with pytest.raises(RecordError, match="has ended while the turn waited"):
             await second
     assert engine.turns == 1 and not episode.reserved and episode.response.drawn == 1
+
+
+async def test_a_turn_that_cannot_be_told_is_not_recorded(ticket: Ticket):
+    """Its tokens alone would have no state, and no later turn could extend them."""
+
+    def view(done: Completion) -> Any:
+        raise RecordError("this cannot be told")
+
+    async with offered(ticket, AtOnce()) as (episodes, _):
+        episode = await episodes.begin(60.0)
+        assert episode is not None
+        asked = (episode, Talk([], []), episode.prompt, frozenset[int](), 2)
+        with pytest.raises(RecordError, match="cannot be told"):
+            await episodes.turn(*asked, view=view)
+        assert not episode.response.ids and not episode.states and not episode.reserved
 
 
 async def test_the_bound_on_branches_counts_turns_at_the_same_time(

@@ -34,6 +34,8 @@ LLAMA_F = '{"name": "f", "parameters": {"n": 1, "s": "2"}}'
 HM, SO = Part("reasoning", "hm"), Part("content", "so")
 NEXT = "<|end|><|start|>assistant"
 ANALYSIS = "<|channel|>analysis<|message|>hm"
+ODD = ("NaN", "-Infinity", "1e999", '"\\ud800"')
+"""What Python's JSON reads and the standard does not know"""
 REPLIES: dict[str, list[tuple[str, list[Part]]]] = {
     "hermes": [
         (HERE, [F]),
@@ -79,6 +81,25 @@ REPLIES: dict[str, list[tuple[str, list[Part]]]] = {
     "text": [(f"<think>{HERE}", [Part("content", f"<think>{HERE}")])],
 }  # fmt: skip
 CASES = [(name, *case) for name, cases in REPLIES.items() for case in cases]
+OF_JSON = [
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"n": %s}}</tool_call>'),
+    ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"n": %s}}]'),
+    ("mistral", '[TOOL_CALLS]f[ARGS]{"n": %s}'),
+    ("llama-json", '{"name": "f", "parameters": {"n": %s}}'),
+]
+OF_TEXTS = [
+    ("qwen-xml", "<tool_call><function=f><parameter=n>%s</parameter></function></tool_call>"),
+    ("glm", "<tool_call>f<arg_key>n</arg_key><arg_value>%s</arg_value></tool_call>"),
+]
+for odd in ODD:
+    CASES += [(name, text % odd, [Part("content", text % odd)]) for name, text in OF_JSON]
+    CASES += [
+        (name, text % odd, [Part("call", json.dumps({"n": odd}), "f")]) for name, text in OF_TEXTS
+    ]
+    as_json = f'{{"n": {odd}}}'
+    CASES.append(
+        ("gpt-oss", f"{TO_F[: -len(F.text)]}{as_json}<|call|>", [Part("content", as_json)])
+    )
 
 
 WITH_TOOLS = Asked(TOOLS)

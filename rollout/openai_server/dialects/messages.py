@@ -225,7 +225,7 @@ def _block(block: Block) -> dict[str, Any]:
         case "reasoning":
             return {"type": "thinking", "thinking": block.text, "signature": ""}
         case "call":
-            given = msgspec.json.decode(block.text or "{}")
+            given = Raw((block.text or "{}").encode())
             return {"type": "tool_use", "id": block.id, "name": block.name, "input": given}
 
 
