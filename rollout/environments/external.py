@@ -142,6 +142,10 @@ class Episodes(Environment):
                 _, open_ones = await asyncio.wait(open_ones, timeout=SILENCE_POLL_S)
                 self._take_back()
             responses[:] = [episode.done.result() for episode in mine]
+            for index, response in enumerate(responses):
+                if not response.drawn:  # a record has a token at least
+                    stops = self._client.stop_ids
+                    await self._client.generate_turn(ticket, index, response, stops, 1)
         finally:
             for future in open_ones:
                 future.cancel()
@@ -301,25 +305,20 @@ class Episodes(Environment):
 
     def fail(self, episode: Episode, cause: FailureCause, why: str = "") -> None:
         """Ends an episode that failed through no fault of the model: it has no reward and stays out of the
-        loss. An episode without a finished turn is offered to the next agent instead. `why` is for a reader.
-        Raises RecordError while a turn is under way."""
+        loss. An episode without a finished turn begins again instead, unless this was its last attempt. `why`
+        is for a reader. Raises RecordError while a turn is under way."""
         self._idle(episode)
         self.failure = f"{cause}: {why}" if why else cause
-        if episode.response.drawn:
+        if episode.response.drawn or not self._next_attempt(episode):
             for path in episode.response.paths:  # its reward is the failure's
                 path.turn_rewards.clear()
             self._settle(episode, self._failed(cause))
-        else:
-            self._undrawn(episode, cause)
 
     def _idle(self, episode: Episode) -> Episode:
         """Returns the episode. Raises RecordError while a turn is under way."""
         if episode.busy:
             raise RecordError("a turn of this episode is under way")
         return episode
-
-    def _undrawn(self, episode: Episode, cause: FailureCause) -> None:
-        self.drop(episode)
 
     def _settle(self, episode: Episode, score: Score) -> None:
         episode.response.score, episode.response.ended = score, True

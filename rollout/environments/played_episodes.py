@@ -13,14 +13,12 @@ from functools import partial
 from areal_q.checks.hub import fetched
 from areal_q.config import PretrainedModel, Run, VerifiersEnvironment, VerifiersTask
 from areal_q.decode_errors import in_words
-from areal_q.messages import FailureCause, Ticket
 from areal_q.system.local_requests import environment_without_proxy
 from areal_q.system.processes import die_with_parent
 from areal_q.tasks import unscored
 from areal_q.tasks.environments.verifiers_rows import command_of, python_of, told_of
-from rollout.environments.base import Response
 from rollout.environments.engine_client import EngineClient
-from rollout.environments.external import Episode, Episodes
+from rollout.environments.external import Episodes
 
 logger = logging.getLogger(__name__)
 _PAUSE_S = 1.0
@@ -38,18 +36,6 @@ class PlayedEpisodes(Episodes):
         self._keeper: asyncio.Task[None] | None = None
         self.process: asyncio.subprocess.Process | None = None
         """The supervisor of the one that plays (areal_q/system/processes.py)"""
-
-    async def __call__(self, ticket: Ticket, responses: list[Response]) -> None:
-        await super().__call__(ticket, responses)
-        for index, response in enumerate(responses):
-            if not response.drawn:  # a record has a token at least
-                stops = self._client.stop_ids
-                await self._client.generate_turn(ticket, index, response, stops, 1)
-
-    def _undrawn(self, episode: Episode, cause: FailureCause) -> None:
-        """Begins it again, as often as the settings say: who plays it next is the same program."""
-        if not self._next_attempt(episode):
-            self._settle(episode, self._failed(cause))
 
     def begin_playing(self, url: str, model: str, token: str) -> None:
         task, run = self._run.task, fetched(self._run)

@@ -194,6 +194,23 @@ async def test_a_turn_that_cannot_be_told_is_not_recorded(ticket: Ticket):
         assert not episode.response.ids and not episode.states and not episode.reserved
 
 
+@pytest.mark.parametrize("cause", ["environment", "timeout"])
+async def test_an_episode_of_which_nothing_is_drawn_ends(ticket: Ticket, cause: Any):
+    """Each of its agents fails, or falls silent, before a turn: there is no endless one."""
+    async with offered(ticket, AtOnce()) as (episodes, responses):
+        for _ in range(External().episode_attempts):
+            episode = await episodes.begin(60.0)
+            assert episode is not None
+            episode.seen_s -= External().episode_timeout_s
+            if cause != "timeout":
+                episodes.fail(episode, cause)
+        assert await episodes.begin(0.0) is None
+        while not responses[0].drawn:  # a record has a token
+            await asyncio.sleep(0.01)
+    score = responses[0].score
+    assert score is not None and (score.failure, score.valid) == (cause, False)
+
+
 async def test_the_bound_on_branches_counts_turns_at_the_same_time(
     ticket: Ticket, monkeypatch: pytest.MonkeyPatch
 ):
