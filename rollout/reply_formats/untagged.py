@@ -9,6 +9,7 @@ from rollout.reply_formats.base import Asked, Part, call, call_of_json
 _PYTHON = "<|python_tag|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
 _TO = re.compile(r"to=(?:functions\.)?([^\s<]+)")
+_MAY_BE_TO = re.compile(r"\s*(t|to|to=\S*)?\s*")
 
 
 class Text:
@@ -59,10 +60,13 @@ class LlamaJson:
 
 class Harmony:
     """A Parser of gpt-oss's messages: `<|channel|>analysis<|message|>…<|end|>` is a thought, the channel
-    `final` content, and `<|channel|>commentary to=functions.f<|message|>{"n": 1}<|call|>` a call."""
+    `final` content, and `<|channel|>commentary to=functions.f<|message|>{"n": 1}<|call|>` a call. Its recipient
+    may stand before the channel, too: the prompt has begun the header of a reply's first message."""
 
     def __init__(self, asked: Asked) -> None:
         self._tools, self._rest = bool(asked.tools), ""
+        self._unsaid = True
+        """True until a text is certain"""
         self._head: str | None = ""
         """The header of the message whose text comes; "" before the first, None inside a header"""
 
@@ -91,19 +95,25 @@ class Harmony:
         places = [(place, end) for end in ends if (place := self._rest.find(end)) >= 0]
         if places:
             place, end = min(places)
-            out += self._parts(self._rest[:place])
-            # A channel begins the header of a reply's first message; the others' begin with "<|start|>".
-            self._rest = self._rest[place + (0 if end == "<|channel|>" else len(end)) :]
+            said, self._rest = self._rest[:place], self._rest[place + len(end) :]
+            if (
+                end == "<|channel|>"
+            ):  # begins the header of the first; the others' begin with "<|start|>"
+                to = said if self._unsaid and _TO.fullmatch(said.strip()) else ""
+                said, self._rest = said.removeprefix(to), to + end + self._rest
+            out += self._parts(said)
             self._head = None
         elif self._function is None:
-            certain = len(self._rest) - held_back(self._rest, ends)
-            out += self._parts(self._rest[:certain])
-            self._rest = self._rest[certain:]
+            certain = self._rest[: len(self._rest) - held_back(self._rest, ends)]
+            if not (self._unsaid and _MAY_BE_TO.fullmatch(certain)):
+                out += self._parts(certain)
+                self._rest = self._rest[len(certain) :]
         return bool(places)
 
     def _parts(self, said: str) -> list[Part]:
         if not said:
             return []
+        self._unsaid = False
         if self._function is not None:
             return [call(self._function, said) or Part("content", said)]
         return [Part("reasoning" if self._is_thought else "content", said)]
