@@ -1,7 +1,10 @@
 """Builds the endpoint's answer to one request, with text and token ids, as a whole or in chunks."""
 
+import secrets
+import string
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Sequence, Set
 from typing import Any
 
@@ -25,6 +28,7 @@ from rollout.reply_formats.base import Asked, Parser, Part, joined
 from rollout.reply_formats.reader import PROMPT_TAIL
 from rollout.reply_formats.table import ReplyFormat
 
+_SIGNS = string.ascii_letters + string.digits
 Event = dict[str, Any]
 """What one server-sent event holds, as JSON"""
 
@@ -65,7 +69,7 @@ class Reply:
             "created": int(time.time()),
             "model": model,
         }
-        self._key = uuid.uuid4().hex[:4]
+        self._keys = defaultdict[int, str](_new_key)
         self._hidden, self._stop_strings = hidden, body.stops
         self._counts = body.stream_options is not None and body.stream_options.include_usage
         self._streams: dict[int, TextStream] = {}
@@ -89,7 +93,7 @@ class Reply:
             index=index,
             text=text,
             parts=parts,
-            key=self._key_of(index),
+            key=self._keys[index],
             ids=ids,
             pieces=[self._tokenizer.decode([i]) for i in ids],
             logprobs=completion.logprobs.tolist(),
@@ -111,9 +115,6 @@ class Reply:
         if not self._chat:
             return []
         return joined([*parser.feed(text), *(parser.end() if ended else ())])
-
-    def _key_of(self, index: int) -> str:
-        return f"{self._key}{index:02}"
 
     def whole(self, told: list[Told]) -> dict[str, Any]:
         make = chat_choice if self._chat else completion_choice
@@ -194,8 +195,13 @@ class Reply:
             self._parsers[index] = self._format.parser(self._asked)
         parts = self._parts(self._parsers[index], told.text, ended)
         self._calls[index] = calls + sum(part.kind == "call" for part in parts)
-        key = self._key_of(index)
+        key = self._keys[index]
         return msgspec.structs.replace(told, parts=parts, key=key, calls=calls)
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode([i for i in ids if i not in self._no_text])
+
+
+def _new_key() -> str:
+    """Returns the beginning of a choice's ids of calls: hardly ever one of an earlier reply's."""
+    return "".join(secrets.choice(_SIGNS) for _ in range(6))

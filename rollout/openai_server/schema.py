@@ -205,7 +205,7 @@ class Told(Struct, frozen=True, kw_only=True):
     calls: int = 0
     """Number of calls that were sent before"""
     key: str = ""
-    """Beginning of the ids of this reply's calls"""
+    """Beginning of the ids of this choice's calls, six letters and digits"""
 
     def tool_calls(self) -> list[dict[str, Any]]:
         """Returns the calls. Their ids have nine letters and digits, since some chat templates ask for that."""

@@ -2,16 +2,23 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 from helpers.openai_server.scripted import World
 
-from areal_q.messages import Ticket
+from areal_q.messages import Ticket, VersionSpan
+from rollout.engines.base import Completion
 from rollout.environments.base import with_shared_prompt
+from rollout.openai_server.replies import Reply
+from rollout.openai_server.request_fields import decoded_request
+from rollout.openai_server.schema import ChatBody
+from rollout.reply_formats.table import FORMATS
 
 ADD: Any = {
     "type": "function",
@@ -113,6 +120,24 @@ async def test_what_is_no_call_stays_text(
         choice = (await create(**ASKED, tools=[ADD], **extra)).choices[0]
     assert choice.message.tool_calls is None and choice.finish_reason == reason
     assert line.startswith(choice.message.content) and choice.message.content
+
+
+def test_ids_of_calls_differ_in_long_episodes(world: Callable[..., World]):
+    """They have nine letters and digits, as Mistral's template asks for."""
+    tokenizer = world().tokenizer
+    body = decoded_request(json.dumps(ASKED | {"tools": [ADD]}).encode(), ChatBody)
+    ids = np.array(tokenizer.encode(BOTH), np.int32)
+    done = Completion(
+        response_ids=ids,
+        logprobs=np.zeros(len(ids), np.float32),
+        spans=[VersionSpan(3, len(ids), "ab")],
+        finish_reason="stop",
+    )
+    read = FORMATS["hermes"]
+    replies = [Reply(body, [1], "run", tokenizer, (), read, frozenset()) for _ in range(1000)]
+    calls = [call["id"] for one in replies for call in one.told(done, 0).tool_calls()]
+    assert len({*calls}) == len(calls) == 2000
+    assert all(re.fullmatch("[a-zA-Z0-9]{9}", id) for id in calls)
 
 
 async def test_what_binds_a_call_is_refused(world: Callable[..., World]):
