@@ -99,6 +99,7 @@ class Reply:
             logprobs=completion.logprobs.tolist(),
             versions=[s.version for s in completion.spans for _ in range(s.tokens)],
             finish_reason=stopped if completion.finish_reason == "stop" else "length",
+            routes=completion.routes,
         )
 
     def message(self, completion: Completion) -> Message:

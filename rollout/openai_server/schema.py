@@ -4,6 +4,7 @@ from itertools import accumulate
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
+import numpy as np
 from msgspec import Meta, Struct
 
 from areal_q.config.run import LARGEST_TEMPERATURE, LONGEST_STOP, MOST_STOPS
@@ -200,6 +201,8 @@ class Told(Struct, frozen=True, kw_only=True):
     versions: list[int]
     """Version of the weights that drew each token"""
     finish_reason: str | None
+    routes: np.ndarray | None = None
+    """Those of the Completion, with the whole of a choice"""
     parts: list[Part] = []
     """The text of a chat, or what is new of it, as its parser reads it"""
     calls: int = 0

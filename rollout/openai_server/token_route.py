@@ -1,9 +1,11 @@
 """`POST /inference/v1/generate`, vLLM's route: token ids in; token ids, log-probs and versions out."""
 
-from typing import Any
+import base64
+from typing import Annotated, Any
 
 import msgspec
-from msgspec import Raw, Struct
+import numpy as np
+from msgspec import Meta, Raw, Struct
 
 from areal_q.errors import RecordError
 from rollout.openai_server.replies import Reply
@@ -11,6 +13,11 @@ from rollout.openai_server.request_fields import WITHOUT_EFFECT, decoded_request
 from rollout.openai_server.schema import CompletionBody, Told, decoded
 
 _NOT_SAMPLING = ("model", "prompt", "stream", "stream_options")
+
+
+class TokensBody(CompletionBody, kw_only=True):
+    routed_experts_prompt_start: Annotated[int, Meta(ge=0)] = 0
+    """Number of tokens at the beginning of the prompt whose experts are not told"""
 
 
 class _Body(Struct):
@@ -31,11 +38,15 @@ def decoded_tokens(data: bytes) -> CompletionBody:
         if name in body.sampling_params:
             raise RecordError(f"`{name}` is not implemented in sampling_params")
     fields = {**body.sampling_params, "prompt": body.token_ids, "model": body.model}
-    return decoded_request(msgspec.json.encode(fields), CompletionBody)
+    return decoded_request(msgspec.json.encode(fields), TokensBody)
 
 
 class TokenReply(Reply):
     """The answer to one request."""
+
+    def __init__(self, body: TokensBody, *args: Any) -> None:
+        super().__init__(body, *args)
+        self._start = body.routed_experts_prompt_start
 
     def whole(self, told: list[Told]) -> dict[str, Any]:
         whole = super().whole(told)
@@ -43,19 +54,28 @@ class TokenReply(Reply):
             "request_id": self.id,
             "prompt_token_ids": whole["prompt_token_ids"],
             "usage": whole["usage"],
-            "choices": [_choice(one) for one in told],
+            "choices": [self._choice(one) for one in told],
+        }
+
+    def _choice(self, told: Told) -> dict[str, Any]:
+        content = [
+            {"token": f"token_id:{token}", "logprob": logprob}
+            for token, logprob in zip(told.ids, told.logprobs, strict=True)
+        ]
+        routes = told.routes
+        return {
+            "index": told.index,
+            "token_ids": told.ids,
+            "finish_reason": told.finish_reason,
+            "logprobs": {"content": content},
+            "versions": told.versions,
+            **({} if routes is None else {"routed_experts": _experts(routes, self._start)}),
         }
 
 
-def _choice(told: Told) -> dict[str, Any]:
-    content = [
-        {"token": f"token_id:{token}", "logprob": logprob}
-        for token, logprob in zip(told.ids, told.logprobs, strict=True)
-    ]
-    return {
-        "index": told.index,
-        "token_ids": told.ids,
-        "finish_reason": told.finish_reason,
-        "logprobs": {"content": content},
-        "versions": told.versions,
-    }
+def _experts(routes: np.ndarray, start: int) -> dict[str, Any]:
+    """Returns the experts [N, L, K] of the tokens from number `start` on, as verifiers reads them: its bytes in
+    base64, which come first, then what they are."""
+    left = np.ascontiguousarray(routes[start:])
+    data = base64.b64encode(left).decode()
+    return {"data": data, "shape": left.shape, "dtype": str(left.dtype), "start": start}

@@ -1,6 +1,7 @@
 """Tools over the endpoint: OpenAI's own client, an engine with a script, and what the learner gets of it."""
 
 import asyncio
+import base64
 import json
 import re
 from collections.abc import Callable
@@ -257,6 +258,22 @@ async def test_an_episode_s_id_opens_that_episode_alone(
         await here.post(f"/episodes/{mine}/reward", {"reward": 1.0}, mine)
         await here.post("/completions", {"prompt": "what?"}, mine, 401)
     assert [response.drawn for response in here.responses] == [0, 0] and not here.engine.script
+
+
+@pytest.mark.parametrize("start", [None, 0, 2])
+async def test_the_experts_of_tokens_are_told(world: Callable[..., World], start: int | None):
+    """As verifiers' trainer reads them, which asks for those of a later turn's new tokens alone."""
+    here = world("so")
+    here.engine.routes = np.arange(100 * 2 * 3, dtype=np.uint16).reshape(100, 2, 3)
+    asked = {} if start is None else {"routed_experts_prompt_start": start}
+    async with here.served():
+        here.url = here.url.removesuffix("/v1")
+        body = {"token_ids": [5, 6, 7], "sampling_params": asked}
+        (choice,) = (await here.post("/inference/v1/generate", body))["choices"]
+    told, first = choice["routed_experts"], start or 0
+    found = np.frombuffer(base64.b64decode(told["data"]), told["dtype"]).reshape(told["shape"])
+    computed = 3 + len(choice["token_ids"]) - 1
+    assert found.tolist() == here.engine.routes[first:computed].tolist() and told["start"] == first
 
 
 async def test_token_ids_go_in_and_out(world: Callable[..., World]):

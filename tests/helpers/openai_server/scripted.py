@@ -41,6 +41,8 @@ class Scripted:
         """Prompt and reply of each request"""
         self.seeds: list[int] = []
         self.samplings: list[Sampling] = []
+        self.routes: np.ndarray | None = None
+        """Experts that each completion tells, of the first tokens"""
         self.wait: Callable[[], Awaitable[Any]] | None = None
         """What each request waits for, once it has its line"""
 
@@ -64,6 +66,9 @@ class Scripted:
             logprobs=np.full(len(ids), -0.5, np.float32),
             spans=[VersionSpan(3, len(ids), "ab")],
             finish_reason="stop" if ended else "length",
+            routes=None
+            if self.routes is None
+            else self.routes[: len(self.drawn[-1][0]) + len(ids) - 1],
         )
         for token in ids if on_token else ():
             on_token(0, token, -0.5)  # pyright: ignore[reportOptionalCall]
