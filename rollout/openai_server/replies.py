@@ -133,18 +133,20 @@ class Reply:
 
     def events(self, told: Told) -> list[Event]:
         """Returns the events of what is new of a choice. Its role is in the first alone, since clients add up
-        the texts of a choice's events."""
+        the texts of a choice's events; so is the prompt in the first of all."""
+        head = self._head if self._begun else {**self._head, "prompt_token_ids": self._prompt}
+        begun = told.index in self._begun
+        self._begun.add(told.index)
         if not self._chat:
-            return [{**self._head, "choices": [completion_choice(told, self._logprobs)]}]
+            return [{**head, "choices": [completion_choice(told, self._logprobs)]}]
         choice = chat_choice(told, self._logprobs)
         delta = choice["delta"] = choice.pop("message")
-        if told.index in self._begun:
+        if begun:
             del delta["role"]
-        self._begun.add(told.index)
         delta["content"] = delta["content"] or ""
         if found := delta.get("tool_calls"):
             delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(found, told.calls)]
-        return [{**self._head, "object": "chat.completion.chunk", "choices": [choice]}]
+        return [{**head, "object": "chat.completion.chunk", "choices": [choice]}]
 
     def end(self, told: list[Told]) -> list[Event]:
         """Returns the events that come last, after those of all choices."""

@@ -27,7 +27,6 @@ WITHOUT_EFFECT = frozenset(
         "skip_special_tokens",
         "spaces_between_special_tokens",
         "store",
-        "top_logprobs",
         "user",
     ]
 )
@@ -53,6 +52,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
+    "top_logprobs": (0,),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
 }

@@ -228,6 +228,23 @@ async def test_what_ends_a_reply_is_said_in_each_dialect(world: Callable[..., Wo
     assert (cut["stop_reason"], cut["content"]) == ("max_tokens", [{"type": "text", "text": "one"}])
     assert response["status"] == "incomplete"
     assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert [item["status"] for item in response["output"]] == ["incomplete"]
+
+
+@pytest.mark.parametrize("left", [0, 5])
+async def test_a_cut_item_is_incomplete_and_a_call_is_whole(world: Callable[..., World], left: int):
+    """The limit is behind the first call or in the second, which is a text then; in a stream, too."""
+    here = world(BOTH, BOTH)
+    limit = len(here.tokenizer.encode(BOTH.rpartition("\n<tool_call>")[0])) + left
+    body = {"input": "?", "tools": [FLAT], "max_output_tokens": limit}
+    wanted = [("reasoning", "completed"), ("message", "completed"), ("function_call", "completed")]
+    wanted += [("message", "incomplete")] * bool(left)
+    async with here.served():
+        whole = await here.post("/responses", body)
+        events = await events_of(here, "/responses", {**body, "stream": True})
+    closed = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    for items in (whole["output"], closed, events[-1]["response"]["output"]):
+        assert [(item["type"], item["status"]) for item in items] == wanted
 
 
 ASKED: dict[str, Any] = {"input": "?"}
@@ -244,6 +261,8 @@ SAID: dict[str, Any] = {"messages": [{"role": "user", "content": "?"}], "max_tok
         (responses, {"tools": [FLAT], "tool_choice": "required"}, "`tool_choice` is not impl"),
         (responses, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
         (responses, {"input": [{"type": "item_reference", "id": "x"}]}, r"input\[0\]"),
+        (responses, {"include": ["message.output_text.logprobs"]}, "output_text.logprobs is not"),
+        (responses, {"top_logprobs": 2}, "`top_logprobs` is not implemented"),
         (responses, {"frequency_penalty": 1}, "`frequency_penalty` is not implemented"),
         (messages, {"thinking": {"type": "enabled", "budget_tokens": 9}}, "`thinking` is not"),
         (messages, {"tools": [CLAUDE], "tool_choice": {"type": "any"}}, "`tool_choice` is not"),

@@ -90,7 +90,9 @@ async def test_what_openai_s_client_adds_up_goes_back(world: Callable[..., World
         url = f"{here.url}/episodes/{id}"
         async with openai.AsyncOpenAI(base_url=url, api_key="-", max_retries=0) as client:
             async with client.chat.completions.stream(**ASKED, tools=[ADD]) as chunks:
-                message = (await chunks.get_final_completion()).choices[0].message
+                done: Any = await chunks.get_final_completion()
+            message = done.choices[0].message
+            assert done.prompt_token_ids == here.engine.drawn[0][0]
             assert (message.role, message.content) == ("assistant", "so")
             calls = message.tool_calls or []
             assert [call.function.arguments for call in calls] == ['{"a": 1}', '{"a": 2}']

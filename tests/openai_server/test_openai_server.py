@@ -150,14 +150,17 @@ async def test_a_stream_says_what_the_whole_reply_says(make_run: MakeRun, chat: 
         else:
             create = client.completions.create
             asked["prompt"] = "1+2="
-        whole = (await create(**asked)).choices[0]
-        text, ids, last = "", [], whole
+        reply = await create(**asked)
+        whole = reply.choices[0]
+        text, ids, last, prompts = "", [], whole, []
         async for chunk in await create(**asked, stream=True):
             (last,) = chunk.choices
+            prompts.append(getattr(chunk, "prompt_token_ids", None))
             text += last.delta.content if chat else last.text
             ids += last.token_ids
         assert text == (whole.message.content if chat else whole.text)
         assert ids == whole.token_ids
+        assert prompts == [reply.prompt_token_ids, *[None] * (len(prompts) - 1)]
         assert last.finish_reason == whole.finish_reason
         assert last.versions == whole.versions
 
@@ -199,6 +202,7 @@ async def test_what_a_request_gets_wrong_is_told(make_run: MakeRun):
             {"prompt": [-1]},
             {"prompt": "è"},
             {"prompt": "1+2=", "n": 1000},
+            {"prompt": "1+2=", "logprobs": 2},
             {"prompt": "1+2=", "extra_headers": {"X-Episode": "none"}},
         ]
         for wrong in refused:
@@ -235,6 +239,7 @@ NOT_IMPLEMENTED: dict[str, list[Any]] = {
     "response_format": [{"type": "json_object"}, {"type": "json_schema", "json_schema": {}}],
     "structured_outputs": [{"choice": ["3"]}],
     "suffix": ["="],
+    "top_logprobs": [5],
     "tool_choice": ["required", {"type": "function", "function": {"name": "f"}}],
     "truncate_prompt_tokens": [2],
     "use_beam_search": [True],

@@ -28,6 +28,7 @@ REFUSED: dict[str, Any] = {
     "reasoning_effort": "low",
     "response_format": {"type": "json_object"},
     "suffix": "=",
+    "top_logprobs": 5,
     "verbosity": "low",
     "web_search_options": {},
 }

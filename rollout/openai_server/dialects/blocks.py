@@ -19,6 +19,8 @@ class Block:
     """The function that a call names"""
     text: str = ""
     """Its text, or a call's arguments, a JSON object"""
+    status: Literal["in_progress", "completed", "incomplete"] = "in_progress"
+    """As responses say it: a text or thought that the limit has cut off stays incomplete"""
 
 
 Change = tuple[Literal["opens", "grows", "closes"], Block, str]
@@ -47,14 +49,16 @@ class Blocks:
             self.all[-1].text += part.text
             yield "grows", self.all[-1], part.text
 
-    def close(self) -> Iterator[Change]:
-        """Closes the last block, if one is open."""
+    def close(self, finish_reason: str | None = None) -> Iterator[Change]:
+        """Closes the last block, if one is open; the reason is given where the reply has ended with it."""
         if self._open:
             self._open = False
+            cut = finish_reason == "length" and self.all[-1].kind != "call"
+            self.all[-1].status = "incomplete" if cut else "completed"
             yield "closes", self.all[-1], ""
 
     def of_whole(self, told: Told) -> list[Block]:
         """Returns the blocks of a whole reply, which is all that was told."""
-        for _ in (*self.add(told), *self.close()):
+        for _ in (*self.add(told), *self.close(told.finish_reason)):
             pass
         return self.all

@@ -18,13 +18,14 @@ from rollout.openai_server.schema import ChatBody, Told, decoded
 
 _WITHOUT_EFFECT = frozenset(
     [
-        "include", "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
-        "service_tier", "store", "stream_options", "top_logprobs", "user",
+        "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
+        "service_tier", "store", "stream_options", "user",
     ]
 )  # fmt: skip
 """Fields that leave what is drawn as it is, and are not read"""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "background": (False,),
+    "top_logprobs": (0,),
     "truncation": ("disabled",),
     "text": ({}, {"format": {"type": "text"}}, {"format": {"type": "text"}, "verbosity": "medium"}),
     "reasoning": ({}, {"effort": None}, {"summary": "auto"}, {"effort": None, "summary": "auto"}),
@@ -80,6 +81,7 @@ class Asked(Struct):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, bool | int | float | str] | None = None
     stream: bool | None = None
+    include: list[str] | None = None
 
 
 def decoded_chat(data: bytes) -> ChatBody:
@@ -88,6 +90,8 @@ def decoded_chat(data: bytes) -> ChatBody:
     found = decoded(data, dict[str, Raw])
     refuse_others(found, {*Asked.__struct_fields__, *_WITHOUT_EFFECT}, _NEUTRAL)
     asked = decoded(data, Asked)
+    if "message.output_text.logprobs" in (asked.include or ()):
+        raise RecordError("`include` of message.output_text.logprobs is not implemented")
     items = asked.input
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
@@ -188,7 +192,8 @@ class ResponsesReply(Reply):
         return [event for change in self._blocks.add(told) for event in self._of_change(change)]
 
     def end(self, told: list[Told]) -> list[Event]:
-        last = [event for change in self._blocks.close() for event in self._of_change(change)]
+        closed = self._blocks.close(told[0].finish_reason)
+        last = [event for change in closed for event in self._of_change(change)]
         whole = self.whole(told)
         return [*last, self._event(f"response.{whole['status']}", response=whole)]
 
@@ -210,7 +215,7 @@ class ResponsesReply(Reply):
             "incomplete_details": None,
             "instructions": None,
             "metadata": {},
-            "output": [_item(block, "completed") for block in blocks],
+            "output": [_item(block) for block in blocks],
             "parallel_tool_calls": True,
             "temperature": None,
             "tool_choice": "auto",
@@ -228,7 +233,7 @@ class ResponsesReply(Reply):
         if what == "grows":
             extra = {"logprobs": []} if block.kind == "content" else {}
             return [self._event(f"{name}.delta", **inside, delta=new, **extra)]
-        item = _item(block, "in_progress" if what == "opens" else "completed")
+        item = _item(block)
         parts = item.get("content") or []
         if what == "opens":
             opened = self._event(
@@ -271,8 +276,8 @@ def _part(block: Block) -> dict[str, Any]:
     return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
 
 
-def _item(block: Block, status: str) -> dict[str, Any]:
-    item = {"id": _id(block), "status": status}
+def _item(block: Block) -> dict[str, Any]:
+    item = {"id": _id(block), "status": block.status}
     match block.kind:
         case "content":
             return {**item, "type": "message", "role": "assistant", "content": [_part(block)]}
