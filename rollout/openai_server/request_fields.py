@@ -4,10 +4,10 @@ from collections.abc import Container, Mapping
 from typing import Any, TypeVar
 
 import msgspec
-from msgspec import Raw
+from msgspec import Raw, Struct
 
 from areal_q.errors import RecordError
-from rollout.openai_server.schema import ChatBody, CompletionBody, Message, decoded
+from rollout.openai_server.schema import ChatBody, CompletionBody, decoded
 
 B = TypeVar("B", CompletionBody, ChatBody)
 
@@ -63,8 +63,12 @@ _OF_TOOLS: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True,),
 }
 """Values of a chat's fields that do not bind what is drawn, which no engine here does"""
-_EMPTY = ("", [], {})
-"""What such a field of a message may hold besides null, as in a reply that a client sends back"""
+_EMPTY = (None, "", [], {}, False)
+"""What a field of a message or tool that is not implemented may hold, as in a reply that a client sends back"""
+_NESTED = frozenset(
+    ["cache_control", "index", "parsed_arguments", "prompt_cache_breakpoint", "type"]
+)
+"""Fields of messages and tools that leave what is drawn as it is"""
 
 
 def decoded_request(data: bytes, type: type[B]) -> B:
@@ -79,24 +83,36 @@ def decoded_request(data: bytes, type: type[B]) -> B:
             binds = value is not None and value not in neutral
             if binds and (body.tools or name == "tool_choice"):
                 raise RecordError(f"`{name}` is not implemented: it is {value!r}")
-        for i, message in enumerate(decoded(found["messages"], list[dict[str, Raw]])):
+        for i, message in enumerate(body.messages):
             for name in ("tool_calls", "reasoning_content"):
-                if body.messages[i].role != "assistant" and getattr(body.messages[i], name):
+                if message.role != "assistant" and getattr(message, name):
                     raise RecordError(f"messages[{i}]: `{name}` is the assistant's alone")
-            empty = dict.fromkeys(message, _EMPTY)
-            refuse_others(message, Message.__struct_fields__, empty, f" in messages[{i}]")
+        for name in ("messages", "tools"):
+            given = msgspec.json.decode(found[name]) if name in found else None
+            refuse_unread(given, getattr(body, name), name)
     return body
 
 
 def refuse_others(
-    found: Mapping[str, Raw],
-    known: Container[str],
-    neutral: Mapping[str, tuple[Any, ...]],
-    where: str = "",
+    found: Mapping[str, Raw], known: Container[str], neutral: Mapping[str, tuple[Any, ...]]
 ) -> None:
-    """Raises RecordError, which says `where`, for a field that is not known, unless its value is null or one of
-    its `neutral` ones, which ask for nothing."""
+    """Raises RecordError for a field that is not known, unless its value is null or one of its `neutral` ones,
+    which ask for nothing."""
     for name, raw in found.items():
         value = None if name in known else msgspec.json.decode(raw)
         if value is not None and value not in neutral.get(name, ()):
-            raise RecordError(f"`{name}` is not implemented{where}")
+            raise RecordError(f"`{name}` is not implemented")
+
+
+def refuse_unread(given: Any, read: Any, where: str, harmless: Container[str] = ()) -> None:
+    """Raises RecordError for a field in `given`, at any depth, that holds something and is not one of the
+    Structs in `read`, which were decoded from it, nor harmless. `where` is its place in the request."""
+    if isinstance(read, list):
+        for i, pair in enumerate(zip(given, read, strict=True)):
+            refuse_unread(*pair, f"{where}[{i}]", harmless)
+    elif isinstance(read, Struct):
+        for name, value in given.items():
+            if name in read.__struct_fields__:
+                refuse_unread(value, getattr(read, name), f"{where}.{name}", harmless)
+            elif name not in _NESTED and name not in harmless and value not in _EMPTY:
+                raise RecordError(f"`{name}` is not implemented in {where}")

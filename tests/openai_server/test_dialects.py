@@ -219,6 +219,23 @@ async def test_an_episode_s_url_takes_the_path_of_anthropic_s_client(world: Call
         assert (await here.post(f"/episodes/{id}/reward", {"reward": 1.0}))["tokens"] > 0
 
 
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("no such file", "Error: no such file"),
+        (None, "Error: "),
+        ("Error: none", "Error: none"),
+        ([{"type": "text", "text": "no"}], "Error: no"),
+    ],
+)
+def test_a_failed_tool_s_result_says_so(content: Any, told: str):
+    """Anthropic's own loop marks it by a field that a chat does not have."""
+    block = {"type": "tool_result", "tool_use_id": "x", "content": content, "is_error": True}
+    body = {"messages": [{"role": "user", "content": [block]}], "max_tokens": 5}
+    (message,) = messages.decoded_chat(json.dumps(body).encode()).messages
+    assert (message.role, message.content) == ("tool", told)
+
+
 async def test_what_ends_a_reply_is_said_in_each_dialect(world: Callable[..., World]):
     here = world("one two", "one two")
     asked = {"messages": [{"role": "user", "content": "?"}], "stop_sequences": ["wo"]}
@@ -247,8 +264,39 @@ async def test_a_cut_item_is_incomplete_and_a_call_is_whole(world: Callable[...,
         assert [(item["type"], item["status"]) for item in items] == wanted
 
 
+USE = {"type": "tool_use", "id": "x", "name": "add", "input": {}}
+CALLED = {"type": "function_call", "call_id": "x", "name": "add", "arguments": "{}"}
+
+
 ASKED: dict[str, Any] = {"input": "?"}
 SAID: dict[str, Any] = {"messages": [{"role": "user", "content": "?"}], "max_tokens": 5}
+
+
+def said_of(role: str, block: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": [{**block, **fields}]}, *SAID["messages"]]}
+
+
+TEXT = {"type": "text", "text": "?"}
+INSIDE: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [CLAUDE | {"input_examples": [{"a": 1}]}]}, r"`input_examples` is .* tools\[0\]"),
+    ({"tools": [CLAUDE | {"defer_loading": True}]}, "`defer_loading` is not"),
+    (
+        said_of("user", RESULTS[0], toolset_name="t"),
+        r"`toolset_name` is .*messages\[0\].content\[0\]",
+    ),
+    (said_of("assistant", USE, toolset_name="t"), "`toolset_name` is not"),
+    (said_of("user", TEXT, nobody="knows"), "`nobody` is not"),
+    ({"system": [TEXT | {"nobody": "knows"}]}, r"`nobody` is .*system\[0\]"),
+    ({"messages": [{"role": "user", "content": "?", "name": "me"}]}, "`name` is not"),
+]
+"""Fields inside of a message's request that are not implemented"""
+INSIDE_ITEMS: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [FLAT | {"defer_loading": True}]}, "`defer_loading` is not"),
+    ({"input": [CALLED | {"namespace": "n"}]}, r"`namespace` is .*input\[0\]"),
+    ({"input": [{"role": "user", "content": "?", "phase": "commentary"}]}, "`phase` is not"),
+    ({"input": [{"type": "reasoning", "summary": [{"text": "hm"}]}]}, "`summary` is not"),
+    ({"input": [{"role": "user", "content": [{**TEXT, "nobody": 1}]}]}, r"content\[0\]"),
+]
 
 
 @pytest.mark.parametrize(
@@ -270,6 +318,9 @@ SAID: dict[str, Any] = {"messages": [{"role": "user", "content": "?"}], "max_tok
         (messages, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages"),
         (messages, {"messages": [{"role": "assistant", "content": RESULTS}]}, r"messages\[0\]"),
         (messages, {"max_tokens": None}, "max_tokens"),
+        (messages, {"messages": [{"role": "assistant", "content": "{"}]}, "the last, is not impl"),
+        *((messages, *case) for case in INSIDE),
+        *((responses, *case) for case in INSIDE_ITEMS),
     ],
 )
 def test_what_would_change_the_draw_is_refused_by_its_name(
@@ -288,6 +339,10 @@ def test_what_would_change_the_draw_is_refused_by_its_name(
         (responses, {"tools": [], "tool_choice": "auto", "previous_response_id": None}),
         (messages, {"metadata": {"user_id": "me"}, "thinking": {"type": "disabled"}}),
         (messages, {"tools": [CLAUDE | {"cache_control": {"type": "ephemeral"}}]}),
+        (messages, {"tools": [CLAUDE | {"defer_loading": False, "eager_input_streaming": True}]}),
+        (messages, said_of("assistant", USE, toolset_name=None, caller={"type": "direct"})),
+        (messages, said_of("user", TEXT, citations=None)),
+        (responses, {"tools": [FLAT | {"defer_loading": False, "strict": None}]}),
     ],
 )
 def test_what_changes_no_draw_is_taken(dialect: Any, extra: dict[str, Any]):

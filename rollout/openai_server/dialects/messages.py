@@ -8,7 +8,7 @@ from msgspec import Meta, Raw, Struct
 from areal_q.errors import RecordError
 from rollout.openai_server.dialects.blocks import Block, Blocks, Change
 from rollout.openai_server.replies import Event, Reply
-from rollout.openai_server.request_fields import decoded_request, refuse_others
+from rollout.openai_server.request_fields import decoded_request, refuse_others, refuse_unread
 from rollout.openai_server.schema import ChatBody, Told, decoded
 
 _WITHOUT_EFFECT = frozenset(["cache_control", "inference_geo", "metadata", "service_tier"])
@@ -21,6 +21,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "thinking": ({"type": "disabled"},),
 }
 """Values, besides null, that ask for nothing"""
+_HARMLESS = frozenset(["caller", "citations", "eager_input_streaming", "signature"])
+"""Fields of blocks and tools that leave what is drawn as it is"""
 _NULL = Raw(b"null")
 _STOPPED = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
 
@@ -52,6 +54,7 @@ class _Use(Struct, tag_field="type", tag="tool_use"):
 class _Result(Struct, tag_field="type", tag="tool_result"):
     tool_use_id: str
     content: str | list[_Text] | None = None
+    is_error: bool | None = None
 
 
 class _Message(Struct):
@@ -95,7 +98,14 @@ def decoded_chat(data: bytes) -> ChatBody:
         raise ThreadRefused("`thread` is not implemented: send the whole conversation")
     refuse_others(found, {*Asked.__struct_fields__, *_WITHOUT_EFFECT}, _NEUTRAL)
     asked = decoded(data, Asked)
+    given = msgspec.json.decode(data)
+    for name in ("messages", "system", "tools"):
+        refuse_unread(given.get(name), getattr(asked, name), name, _HARMLESS)
     messages = [out for i, message in enumerate(asked.messages) for out in _plain(message, i)]
+    if asked.messages and asked.messages[-1].role == "assistant":
+        raise RecordError(
+            "messages: to continue an assistant's message, the last, is not implemented"
+        )
     if system := _joined(asked.system):
         messages.insert(0, {"role": "system", "content": system})
     kept = (
@@ -140,8 +150,10 @@ def _plain(message: _Message, place: int) -> list[dict[str, Any]]:
         match block:
             case _Text(said):
                 text += said
-            case _Result(id, content):
+            case _Result(id, content, is_error):
                 said = _joined(content)
+                if is_error and not said.startswith("Error"):  # a chat has no field for it
+                    said = f"Error: {said}"
                 results.append({"role": "tool", "tool_call_id": id, "content": said})
             case _Thinking(said):
                 thought += said

@@ -13,7 +13,7 @@ from areal_q.decode_errors import in_words
 from areal_q.errors import RecordError
 from rollout.openai_server.dialects.blocks import Block, Blocks, Change
 from rollout.openai_server.replies import Event, Reply
-from rollout.openai_server.request_fields import decoded_request, refuse_others
+from rollout.openai_server.request_fields import decoded_request, refuse_others, refuse_unread
 from rollout.openai_server.schema import ChatBody, Told, decoded
 
 _WITHOUT_EFFECT = frozenset(
@@ -31,6 +31,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "reasoning": ({}, {"effort": None}, {"summary": "auto"}, {"effort": None, "summary": "auto"}),
 }
 """Values, besides null, that ask for nothing"""
+
+
+_HARMLESS = frozenset(["annotations", "encrypted_content", "id", "logprobs", "status"])
+"""Fields of items and tools that leave what is drawn as it is"""
 
 
 class _Text(Struct):
@@ -90,6 +94,7 @@ def decoded_chat(data: bytes) -> ChatBody:
     found = decoded(data, dict[str, Raw])
     refuse_others(found, {*Asked.__struct_fields__, *_WITHOUT_EFFECT}, _NEUTRAL)
     asked = decoded(data, Asked)
+    refuse_unread(msgspec.json.decode(data).get("tools"), asked.tools, "tools", _HARMLESS)
     if "message.output_text.logprobs" in (asked.include or ()):
         raise RecordError("`include` of message.output_text.logprobs is not implemented")
     items = asked.input
@@ -116,6 +121,7 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
             item: Any = msgspec.convert(raw, _Item)
         except msgspec.ValidationError as error:
             raise RecordError(f"input[{i}]: {in_words(error, _Item, raw)}") from error
+        refuse_unread(raw, item, f"input[{i}]", _HARMLESS)
         match item:
             case _Message(role="assistant", content=said):
                 message = _assistant(out)
