@@ -100,10 +100,12 @@ class Endpoint:
         # Anthropic's clients append "/v1" to a base URL themselves.
         for base in ("/v1", "/v1/episodes/{id}", "/v1/episodes/{id}/v1"):
             app.router.add_get(f"{base}/models", self._models)
+            app.router.add_get(f"{base}/models/{{name}}", self._of_name)
             app.router.add_post(f"{base}/completions", self._completions)
             app.router.add_post(f"{base}/chat/completions", self._chat)
             app.router.add_post(f"{base}/responses", self._responses)
             app.router.add_post(f"{base}/messages", self._messages)
+            app.router.add_post(f"{base}/messages/count_tokens", self._count)
         app.router.add_post("/v1/episodes", self._begin)
         app.router.add_post("/v1/episodes/{id}/reward", self._reward)
         app.router.add_delete("/v1/episodes/{id}", self._drop)
@@ -162,9 +164,16 @@ class Endpoint:
         return playing and request.match_info.get("id", key) == key
 
     async def _models(self, request: Any) -> Any:
+        listed = {"object": "list", "data": [self._described()], "version": self._engine.version}
+        return self._json(listed)
+
+    async def _of_name(self, request: Any) -> Any:
+        self._check_model(request.match_info["name"])
+        return self._json(self._described())
+
+    def _described(self) -> dict[str, Any]:
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "areal-q"}
-        model["max_model_len"] = self._engine.max_positions or None
-        return self._json({"object": "list", "data": [model], "version": self._engine.version})
+        return {**model, "max_model_len": self._engine.max_positions or None}
 
     async def _completions(self, request: Any) -> Any:
         return await self._complete(request, await self._body(request, CompletionBody))
@@ -195,8 +204,19 @@ class Endpoint:
         body = self._of_model(messages.decoded_chat(await self._read(request)))
         return await self._talk(request, body, messages.MessagesReply)
 
+    async def _count(self, request: Any) -> Any:
+        data = await self._read(request)
+        body = self._of_model(messages.decoded_chat(data, messages.Counted))
+        _, prompt = self._prompt(body, self._episode(request))
+        return self._json({"input_tokens": len(prompt)})
+
     async def _talk(self, request: Any, body: ChatBody, kind: type[Reply] = Reply) -> Any:
         episode = self._episode(request)
+        talk, prompt = self._prompt(body, episode)
+        return await self._answer(request, body, prompt, episode, talk, kind)
+
+    def _prompt(self, body: ChatBody, episode: Episode | None) -> tuple[Talk, list[int]]:
+        """Returns what a chat's request says, and the tokens after which its reply is drawn."""
         said = [m.plain() for m in body.messages]
         talk = Talk(said, [tool.plain() for tool in body.tools or ()])
         variables = body.chat_template_kwargs or {}
@@ -205,7 +225,7 @@ class Endpoint:
             prompt = context_of_messages(self._tokenizer, episode, talk, variables, ends)
         else:
             prompt = self._tokenizer.encode_messages(said, variables, talk.tools)
-        return await self._answer(request, body, prompt, episode, talk, kind)
+        return talk, prompt
 
     async def _body(self, request: Any, type: type[B]) -> B:
         """Returns the decoded body. A request need not name a model; raises HTTPNotFound if it names another
@@ -213,9 +233,12 @@ class Endpoint:
         return self._of_model(decoded_request(await self._read(request), type))
 
     def _of_model(self, body: B) -> B:
-        if body.model not in ("", self._model):
-            raise self._web.HTTPNotFound(text=f"no model {body.model!r} here, but {self._model!r}")
+        self._check_model(body.model or self._model)
         return body
+
+    def _check_model(self, name: str) -> None:
+        if name != self._model:
+            raise self._web.HTTPNotFound(text=f"no model {name!r} here, but {self._model!r}")
 
     async def _read(self, request: Any) -> bytes:
         """Returns the request's body. Raises HTTPRequestTimeout if it is not there within BODY_S seconds."""

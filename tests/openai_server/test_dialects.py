@@ -236,6 +236,25 @@ def test_a_failed_tool_s_result_says_so(content: Any, told: str):
     assert (message.role, message.content) == ("tool", told)
 
 
+async def test_tokens_are_counted_as_they_are_drawn_after(world: Callable[..., World]):
+    here = world("so")
+    body = {"messages": SAID["messages"], "system": "be", "tools": [CLAUDE]}
+    async with here.served():
+        counted = await here.post("/messages/count_tokens", body)
+        await here.post("/messages", {**body, "max_tokens": 5})
+        await here.post("/messages/count_tokens", {**body, "model": "other"}, status=404)
+    assert counted == {"input_tokens": len(here.engine.drawn[0][0])} and len(here.engine.drawn) == 1
+
+
+async def test_a_model_is_described_by_its_name(world: Callable[..., World]):
+    here = world()
+    async with here.served(), client_of(here) as client:
+        listed = await client.models.list()
+        assert await client.models.retrieve("run") == listed.data[0]
+        with pytest.raises(openai.NotFoundError, match="no model 'other' here"):
+            await client.models.retrieve("other")
+
+
 async def test_what_ends_a_reply_is_said_in_each_dialect(world: Callable[..., World]):
     here = world("one two", "one two")
     asked = {"messages": [{"role": "user", "content": "?"}], "stop_sequences": ["wo"]}

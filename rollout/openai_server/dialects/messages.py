@@ -75,9 +75,10 @@ class _Choice(Struct):
     disable_parallel_tool_use: bool | None = None
 
 
-class Asked(Struct):
+class Counted(Struct, kw_only=True):
+    """A request whose tokens are counted."""
+
     messages: list[_Message]
-    max_tokens: Annotated[int, Meta(ge=1, lt=2**31)]
     model: str = ""
     system: str | list[_Text] | None = None
     tools: list[_Tool] | None = None
@@ -90,14 +91,20 @@ class Asked(Struct):
     stream: bool | None = None
 
 
-def decoded_chat(data: bytes) -> ChatBody:
+class Asked(Counted, kw_only=True):
+    """One that is answered."""
+
+    max_tokens: Annotated[int, Meta(ge=1, lt=2**31)]
+
+
+def decoded_chat(data: bytes, type: type[Counted] = Asked) -> ChatBody:
     """Returns the request in `data` as one for a chat. Raises RecordError for what is not valid or not
     implemented, by its name in this API."""
     found = decoded(data, dict[str, Raw])
     if found.get("thread", _NULL) != _NULL:
         raise ThreadRefused("`thread` is not implemented: send the whole conversation")
-    refuse_others(found, {*Asked.__struct_fields__, *_WITHOUT_EFFECT}, _NEUTRAL)
-    asked = decoded(data, Asked)
+    refuse_others(found, {*type.__struct_fields__, *_WITHOUT_EFFECT}, _NEUTRAL)
+    asked = decoded(data, type)
     given = msgspec.json.decode(data)
     for name in ("messages", "system", "tools"):
         refuse_unread(given.get(name), getattr(asked, name), name, _HARMLESS)
@@ -117,7 +124,7 @@ def decoded_chat(data: bytes) -> ChatBody:
         "chat_template_kwargs",
         "stream",
     )
-    fields = {name: getattr(asked, name) for name in kept}
+    fields = {name: getattr(asked, name, None) for name in kept}
     fields |= {"messages": messages, "stop": asked.stop_sequences or None}
     fields["tools"] = [_function(tool) for tool in asked.tools or ()] or None
     if asked.tool_choice:
