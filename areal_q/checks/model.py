@@ -31,6 +31,7 @@ from areal_q.config import (
     VllmEngine,
 )
 from areal_q.config.engines import HF_IGNORES, PAGE, pages_of_group
+from areal_q.config.tasks import chat_of
 from areal_q.errors import CheckpointError, ConfigError, QuantizationError, TaskError
 from areal_q.models import DecoderConfig, load_config
 from areal_q.models.hf.vllm_shapes import vllm_refuses
@@ -103,7 +104,7 @@ def check_model(run: Run) -> FoundModel:
     environment, tools = run.rollout.environment, []
     if isinstance(environment, PythonEnvironment) and run.rollout.workers:
         tools = [tool.described for tool in load_environment(environment.path).tools.values()]
-        check_tools(tools, tokenizer, environment)
+        check_tools(tools, tokenizer, environment, chat_of(run.task))
     return FoundModel(
         shape=shape,
         tokenizer=tokenizer,

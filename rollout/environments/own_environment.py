@@ -34,7 +34,7 @@ class OwnTurns(Environment):
 
     def __init__(self, run: Run, client: EngineClient, cfg: PythonEnvironment) -> None:
         self._client, self._tokenizer, self._cfg = client, client.tokenizer, cfg
-        chat = chat_of(run.task)
+        self._chat = chat = chat_of(run.task)
         self._reader = ReplyReader(client.tokenizer, chat.reply_format if chat else "auto")
         self._reward = run.reward
         self._own, self._processes = Ready(), OwnProcesses(cfg)
@@ -42,10 +42,10 @@ class OwnTurns(Environment):
 
     async def start(self) -> None:
         """Raises TaskError for a class that cannot be used, or whose tools the model's chat template leaves
-        out."""
+        out or calls in a format that is not known."""
         self._own = await self._processes.start()
         try:
-            check_tools(self._own.tools, self._tokenizer, self._cfg)
+            check_tools(self._own.tools, self._tokenizer, self._cfg, self._chat)
         except TaskError:
             await self.close()
             raise

@@ -225,6 +225,8 @@ class Endpoint:
             prompt = context_of_messages(self._tokenizer, episode, talk, variables, ends)
         else:
             prompt = self._tokenizer.encode_messages(said, variables, talk.tools)
+        if talk.tools and body.tool_choice != "none":
+            self._reader.check_calls()
         return talk, prompt
 
     async def _body(self, request: Any, type: type[B]) -> B:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from areal_q.tasks.base import Tokenizer, Tool
+from areal_q.tasks.encoding.reply_signs import check_calls_are_read
 from rollout.reply_formats.base import Asked, Part, joined
 from rollout.reply_formats.table import format_of
 
@@ -15,7 +16,7 @@ class ReplyReader:
 
     def __init__(self, tokenizer: Tokenizer, name: str = "auto") -> None:
         """`name` is `task.chat.reply_format`."""
-        self._tokenizer = tokenizer
+        self._tokenizer, self._name = tokenizer, name
         self.format = format_of(tokenizer, name)
         marks = (*self.format.shown, *self.format.ends)
         named = {tokenizer.decode([i]): i for i in tokenizer.special_ids} if marks else {}
@@ -24,6 +25,10 @@ class ReplyReader:
         """Tokens that end a reply with a call, beside the tokenizer's stops"""
         self.no_text = tokenizer.special_ids - shown
         """Special tokens that are no text to the format's parser"""
+
+    def check_calls(self) -> None:
+        """Raises TaskError if calls of tools would come back as text and the settings do not ask for that."""
+        check_calls_are_read(self._tokenizer.template, self._name)
 
     def parts(self, ids: Sequence[int], prompt: Sequence[int], tools: Sequence[Tool]) -> list[Part]:
         """Returns the parts of a whole reply to a prompt with these tools."""

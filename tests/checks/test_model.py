@@ -400,6 +400,7 @@ class Environment:
         (TEMPLATE, 9, "max_given_tokens = 9: the description of its tools alone takes"),
         ("{% for m in messages %}<{{ m.content }}>{% endfor %}", 1024, "leaves out `tools`"),
         (TEMPLATE.replace("m.tool_calls", "0"), 1024, "`tool_calls`"),
+        (TEMPLATE.replace("tool_call>", "a_call>"), 1024, "task.chat.reply_format must name one"),
     ],
 )
 async def test_tools_that_no_model_is_shown_are_refused_early(

@@ -125,6 +125,21 @@ async def test_what_is_no_call_stays_text(
     assert line.startswith(choice.message.content) and choice.message.content
 
 
+async def test_tools_whose_calls_nothing_reads_are_refused(world: Callable[..., World]):
+    """Thoughts are read all the same, and who names a format gets calls as that has them."""
+    here = world("<think>hm</think>so", "so", CALL % 1, CALL % 1)
+    here.tokenizer.template = "<think>{{ tools }}[calls begin]"
+    async with here.served() as create:
+        with pytest.raises(openai.BadRequestError, match="reply_format must name one"):
+            await create(**ASKED, tools=[ADD])
+        assert (await create(**ASKED)).choices[0].message.reasoning_content == "hm"
+        await create(**ASKED, tools=[ADD], tool_choice="none")
+    for name in ("text", "hermes"):
+        async with here.served(reply_format=name) as create:
+            message = (await create(**ASKED, tools=[ADD])).choices[0].message
+            assert bool(message.tool_calls) == (name == "hermes") != bool(message.content)
+
+
 def test_ids_of_calls_differ_in_long_episodes(world: Callable[..., World]):
     """They have nine letters and digits, as Mistral's template asks for."""
     tokenizer = world().tokenizer

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from areal_q.config import Chat
 from areal_q.tasks import CharTokenizer, load_tokenizer
+from areal_q.tasks.encoding.reply_signs import OF_CALLS
 from rollout.reply_formats.base import Asked, Part, joined
 from rollout.reply_formats.table import FORMATS, format_of
 
@@ -120,7 +121,7 @@ def comparable(parts: Sequence[Part]) -> list[Any]:
 
 
 def test_every_format_has_replies() -> None:
-    assert REPLIES.keys() == FORMATS.keys()
+    assert REPLIES.keys() == FORMATS.keys() == {*OF_CALLS, "text"}
 
 
 @pytest.mark.parametrize(("name", "text", "parts"), CASES)

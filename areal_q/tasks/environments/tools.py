@@ -18,10 +18,11 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import msgspec
 
-from areal_q.config import PythonEnvironment
+from areal_q.config import Chat, PythonEnvironment
 from areal_q.errors import TaskError
 from areal_q.plugins import place_of
 from areal_q.tasks.base import Message, Tokenizer, Tool
+from areal_q.tasks.encoding.reply_signs import check_calls_are_read
 
 _SECTION = re.compile(r"^(Args|Arguments|Returns|Yields|Raises|Examples?):[ \t]*$", re.MULTILINE)
 _ARGUMENT = re.compile(r" {1,4}(\w+)(?: ?\([^)]*\))?: *(.*)")
@@ -68,9 +69,12 @@ def tool_of(owner: type, name: str) -> OwnTool:
     return OwnTool({"type": "function", "function": function_of}, arguments)
 
 
-def check_tools(tools: Sequence[Tool], tokenizer: Tokenizer, cfg: PythonEnvironment) -> None:
-    """Raises TaskError if the model's chat template leaves out tools, their calls or their results, or if the
-    description of `tools` alone takes more than `cfg.max_given_tokens`."""
+def check_tools(
+    tools: Sequence[Tool], tokenizer: Tokenizer, cfg: PythonEnvironment, chat: Chat | None
+) -> None:
+    """Raises TaskError if the model's chat template leaves out tools, their calls or their results, or writes
+    calls in a format that nothing here reads, or if the description of `tools` alone takes more than
+    `cfg.max_given_tokens`."""
     if not tools:
         return
     asked: Message = {"role": "user", "content": ""}
@@ -78,6 +82,7 @@ def check_tools(tools: Sequence[Tool], tokenizer: Tokenizer, cfg: PythonEnvironm
     try:
         with_tools = tokenizer.encode_messages(tokenizer.opened([asked]), tools=tools)
         tokenizer.encode_turn([result], True, calls=[_CALL])
+        check_calls_are_read(tokenizer.template, chat.reply_format if chat else "auto")
     except TaskError as error:
         raise TaskError(f"rollout.environment: {cfg.path} has tools: {error}") from error
     taken = len(with_tools) - len(tokenizer.encode_messages([asked]))

@@ -97,10 +97,14 @@ class World:
         self.responses = [Response(), Response()]
 
     @asynccontextmanager
-    async def served(self, token: str | None = None) -> AsyncIterator[Any]:
+    async def served(
+        self, token: str | None = None, reply_format: str = "auto"
+    ) -> AsyncIterator[Any]:
         playing = asyncio.create_task(self.episodes(self.ticket, self.responses))
         sampling = self.ticket.sampling
-        at = Endpoint(self.engine, self.tokenizer, "run", self.episodes, sampling, "0", token)
+        at = Endpoint(
+            self.engine, self.tokenizer, "run", self.episodes, sampling, "0", token, reply_format
+        )
         self.url = f"http://127.0.0.1:{await at.start()}/v1"
         try:
             async with openai.AsyncOpenAI(base_url=self.url, api_key="-", max_retries=0) as client:
