@@ -76,6 +76,6 @@ class TokenReply(Reply):
 def _experts(routes: np.ndarray, start: int) -> dict[str, Any]:
     """Returns the experts [N, L, K] of the tokens from number `start` on, as verifiers reads them: its bytes in
     base64, which come first, then what they are."""
-    left = np.ascontiguousarray(routes[start:])
-    data = base64.b64encode(left).decode()
+    left = routes[start:]
+    data = base64.b64encode(left.tobytes()).decode()
     return {"data": data, "shape": left.shape, "dtype": str(left.dtype), "start": start}

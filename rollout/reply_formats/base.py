@@ -11,6 +11,19 @@ import msgspec
 
 from areal_q.tasks.base import Tool
 
+_PYTHON = {"True": True, "False": False, "None": None}
+"""Values that some chat templates write as Python does"""
+_KINDS = {
+    bool: {"boolean"},
+    int: {"integer", "number"},
+    float: {"number"},
+    str: {"string"},
+    list: {"array"},
+    dict: {"object"},
+    type(None): {"null"},
+}
+"""A JSON schema's names of what a value is"""
+
 
 class Part(NamedTuple):
     """A part of a reply, in the order of the reply. Neighbours of one kind, calls apart, are one text."""
@@ -95,18 +108,34 @@ def call(name: str, arguments: str) -> Part | None:
 
 
 def call_of_texts(name: str, texts: Iterable[tuple[str, str]], asked: Asked) -> Part | None:
-    """Returns the call of `name` with arguments that were written as bare texts: JSON of the type that the tool
-    declares, and a text where it declares one, or where it is no JSON."""
+    """Returns the call of `name` with arguments that were written as bare texts: values in JSON, or Python's
+    True, False and None; a text where the tool declares one and no other type that the value has, or where it
+    is neither."""
     types = asked.types_of(name.strip())
     arguments = {key: _value(text, types.get(key)) for key, text in texts}
     return call(name, json.dumps(arguments, ensure_ascii=False))
 
 
 def _value(text: str, schema: Any) -> Any:
-    declared = schema.get("type") if isinstance(schema, dict) else None
-    if declared in ("string", ["string"]):
-        return text
+    kinds = _kinds(schema)
     try:
-        return msgspec.json.decode(text)
+        value = msgspec.json.decode(text)
     except (ValueError, RecursionError):
-        return text
+        value = _PYTHON.get(text, text)
+    others = kinds - {"string"}
+    return text if others != kinds and not others & _KINDS[type(value)] else value
+
+
+def _kinds(schema: Any) -> set[str]:
+    """Returns the types that a JSON schema allows, by its names; none if it does not say."""
+    if not isinstance(schema, dict):
+        return set()
+    if isinstance(found := schema.get("type"), str | list):
+        return (
+            {found} if isinstance(found, str) else {kind for kind in found if isinstance(kind, str)}
+        )
+    if isinstance(values := schema.get("enum"), list):
+        return set[str]().union(*(_KINDS[type(value)] for value in values))
+    choices = schema.get("anyOf") or schema.get("oneOf")
+    found = [_kinds(one) for one in choices] if isinstance(choices, list) else []
+    return set[str]().union(*found) if all(found) else set()

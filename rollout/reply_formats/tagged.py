@@ -63,7 +63,10 @@ class Tagged:
             elif bare.startswith(self._think[0]):
                 self._enter("reasoning", bare[len(self._think[0]) :])
                 return True
-            elif self._think[0].startswith(bare):
+            elif bare.startswith(self._think[1]):  # of a thought that the template leaves out
+                self._enter("content", bare[len(self._think[1]) :])
+                return True
+            elif any(tag.startswith(bare) for tag in self._think):
                 return False
         self._begun = True
         tag = self._think[1] if self._state == "reasoning" else self._call[0]

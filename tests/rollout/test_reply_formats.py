@@ -58,6 +58,7 @@ REPLIES: dict[str, list[tuple[str, list[Part]]]] = {
     "glm": [
         (f"<think>hm</think>\nso\n<tool_call>{GLM}</tool_call>", [HM, SO, F]),
         (f"<tool_call>{GLM}</tool_call>\n<tool_call>g\n</tool_call>", [F, G]),
+        (f"</think>\n<tool_call>{GLM}</tool_call>", [F]),
     ],
     "mistral": [
         ('[TOOL_CALLS] [' + JSON_F + ', {"name": "g", "arguments": {}}]', [F, G]),
@@ -180,11 +181,36 @@ def test_a_prompt_may_have_begun_the_thought() -> None:
     assert parsed("hermes", ["hm"], asked) == [HM]
 
 
-def test_a_text_stays_a_text_where_the_tool_wants_one() -> None:
-    """`2` is the text "2" where the schema says so, and a number where it says nothing."""
-    text = "<tool_call>g\n<arg_key>s</arg_key>\n<arg_value>2</arg_value>\n</tool_call>"
-    assert json.loads(parsed("glm", [text])[0].text) == {"s": 2}
-    assert json.loads(parsed("glm", [text.replace("g\n", "f\n", 1)])[0].text) == {"s": "2"}
+TYPES: list[tuple[Any, str, Any]] = [
+    ({}, "2", 2),
+    ({}, "False", False),
+    ({}, "None", None),
+    ({}, "none", "none"),
+    ({"type": "string"}, "2", "2"),
+    ({"type": "string"}, '"2"', '"2"'),
+    ({"type": "string"}, "True", "True"),
+    ({"type": "boolean"}, "True", True),
+    ({"type": "integer"}, "two", "two"),
+    ({"type": ["string", "null"]}, "2", "2"),
+    ({"type": ["string", "null"]}, "null", None),
+    ({"type": ["string", "number"]}, "2", 2),
+    ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "2", "2"),
+    ({"anyOf": [{"type": "string"}, {"$ref": "#/$defs/x"}]}, '{"x": 1}', {"x": 1}),
+    ({"enum": ["1", "2"]}, "2", "2"),
+    ({"enum": [1, 2]}, "2", 2),
+    ({"anyOf": 3, "enum": "x", "type": 5}, "2", 2),
+    ("no schema", "2", 2),
+]
+
+
+@pytest.mark.parametrize(("schema", "text", "value"), TYPES)
+def test_a_bare_text_is_of_the_type_that_the_tool_declares(schema: Any, text: str, value: Any):
+    """`2` is the text "2" where the schema wants a text, and a number where it says nothing."""
+    parameters = {"type": "object", "properties": {"x": schema}}
+    tools: Any = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    call = f"<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>"
+    found = json.loads(parsed("glm", [call], Asked(tools))[0].text)["x"]
+    assert (found, type(found)) == (value, type(value))
 
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
