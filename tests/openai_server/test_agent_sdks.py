@@ -235,3 +235,31 @@ async def test_langchain_s_structured_output_is_refused_by_name(
             structured = model.with_structured_output(schema, method=method)
             with pytest.raises(openai.BadRequestError, match=f"`{field}` is not implemented"):
                 await structured.ainvoke("1+2?")
+
+
+@pytest.mark.parametrize("responses", [False, True])
+async def test_output_types_of_other_agents_are_refused_by_name(
+    tmp_path: Path, make_ticket: Callable[..., Ticket], responses: bool
+) -> None:
+    agents: Any = pytest.importorskip("agents", reason="needs openai-agents: make test-agents")
+    pytest.importorskip("pydantic_ai", reason="needs pydantic-ai: make test-agents")
+    from pydantic_ai import Agent, ModelHTTPError
+    from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    here = World(tmp_path, make_ticket, [])
+    agents.set_tracing_disabled(True)
+    async with (
+        here.served(),
+        openai.AsyncOpenAI(base_url=here.url, api_key="none", max_retries=0) as client,
+    ):
+        theirs = OpenAIResponsesModel if responses else OpenAIChatModel
+        model = theirs("run", provider=OpenAIProvider(openai_client=client))
+        with pytest.raises(ModelHTTPError, match="`tool_choice` is not implemented"):
+            await Agent(model, output_type=list[int]).run("1+2?")
+        api = "OpenAIResponsesModel" if responses else "OpenAIChatCompletionsModel"
+        model = getattr(agents, api)(model="run", openai_client=client)
+        agent = agents.Agent(name="adder", model=model, output_type=list[int])
+        field = "text" if responses else "response_format"
+        with pytest.raises(openai.BadRequestError, match=f"`{field}` is not implemented"):
+            await agents.Runner.run(agent, "1+2?")
