@@ -75,11 +75,10 @@ def build_policy(
 
 
 def prepare_for_rounding(model: Decoder, run: Run) -> None:
-    """Dithers the weights of a pretrained model that the learner or the rollouts round to bfloat16, and applies
-    UAQ, both before the first step."""
-    rounded = run.learner.products == "bfloat16" or run.rollout.format == "bf16"
+    """Dithers the weights of a pretrained model that were stored in bfloat16, as which at least the export, and
+    for most settings what is published, rounds them again, and applies UAQ, both before the first step."""
     pretrained = not isinstance(run.model, SmallModel) and not run.learner.lora
-    if rounded and pretrained and dither(model, run.seed):
+    if pretrained and dither(model, run.seed):
         logger.info("what was stored in bfloat16 is dithered: docs/aligned.md")
     # Later, since a bfloat16 number over 1.5 is none, but lies at thirds between two.
     if run.learner.uaq > 1:

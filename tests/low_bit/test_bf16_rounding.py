@@ -84,15 +84,15 @@ def test_rounded_weights_follow_steps_far_below_their_spacing(steps: int):
         (["learner.dtype=bfloat16"], True),
         (["rollout.format=bf16"], True),
         (["rollout.format=bf16", "model.type=hf"], True),
-        (["rollout.format=int8"], False),
+        (["rollout.format=int8"], True),
+        (["rollout.format=int8", "rollout.unquantized=fp32"], True),
         (["learner.dtype=bfloat16", "learner.lora={}"], False),
         (["learner.dtype=bfloat16", "model.type=small"], False),
     ],
 )
-def test_weights_are_dithered_where_something_rounds_to_bfloat16(
-    settings: list[str], dithered: bool
-):
-    """UAQ's scale is a power of two, so that bfloat16 holds the scaled weights as well."""
+def test_weights_of_a_pretrained_model_are_dithered(settings: list[str], dithered: bool):
+    """An export has the dtype that they were stored in, if nothing else rounds them. UAQ's scale is a power of
+    two, so that bfloat16 holds the scaled weights as well."""
     path = [] if "model.type=small" in settings else ["model.path=m"]
     base = [
         "model.type=pretrained",
