@@ -72,6 +72,18 @@ def check_family(run: Run, shape: DecoderConfig, rollouts: bool = True) -> None:
             raise ConfigError(f"{setting}: not with {shape.family}, {why}: {instead}")
 
 
+def adaptable(shape: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the weights that adapters may be given to, by name: those of the layers of ours
+    that have always had some, and in a model that transformers computes, which joins the experts of its files
+    into tensors that are no layers, all other linear layers that formats apply to."""
+    return {
+        name: size
+        for name, size in shape.tensors().items()
+        if is_quantized(name)
+        and (".experts." not in name if shape.foreign else name.split(".")[-2] in Lora().targets)
+    }
+
+
 def check_adapters(shape: DecoderConfig, lora: Lora | None) -> None:
     """Raises ConfigError for adapters on a mixture of experts of ours, and on linear layers that a model of
     this `shape` does not have."""
@@ -79,7 +91,7 @@ def check_adapters(shape: DecoderConfig, lora: Lora | None) -> None:
         return
     if shape.sparse_layers:
         raise ConfigError("learner.lora: not with a mixture of experts")
-    known = {name.split(".")[-2] for name in shape.tensors() if is_quantized(name)}
+    known = {name.split(".")[-2] for name in adaptable(shape)}
     if lora.every(shape.foreign is not None) and known:
         return
     if missing := [target for target in lora.targets if target not in known]:

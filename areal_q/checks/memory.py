@@ -10,13 +10,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from areal_q.checks.automatic import cpu_flags, settled
+from areal_q.checks.combinations import adaptable
 from areal_q.checks.disk_use import format_bytes, moment_bytes
 from areal_q.checks.machine import CheckResult
 from areal_q.checks.pass_memory import Lengths, Part, pass_memory
 from areal_q.config import ModelTeacher, PretrainedModel, Run, ScriptedEngine, TorchEngine
 from areal_q.config.engines import PAGE, SglangEngine, VllmEngine
 from areal_q.models import DecoderConfig
-from areal_q.models.shape import check_frozen
+from areal_q.models.shape import frozen_shape
 from areal_q.observability.run_summary import plural
 from areal_q.quant import is_quantized
 from areal_q.system.disk import size
@@ -92,10 +93,9 @@ def _models(run: Run, shape: DecoderConfig, ranks: int) -> Iterator[Part]:
     gpu, shared = cfg.device != "cpu", "" if ranks == 1 else f" / {ranks} ranks"
     trained, moments = trained_weights(run, shape), moment_bytes(run)
     if cfg.lora:  # the packed base is whole on every rank
-        base = format_bytes(format)
-        yield Part(
-            "weights", base * shape.weights + 4 * trained, f"{base:g} · W + 4 · adapters", gpu
-        )
+        base, packed = format_bytes(format), linear_weights(shape)
+        nbytes = base * packed + 4 * (shape.weights - packed + trained)
+        yield Part("weights", nbytes, f"{base:g} · L + 4 · (W - L) + 4 · adapters", gpu)
     else:
         yield Part("weights", 4 * shape.weights / ranks, f"4 · W{shared}", gpu)
     yield Part("gradients", 4 * trained / ranks, f"4 · trained weights{shared}", gpu)
@@ -107,7 +107,7 @@ def _models(run: Run, shape: DecoderConfig, ranks: int) -> Iterator[Part]:
     if cfg.reference_kl and not cfg.lora:
         yield Part("reference", 4 * shape.weights / ranks, f"4 · W{shared}", gpu)
     if isinstance(cfg.teacher, ModelTeacher):  # whole, on the first rank alone
-        yield Part("teacher", 4 * check_frozen(cfg.teacher.path).weights, "4 · its weights", gpu)
+        yield Part("teacher", 4 * frozen_shape(cfg.teacher.path).weights, "4 · its weights", gpu)
     if cfg.critic and cfg.critic.trunk == "separate":
         yield Part("critic", 16 * shape.weights / ranks, f"16 · W{shared}", gpu)
 
@@ -140,8 +140,8 @@ def trained_weights(run: Run, shape: DecoderConfig) -> int:
     every = lora.every(shape.foreign is not None)
     return sum(
         lora.rank * sum(size)
-        for name, size in shape.tensors().items()
-        if is_quantized(name) and (every or name.split(".")[-2] in lora.targets)
+        for name, size in adaptable(shape).items()
+        if every or name.split(".")[-2] in lora.targets
     )
 
 

@@ -153,7 +153,7 @@ VLLM_BASES = (
 def no_adapters(engine: EngineConfig, format: str, rank: int) -> str | None:
     """Returns why `engine` does not run adapters of `rank` on a base in `format`."""
     if isinstance(engine, SglangEngine):
-        return "learner.lora needs rollout.engine.type = 'torch' or 'vllm', which add adapters to their base"
+        return "learner.lora needs rollout.engine.type = 'torch', 'hf' or 'vllm', which add adapters to a base"
     if not isinstance(engine, VllmEngine):
         return None
     if format not in VLLM_BASES:

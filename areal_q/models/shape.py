@@ -39,16 +39,22 @@ def config_at(kind: ModelConfig, path: str | Path) -> DecoderConfig:
     return load_foreign_config(path) if isinstance(kind, HfModel) else load_config(path)
 
 
-def check_frozen(path: str | Path) -> DecoderConfig:
-    """Returns the shape of the model in directory `path`, once it is known that `load_frozen` can read it but
-    for the values. Raises CheckpointError, which names the file, if it cannot."""
-    if format := read_format(path):
-        shape = load_quantized_config(path)
-        check_quantized(path, shape, format)
-        return shape
+def frozen_shape(path: str | Path) -> DecoderConfig:
+    """Returns the shape of the model in directory `path`, which `load_frozen` is to read. Raises
+    CheckpointError, which names the file, if it cannot."""
+    if read_format(path):
+        return load_quantized_config(path)
     try:
-        shape = load_config(path)
+        return load_config(path)
     except NotOurs:
         return load_foreign_config(path)
-    check_tensors(path, shape)
+
+
+def check_frozen(path: str | Path) -> DecoderConfig:
+    """Returns that shape once it is known that `load_frozen` can read the model but for the values."""
+    shape = frozen_shape(path)
+    if format := read_format(path):
+        check_quantized(path, shape, format)
+    elif shape.foreign is None:
+        check_tensors(path, shape)
     return shape

@@ -91,16 +91,21 @@ class VersionBuilder:
         """Seconds that building the last version took."""
 
     def build(
-        self, model: Decoder, version: int, beside: Mapping[str, Tensor] | None = None
+        self,
+        model: Decoder,
+        version: int,
+        beside: Mapping[str, Tensor] | None = None,
+        state: Mapping[str, Tensor] | None = None,
     ) -> WeightVersion:
-        """Returns version `version` of `model`, with the tensors `beside` added, such as KV scales.
+        """Returns version `version` of `model`, with the tensors `beside` added, such as KV scales. `state` is
+        the model's state dict, where another thread may be computing with it.
 
         Raises QuantizationError naming a tensor that is not finite.
         """
         began = time.perf_counter()
         settings, format, lora = self._settings, self._settings.format, self._settings.lora
         noise = noise_of(settings.aqn, version, settings.seed)
-        state = with_noise(model.state_dict(), noise, settings.uaq_scale)
+        state = with_noise(state or model.state_dict(), noise, settings.uaq_scale)
         folds = self._smoothing.folds(state) if self._smoothing else None
         published = published_state(model, format, self._ranges, state, folds)
         if settings.rounds_rest:

@@ -57,7 +57,9 @@ class WeightPublisher:
         assert self._pending is None, "one at a time"
         self._read.clear()
         self.waited_s = 0.0
-        self._pending = self._thread.submit(self._build, model, version, beside)
+        # Taken here: a forward pass that begins meanwhile may put others in the place of its parameters.
+        state = model.state_dict()
+        self._pending = self._thread.submit(self._build, model, version, beside, state)
 
     def wait_until_read(self) -> None:
         """Waits until the present version no longer reads the weights, so that the optimizer may write to
@@ -90,9 +92,15 @@ class WeightPublisher:
         """Waits for the thread and ends it."""
         self._thread.shutdown()
 
-    def _build(self, model: Decoder, version: int, beside: Mapping[str, Tensor]) -> WeightVersion:
+    def _build(
+        self,
+        model: Decoder,
+        version: int,
+        beside: Mapping[str, Tensor],
+        state: Mapping[str, Tensor],
+    ) -> WeightVersion:
         try:
-            built = self.builder.build(model, version, beside)
+            built = self.builder.build(model, version, beside, state)
         finally:
             # This is set after a failure, too, or the learner would wait for ever; wait_until_out raises it.
             self._read.set()

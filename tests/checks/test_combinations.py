@@ -211,6 +211,14 @@ def test_transformers_models_share_no_tokens(path: Path) -> None:
             "learner.backend.context=2",
             r"^learner\.backend\.context = 2: not with layers that keep a state",
         ),
+        *(
+            (
+                "qwen3_5_text",
+                f"learner.lora={{rank=4,targets=['{target}']}} rollout.format=nf4",
+                rf"^learner\.lora\.targets: {target} is no linear of qwen3_5_text: it has down_proj",
+            )
+            for target in ("in_proj_qkv", "in_proj_z", "out_proj")
+        ),
     ],
 )
 def test_what_would_change_a_family_s_function_is_refused(

@@ -2,18 +2,16 @@
 
 import copy
 import threading
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 from helpers.fixture_types import MakeRun, MakeSamples
 from helpers.policies import build_policy
-from torch import Tensor
 
 from areal_q.config import Run
 from areal_q.errors import QuantizationError
-from areal_q.models import Decoder
 from areal_q.weights.version import WeightVersion
 from learner.policy_update import update_policy
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
@@ -27,11 +25,9 @@ class Slow(VersionBuilder):
         super().__init__(VersionSettings.of(run))
         self.may = threading.Event()
 
-    def build(
-        self, model: Decoder, version: int, beside: Mapping[str, Tensor] | None = None
-    ) -> WeightVersion:
+    def build(self, *args: Any) -> WeightVersion:
         self.may.wait()
-        return super().build(model, version, beside)
+        return super().build(*args)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,8 @@ class HfDecoder(Decoder):
             self.add_module(name, child)
         for name, module in self.named_modules():
             known = isinstance(module, nn.Linear) and is_quantized(f"{name}.weight")
-            if module._parameters:
+            # `round_rest` knows an embedding, of which it rounds what is looked up alone.
+            if module._parameters and type(module) is not nn.Embedding:
                 kind: Any = Linear if known else roundable(type(module))
                 module.__class__ = kind  # changes the forward pass and keeps the parameters
         self._one_pass = False

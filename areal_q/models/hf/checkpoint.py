@@ -36,7 +36,7 @@ from areal_q.models.hf.weight_files import (
 )
 from areal_q.system.files import replacing, save_tensors
 from areal_q.tasks.base import Tokenizer
-from areal_q.tasks.stops import CONFIGS, named_ends
+from areal_q.tasks.stops import named_ends
 
 GENERATION = "generation_config.json"
 
@@ -165,11 +165,12 @@ def save_decoder(
 def _name_ends(directory: Path, stops: Iterable[int]) -> None:
     """Names those of `stops` in generation_config.json that no file of `directory` names: other programs, which
     read no chat template for it, draw on behind them."""
-    named = [id for name in CONFIGS for id in named_ends(directory / name)]
+    file = directory / GENERATION
+    table = json.loads(file.read_bytes()) if file.is_file() else {}
+    # Where it names any, config.json's are not read.
+    named = named_ends(file) or named_ends(directory / "config.json")
     if more := [id for id in stops if id not in named]:
-        file = directory / GENERATION
-        table = json.loads(file.read_bytes()) if file.is_file() else {}
-        table["eos_token_id"] = list(dict.fromkeys([*named, *more]))
+        table["eos_token_id"] = [*named, *more]
         file.write_text(json.dumps(table, indent=2) + "\n")
 
 
