@@ -34,7 +34,9 @@ def file_of_rows(rows: Iterable[Mapping[str, Any]], directory: Path, answers: bo
     does not fit into JSON."""
     if hasattr(rows, "__arrow_c_stream__"):
         try:
-            rows = pa.table(rows).to_pylist()
+            table = pa.table(rows)
+            index = [name for name in table.column_names if name.startswith("__index_level_")]
+            rows = table.drop_columns(index).to_pylist()  # of pandas; it is no column of the user's
         except (pa.ArrowException, TypeError) as error:
             raise TaskError(f"data: no table that Arrow can read: {error}") from error
     lines = []

@@ -1,5 +1,6 @@
 """Settings = defaults ← TOML file ← `a.b=c` overrides: merged as tables, converted once."""
 
+import datetime
 import hashlib
 import os
 import re
@@ -203,7 +204,8 @@ def dump_toml(run: Run) -> str:
             return {k: drop_none(v) for k, v in value.items() if v is not None}
         return value
 
-    return tomli_w.dumps(drop_none(msgspec.to_builtins(run)))
+    own = (datetime.datetime, datetime.date, datetime.time)  # TOML has them, too
+    return tomli_w.dumps(drop_none(msgspec.to_builtins(run, builtin_types=own)))
 
 
 def find(path: Path) -> Path:

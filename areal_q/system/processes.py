@@ -171,11 +171,11 @@ def _waited_for() -> dict[int, int]:
     return ended
 
 
-def leaves_others_behind() -> bool:
-    """Returns True if a process that this one started goes on, detached ones included: its supervisor, whose
-    children these become, would end them with it."""
+def others_alive() -> set[int]:
+    """Returns the ids of the processes that this one has started and that go on, detached ones included: those
+    are its supervisor's children, which ends all of them with it."""
     found = _children_of(os.getpid(), os.getppid())
-    return any(child != os.getpid() and not ended for child, (_, ended) in found.items())
+    return {child for child, (_, ended) in found.items() if not ended} - {os.getpid()}
 
 
 def _children_of(*parents: int) -> dict[int, tuple[int, bool]]:

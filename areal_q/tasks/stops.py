@@ -16,8 +16,7 @@ from areal_q.system.files import replacing
 from areal_q.system.run_dir import STOPS_FILE
 from areal_q.tasks.base import Completed, Stop, Tokenizer
 
-CONFIGS = ("config.json", "generation_config.json")
-"""Files of a model that name tokens which end a reply"""
+_CONFIGS = ("config.json", "generation_config.json")
 
 
 def collect_stops(
@@ -34,7 +33,7 @@ def collect_stops(
     named = {
         "tokenizer": [] if tokenizer_eos is None else [tokenizer_eos],
         "chat template": [] if template_end is None else [template_end],
-        **{name: named_ends(directory / name) for name in CONFIGS},
+        **{name: named_ends(directory / name) for name in _CONFIGS},
     }
     sources: dict[int, list[str]] = {}
     for source, ids in named.items():
@@ -101,8 +100,8 @@ def read_stops(directory: Path) -> dict[int, Stop]:
 
 
 def named_ends(file: Path) -> list[int]:
-    """Returns the ids that one of CONFIGS names; none if there is no such file. Raises CheckpointError, which
-    names the file, for anything else than an id or a list of ids."""
+    """Returns the ids of ends that a file of a model names; none if there is no such file. Raises
+    CheckpointError, which names the file, for anything else than an id or a list of ids."""
     if not file.is_file():
         return []
     try:

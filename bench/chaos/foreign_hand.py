@@ -169,7 +169,8 @@ class ForeignHand:
         last = f"{2**64 - 1}-{2**64 - self._rng.choice((1, 2))}"
         with suppress(redis.ResponseError):
             self._client.xadd(stream, {RECORD: b"junk"}, last)
-            self._notes.spoiled.clear()  # who mends the stream gives its entries other ids
+            if stream == keys.groups:  # who mends the stream gives its entries other ids
+                self._notes.spoiled.clear()
             return 1
         return 0
 

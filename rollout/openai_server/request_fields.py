@@ -3,7 +3,6 @@
 from collections.abc import Container, Mapping
 from typing import Any, TypeVar
 
-import msgspec
 from msgspec import Raw, Struct
 
 from areal_q.errors import RecordError
@@ -66,7 +65,15 @@ _OF_TOOLS: dict[str, tuple[Any, ...]] = {
 _EMPTY = (None, "", [], {}, False)
 """What a field of a message or tool that is not implemented may hold, as in a reply that a client sends back"""
 _NESTED = frozenset(
-    ["cache_control", "index", "parsed_arguments", "prompt_cache_breakpoint", "type"]
+    [
+        "annotations",
+        "cache_control",
+        "id",
+        "index",
+        "parsed_arguments",
+        "prompt_cache_breakpoint",
+        "type",
+    ]
 )
 """Fields of messages and tools that leave what is drawn as it is"""
 
@@ -88,7 +95,7 @@ def decoded_request(data: bytes, type: type[B]) -> B:
                 if message.role != "assistant" and getattr(message, name):
                     raise RecordError(f"messages[{i}]: `{name}` is the assistant's alone")
         for name in ("messages", "tools"):
-            given = msgspec.json.decode(found[name]) if name in found else None
+            given = decoded(found[name], Any) if name in found else None
             refuse_unread(given, getattr(body, name), name)
     return body
 
@@ -99,7 +106,7 @@ def refuse_others(
     """Raises RecordError for a field that is not known, unless its value is null or one of its `neutral` ones,
     which ask for nothing."""
     for name, raw in found.items():
-        value = None if name in known else msgspec.json.decode(raw)
+        value = None if name in known else decoded(raw, Any)
         if value is not None and value not in neutral.get(name, ()):
             raise RecordError(f"`{name}` is not implemented")
 

@@ -146,7 +146,7 @@ def test_a_table_of_columns_is_its_rows(tmp_path: Path, kind: str) -> None:
     table = pa.Table.from_pylist(rows)
     if kind == "pandas":
         frame = pytest.importorskip("pandas").DataFrame(rows)
-        table, rows = frame[frame["x"] > 0.5], rows[2:]
+        table, rows = frame[frame["x"] != 1.0], [rows[0], rows[1], rows[3]]
     file = file_of_rows(table, tmp_path, answers=True)
     assert [json.loads(line) for line in file.read_text("utf-8").splitlines()] == rows
 

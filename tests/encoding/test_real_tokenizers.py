@@ -235,6 +235,10 @@ def test_a_result_does_not_end_itself() -> None:
     rendered = theirs(QWEN).apply_chat_template(talk, add_generation_prompt=True, tokenize=False)
     assert ours(QWEN).decode(ids) == rendered
     assert [ids.count(mark) for mark in marks] == [1, 1]
+    written = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'  # by the model, as text
+    ids, _ = ours(QWEN).encode_transcript([talk[0], {"role": "assistant", "content": written}], [])
+    marks = [theirs(QWEN).convert_tokens_to_ids(f"<{end}tool_call>") for end in ("", "/")]
+    assert [ids.count(mark) for mark in marks] == [1, 1]
 
 
 @pytest.mark.parametrize("ended", [True, False])

@@ -362,6 +362,7 @@ def test_what_would_change_the_draw_is_refused_by_its_name(
         (messages, said_of("assistant", USE, toolset_name=None, caller={"type": "direct"})),
         (messages, said_of("user", TEXT, citations=None)),
         (responses, {"tools": [FLAT | {"defer_loading": False, "strict": None}]}),
+        (responses, {"tools": [FLAT | {"output_schema": {"type": "object"}}]}),
     ],
 )
 def test_what_changes_no_draw_is_taken(dialect: Any, extra: dict[str, Any]):

@@ -13,6 +13,7 @@ from helpers.chain_models import byte_tokenizer, write_chain
 from helpers.commands import refused, run_here
 from helpers.policies import initial_model
 from safetensors.torch import load_file
+from transformers import GenerationConfig
 
 from areal_q.cli.quantize import quantize
 from areal_q.config import Chat, PretrainedModel, dump_toml
@@ -169,6 +170,15 @@ def test_an_export_names_an_end_that_only_the_template_has(tmp_path: Path):
         save_decoder(load_decoder(source), tmp_path / "out", load_tokenizer(source, chat))
         named = tmp_path / "out" / "generation_config.json"
         assert (json.loads(named.read_text())["eos_token_id"] if named.is_file() else None) == ends
+
+
+def test_an_end_of_config_json_is_named_where_that_is_not_read(tmp_path: Path):
+    """Where generation_config.json names any, transformers reads no other."""
+    ends = {"eos_token_id": 258}
+    source = write_chain(tmp_path / "m", "42<|im_end|>", eos=[258, 256], generation_config=ends)
+    save_decoder(load_decoder(source), tmp_path / "out", load_tokenizer(source), source=source)
+    named = GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id
+    assert named == [258, 256]
 
 
 def test_an_export_of_a_supervised_run_keeps_its_template(tmp_path: Path, make_run):

@@ -62,8 +62,6 @@ TOGETHER = REWARD.replace("def reward(", "async def reward(").replace(
 TOGETHER = TOGETHER.replace(
     "    if response == answer:\n",
     """    if response == "slow":
-        while not STARTED.exists():
-            await asyncio.sleep(0.01)
         await asyncio.sleep(float(prompt))
     if response in (answer, "slow"):
 """,
@@ -133,9 +131,12 @@ async def test_what_a_coroutine_started_ends_once_the_others_have_their_scores(
     reward = build_reward(load(None, [*settings, f"reward.timeout_s={timeout_s}"]))
     try:
         await reward.start()
-        slow = asyncio.create_task(reward(Problem(f"{0.8 * timeout_s}", "4"), [Completed("slow")]))
         hanging = asyncio.create_task(reward(PROBLEM, [Completed("hang")]))
-        assert await hanging == [Score.failed("timeout")]
+        while not (tmp_path / "started").exists():
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.5 * timeout_s)
+        slow = asyncio.create_task(reward(Problem(f"{0.8 * timeout_s}", "4"), [Completed("slow")]))
+        assert await hanging == [Score.failed("timeout")] and not slow.done()
         late = asyncio.create_task(reward(PROBLEM, [Completed("4")]))
         assert await slow == await late == [Score(1.0, True)]
         while len(alive(tmp_path)) > NEXT:

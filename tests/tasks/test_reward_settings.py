@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_q.config import Run, load, settings_hash
+from areal_q.config import Run, dump_toml, load, settings_hash
 from areal_q.errors import TaskError
 from areal_q.tasks import Completed, Problem, Score, build_reward, check_reward
 from areal_q.tasks.grading.own_reward import load_reward
@@ -103,6 +103,9 @@ def test_settings_of_a_reward_reach_its_process(
     (tmp_path / "mine.py").write_text(OF_A_DATE)
     given = f"{table}.settings={{to = {{here = 0.5}}, day = 2026-01-31, bound = inf}}"
     run = load(None, [*more, given])
+    (tmp_path / "config.toml").write_text(dump_toml(run))
+    assert load(tmp_path / "config.toml") == run
+    run = load(tmp_path / "config.toml")
     check_reward(run)
     assert asyncio.run(scored(run.of(run.sources[0]))) == [Score(0.5, False, {"kept": 1.0})]
     assert settings_hash(run) != settings_hash(load(None, more))

@@ -7,7 +7,7 @@ CSV, TSV            by the ending of the name; the first line has the names of t
 Parquet
 save_to_disk        a directory of `datasets`; of several splits `train`, or the only one
 the Hub             `org/name[:config][/split][@revision]`, such as openai/gsm8k:main/test; the split is `train`
-                    where none is named. What begins with a path that exists here is no data set of the Hub.
+                    where none is named. A path that exists here, or whose `org/name` does, is read here.
 """
 
 import codecs

@@ -238,17 +238,17 @@ class ChatTemplate:
         return (before, after) if found else None
 
     def _around_result(self) -> str:
-        """Returns what the template writes around the result of a tool; "" if it takes none."""
+        """Returns what the template writes between the results of two tools, which ends the one and begins the
+        other; "" if it takes none."""
         call = {"id": "probe0000", "type": "function", "function": _PROBED}
         called = {"role": "assistant", "content": "", "tool_calls": [call]}
         try:
-            talk = self._in_form(
-                [_ASKED, called, {"role": "tool", "content": MARK, "tool_call_id": "probe0000"}]
-            )
-            earlier, text = (self._render(said, reply=False) for said in (talk[:2], talk))
+            result = {"role": "tool", "content": MARK, "tool_call_id": "probe0000"}
+            talk = self._in_form([_ASKED, called, result, result])
+            parts = self._render(talk, reply=False).split(MARK)
         except TaskError:
             return ""
-        return text[common(earlier, text) :].replace(MARK, "")
+        return parts[1] if len(parts) == 3 else ""
 
     def _prompt_ends(self, befores: Sequence[str]) -> list[str]:
         """Returns what the prompt for a reply has beyond each of the texts before an assistant's content that

@@ -110,7 +110,9 @@ class Isolated:
             for child in self._children:
                 child.kill()
         await asyncio.to_thread(self._threads.shutdown)
-        for child in self._children:
+        with self._lock:
+            children = [*self._children]
+        for child in children:
             child.end()
 
     def _graded(self, ask: Ask) -> list[Graded]:
@@ -152,12 +154,12 @@ class Isolated:
 
     def _posted(self, ask: Ask) -> "tuple[RewardProcess, Future[list[Graded]]]":
         """Sends a question to this thread's process. Raises TaskError or ConfigError if none can be started."""
-        child = self._child()
-        if child.over:
-            threading.Thread(target=self._end, args=[child], daemon=True).start()
+        while (reply := (child := self._child()).post(ask, self._timeout_s)) is None:
             self._own.child = None
-            child = self._child()
-        return child, child.post(ask, self._timeout_s)
+            # Others may still wait for its answers.
+            patience_s = 2 * self._timeout_s + _BLOCKED_S
+            threading.Thread(target=self._end, args=[child, patience_s], daemon=True).start()
+        return child, reply
 
     def _child(self) -> "RewardProcess":
         """Returns this thread's process, which is started if there is none."""
@@ -182,8 +184,8 @@ class Isolated:
             raise (ConfigError if ready.extra_missing else TaskError)(ready.error)
         return child
 
-    def _end(self, child: "RewardProcess") -> None:
-        child.end()
+    def _end(self, child: "RewardProcess", patience_s: float = 0.0) -> None:
+        child.end(patience_s)
         with self._lock:
             self._children.discard(child)
 

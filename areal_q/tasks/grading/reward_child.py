@@ -20,7 +20,7 @@ from areal_q.config.tasks import Judge
 from areal_q.errors import ConfigError, TaskError
 from areal_q.sandbox.confine import NotIsolated, confine
 from areal_q.system.command import accept_any_text
-from areal_q.system.processes import leaves_others_behind, limit_memory
+from areal_q.system.processes import limit_memory, others_alive
 from areal_q.tasks.grading.child_process import failure_of, frame, private_socket
 from areal_q.tasks.grading.graders import GRADERS, check_extra, is_confined
 from areal_q.tasks.grading.judge import AskedJudge
@@ -103,6 +103,7 @@ def _one_by_one(scorer: Scorer, parent: socket.socket) -> None:
 async def _many(scorer: Scorer, parent: socket.socket, timeout_s: float) -> None:
     """Answers all questions as they come, each in a task of its own, until the parent has gone."""
     questions, answers = await asyncio.open_connection(sock=parent)
+    at_first = others_alive()  # what the file itself has started
 
     async def one(ask: Ask) -> None:
         limit = asyncio.timeout(timeout_s)
@@ -113,7 +114,7 @@ async def _many(scorer: Scorer, parent: socket.socket, timeout_s: float) -> None
         except Exception as error:  # as above
             late = limit.expired()
             graded = [Graded(error=TIMED_OUT, cause="timeout") if late else _failed(error, scorer)]
-        last = limit.expired() and leaves_others_behind()
+        last = limit.expired() and bool(others_alive() - at_first)
         answers.write(frame(Answer(ask.number, graded, last)))
 
     async with asyncio.TaskGroup() as tasks:

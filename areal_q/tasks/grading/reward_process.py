@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from concurrent.futures import Future
+from contextlib import suppress
 
 import msgspec
 
@@ -116,17 +117,18 @@ class RewardProcess:
         self._send(ask, timeout_s)
         return _answers.decode(self._frame(deadline)).graded
 
-    def post(self, ask: Ask, timeout_s: float) -> "Future[list[Graded]]":
-        """Sends a question, and returns what its reply will be in; an error of the process is raised there."""
+    def post(self, ask: Ask, timeout_s: float) -> "Future[list[Graded]] | None":
+        """Sends a question, and returns what its reply will be in; an error of the process is raised there.
+        Returns None if the process is `over`, and sends nothing."""
         ask = msgspec.structs.replace(ask, number=next(self._numbers))
         reply = Future[list[Graded]]()
         with self._lock:
+            if self.over:
+                return None
             self._open[ask.number] = reply
         try:
-            if self.over:
-                raise EOFError("it ended")
             self._send(ask, timeout_s)
-        except (OSError, EOFError) as error:
+        except OSError as error:
             self._settle(ask.number, error)
         return reply
 
@@ -135,14 +137,14 @@ class RewardProcess:
         try:
             while True:
                 answer = _answers.decode(self._frame(None))
-                self.over |= answer.last
+                with self._lock:
+                    self.over |= answer.last
                 self._settle(answer.number, answer.graded)
                 if self.over and not self._open:
                     self._process.terminate()
         except (OSError, EOFError, msgspec.MsgspecError) as error:
-            self.over = True
             with self._lock:
-                left = [*self._open]
+                self.over, left = True, [*self._open]
             self.open_at_end = len(left)
             for number in left:
                 self._settle(number, error)
@@ -188,11 +190,12 @@ class RewardProcess:
         self.over = True
         self._process.terminate()
 
-    def end(self) -> None:
-        """Has the process killed, unless it is `over` and will be once its open questions have answers; waits
-        until it and all that it started have ended, and closes the socket, which no thread may be using."""
-        if not (self.over and self._open):
-            self._process.terminate()
+    def end(self, patience_s: float = 0.0) -> None:
+        """Has the process killed, if it is not over after `patience_s`, waits until it and all that it started
+        have ended, and closes the socket, which no thread may be using."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(patience_s)
+        self._process.terminate()
         self._process.wait()
         if self._listener:
             self._listener.join()

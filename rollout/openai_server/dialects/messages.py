@@ -105,9 +105,8 @@ def decoded_chat(data: bytes, type: type[Counted] = Asked) -> ChatBody:
         raise ThreadRefused("`thread` is not implemented: send the whole conversation")
     refuse_others(found, {*type.__struct_fields__, *_WITHOUT_EFFECT}, _NEUTRAL)
     asked = decoded(data, type)
-    given = msgspec.json.decode(data)
-    for name in ("messages", "system", "tools"):
-        refuse_unread(given.get(name), getattr(asked, name), name, _HARMLESS)
+    for name in found.keys() & {"messages", "system", "tools"}:
+        refuse_unread(decoded(found[name], Any), getattr(asked, name), name, _HARMLESS)
     messages = [out for i, message in enumerate(asked.messages) for out in _plain(message, i)]
     if asked.messages and asked.messages[-1].role == "assistant":
         raise RecordError(

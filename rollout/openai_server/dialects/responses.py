@@ -33,7 +33,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Values, besides null, that ask for nothing"""
 
 
-_HARMLESS = frozenset(["annotations", "encrypted_content", "id", "logprobs", "status"])
+_HARMLESS = frozenset(
+    ["annotations", "encrypted_content", "id", "logprobs", "output_schema", "status"]
+)
 """Fields of items and tools that leave what is drawn as it is"""
 
 
@@ -94,7 +96,8 @@ def decoded_chat(data: bytes) -> ChatBody:
     found = decoded(data, dict[str, Raw])
     refuse_others(found, {*Asked.__struct_fields__, *_WITHOUT_EFFECT}, _NEUTRAL)
     asked = decoded(data, Asked)
-    refuse_unread(msgspec.json.decode(data).get("tools"), asked.tools, "tools", _HARMLESS)
+    if "tools" in found:
+        refuse_unread(decoded(found["tools"], Any), asked.tools, "tools", _HARMLESS)
     if "message.output_text.logprobs" in (asked.include or ()):
         raise RecordError("`include` of message.output_text.logprobs is not implemented")
     items = asked.input
