@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 from msgspec import Raw, Struct
 
 from areal_q.errors import RecordError
-from rollout.openai_server.schema import ChatBody, CompletionBody, decoded
+from rollout.openai_server.schema import ChatBody, CompletionBody, anything, decoded
 
 B = TypeVar("B", CompletionBody, ChatBody)
 
@@ -95,7 +95,7 @@ def decoded_request(data: bytes, type: type[B]) -> B:
                 if message.role != "assistant" and getattr(message, name):
                     raise RecordError(f"messages[{i}]: `{name}` is the assistant's alone")
         for name in ("messages", "tools"):
-            given = decoded(found[name], Any) if name in found else None
+            given = anything(found[name]) if name in found else None
             refuse_unread(given, getattr(body, name), name)
     return body
 
@@ -106,7 +106,7 @@ def refuse_others(
     """Raises RecordError for a field that is not known, unless its value is null or one of its `neutral` ones,
     which ask for nothing."""
     for name, raw in found.items():
-        value = None if name in known else decoded(raw, Any)
+        value = None if name in known else anything(raw)
         if value is not None and value not in neutral.get(name, ()):
             raise RecordError(f"`{name}` is not implemented")
 

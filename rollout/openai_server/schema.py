@@ -1,7 +1,7 @@
 """The fields of the endpoint's requests and answers: OpenAI's, and in addition `token_ids` and `versions`."""
 
 from itertools import accumulate
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -40,6 +40,11 @@ def decoded(data: bytes, type: type[_T]) -> _T:
         return msgspec.json.decode(data, type=type)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RecordError(in_words(error, type, untyped(data))) from error
+
+
+def anything(data: bytes) -> Any:
+    """Returns `data` as JSON of any kind. Raises RecordError where it is none."""
+    return decoded(data, cast("type[object]", Any))
 
 
 class StreamOptions(Struct):

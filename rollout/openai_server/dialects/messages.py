@@ -9,7 +9,7 @@ from areal_q.errors import RecordError
 from rollout.openai_server.dialects.blocks import Block, Blocks, Change
 from rollout.openai_server.replies import Event, Reply
 from rollout.openai_server.request_fields import decoded_request, refuse_others, refuse_unread
-from rollout.openai_server.schema import ChatBody, Told, decoded
+from rollout.openai_server.schema import ChatBody, Told, anything, decoded
 
 _WITHOUT_EFFECT = frozenset(["cache_control", "inference_geo", "metadata", "service_tier"])
 """Fields that leave what is drawn as it is, and are not read"""
@@ -106,7 +106,7 @@ def decoded_chat(data: bytes, type: type[Counted] = Asked) -> ChatBody:
     refuse_others(found, {*type.__struct_fields__, *_WITHOUT_EFFECT}, _NEUTRAL)
     asked = decoded(data, type)
     for name in found.keys() & {"messages", "system", "tools"}:
-        refuse_unread(decoded(found[name], Any), getattr(asked, name), name, _HARMLESS)
+        refuse_unread(anything(found[name]), getattr(asked, name), name, _HARMLESS)
     messages = [out for i, message in enumerate(asked.messages) for out in _plain(message, i)]
     if asked.messages and asked.messages[-1].role == "assistant":
         raise RecordError(

@@ -14,7 +14,7 @@ from areal_q.errors import RecordError
 from rollout.openai_server.dialects.blocks import Block, Blocks, Change
 from rollout.openai_server.replies import Event, Reply
 from rollout.openai_server.request_fields import decoded_request, refuse_others, refuse_unread
-from rollout.openai_server.schema import ChatBody, Told, decoded
+from rollout.openai_server.schema import ChatBody, Told, anything, decoded
 
 _WITHOUT_EFFECT = frozenset(
     [
@@ -97,7 +97,7 @@ def decoded_chat(data: bytes) -> ChatBody:
     refuse_others(found, {*Asked.__struct_fields__, *_WITHOUT_EFFECT}, _NEUTRAL)
     asked = decoded(data, Asked)
     if "tools" in found:
-        refuse_unread(decoded(found["tools"], Any), asked.tools, "tools", _HARMLESS)
+        refuse_unread(anything(found["tools"]), asked.tools, "tools", _HARMLESS)
     if "message.output_text.logprobs" in (asked.include or ()):
         raise RecordError("`include` of message.output_text.logprobs is not implemented")
     items = asked.input
