@@ -77,7 +77,7 @@ class _Body(Struct, kw_only=True):
 class CompletionBody(_Body, kw_only=True):
     prompt: str | Annotated[list[TokenId], Meta(max_length=_MAX_PROMPT)]
     logprobs: Annotated[int, Meta(ge=0, le=1)] | None = None
-    """Whether the drawn tokens' log-probs are asked for, also by 0; more than 1 would ask for other tokens'"""
+    """Asks for the drawn tokens' log-probs, also by 0; more than 1 would ask for other tokens'"""
 
     @property
     def limit(self) -> int | None:

@@ -163,7 +163,8 @@ def test_findings_name_what_stops_a_reply_and_what_is_left_out(model: Path):
     run = run_of(model, "rollout.sampling.max_tokens=57")
     said = {one.name: (one.level, one.says) for one in findings(run, check_model(run))}
     assert said["model"] == ("ok", f"{model}: qwen3, 16,128 parameters, 64 positions")
-    assert said["tokenizer"] == ("ok", "257 tokens, embedding 260; stops at <eos> (tokenizer)")
+    stops = "stops at <eos> (tokenizer, generation_config.json)"
+    assert said["tokenizer"] == ("ok", f"257 tokens, embedding 260; {stops}")
     assert said["prompt"] == ("ok", "8 tokens: '<say 19>'")
     level, says = said["prompts"]
     assert level == "warning" and "7 tokens fit before 57 more; 10 of 20 are longer" in says

@@ -76,7 +76,7 @@ def test_adapters_of_zero_are_the_base_bit_for_bit(
 
 
 @every_family
-def test_gradients_are_those_of_w_plus_s_b_a_through_transformers(
+def test_gradients_are_those_of_w_plus_s_b_a(
     make_run: MakeRun, tmp_path: Path, family: str
 ) -> None:
     policy = build_policy(run_of(make_run, tmp_path, family, "learner.recompute=true"))

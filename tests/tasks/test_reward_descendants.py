@@ -122,7 +122,7 @@ async def test_all_that_a_reward_started_ends_with_its_process(
 
 
 @pytest.mark.timeout(60)
-async def test_what_a_coroutine_started_ends_once_the_others_have_their_scores(
+async def test_what_a_coroutine_started_ends_after_the_others_of_it(
     settings: list[str], tmp_path: Path
 ):
     """All of a process's coroutines are one process, which others may still wait for."""

@@ -1,4 +1,4 @@
-"""By which texts in a chat template the format of a model's replies is known. The parsers are in
+"""The texts in a chat template by which the format of a model's replies is known. The parsers are in
 rollout/reply_formats/. Imports no torch."""
 
 from areal_q.errors import TaskError

@@ -20,7 +20,7 @@ class Block:
     text: str = ""
     """Its text, or a call's arguments, a JSON object"""
     status: Literal["in_progress", "completed", "incomplete"] = "in_progress"
-    """As responses say it: a text or thought that the limit has cut off stays incomplete"""
+    """The word of `/v1/responses` for it: a text or thought that the limit has cut off stays incomplete"""
 
 
 Change = tuple[Literal["opens", "grows", "closes"], Block, str]
