@@ -177,7 +177,13 @@ def _slow_consumer(cluster: Cluster, rng: random.Random) -> Undo:
         request = FetchChunk(digest="0" * 32, offset=offset, nbytes=1 << 20)
         with suppress(zmq.Again):
             dealer.send(encode(request), zmq.NOBLOCK)
-    return lambda: context.destroy(linger=0)
+
+    def undo() -> None:  # by their names, as sockets that nobody holds are collected at once
+        sub.close(linger=0)
+        dealer.close(linger=0)
+        context.term()
+
+    return undo
 
 
 def _foreign_hand(kind: str, cluster: Cluster, rng: random.Random) -> None:
