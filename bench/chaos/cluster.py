@@ -216,7 +216,7 @@ class Cluster:
 
     @property
     def published(self) -> Endpoints:
-        """Where the learner announces versions, and where they are fetched."""
+        """The places where the learner announces versions, and where they are fetched."""
         return Endpoints(self.endpoint("announce"), self.endpoint("fetch"))
 
     def tend(self) -> None:
