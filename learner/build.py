@@ -274,14 +274,14 @@ def _build(
         history = VersionHistory(keep, state.digests, forks_at(start, state.forks, keep))
         logged = iter_steps(directory / "steps", start)
         recorded = {r.step + 1: r.digest for r in logged} | buffer.unread_digests()
-    uses = state.uses if state else None
-    pool = ReplayPool(run.buffer, run.learner, run.seed, run.steps, buffer.position, uses)
+    pool = ReplayPool(
+        run.buffer, run.learner, run.seed, run.steps, buffer.position, state.uses if state else None
+    )
     weight_server, publisher = _publisher(run, policy, buffer, history, serves_at)
     writer = CheckpointWriter(directory / "checkpoints", run.checkpoint)
     policy.readers += [publisher.wait_until_read, writer.wait_until_read]
     metrics.also("progress", lambda _: progress.beat())
-    best = BestVersion(run, records)
-    heldout = HeldOutEvaluation(admission, buffer, tokenizer, metrics, best)
+    heldout = HeldOutEvaluation(admission, buffer, tokenizer, metrics, BestVersion(run, records))
     return Learner(
         run=run, step=start, updater=updater, buffer=buffer, admission=admission, history=history,
         group_reader=GroupReader(buffer, admission, history, run.learner, pool), heldout=heldout,

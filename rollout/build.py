@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -125,10 +126,9 @@ async def _serve(
     address: EndpointAddress,
     finished_wait_s: float,
 ) -> None:
-    parts: WorkerParts | None = None
-    buffer = WorkerBuffer(redis_url, run_name, name)
-    subscriber: WeightSubscriber | None = None
-    try:
+    async with AsyncExitStack() as stack:
+        buffer = WorkerBuffer(redis_url, run_name, name)
+        stack.push_async_callback(buffer.close)
         info = await buffer.run.unfinished(finished_wait_s)
         buffer.run.join(info)
         run = parse(info.config, f"run {run_name}")
@@ -143,22 +143,11 @@ async def _serve(
             config=run.broadcast,
             keys=source.load_keys(run.broadcast.keys),
         )
+        stack.callback(subscriber.close)
+        if parts.endpoint:
+            stack.push_async_callback(parts.endpoint.close)
         worker = Worker(
-            name=name,
-            engine=parts.engine,
-            buffer=buffer,
-            subscriber=subscriber,
-            tokenizer=parts.tokenizer,
-            environment=parts.environment,
-            run=run,
-            run_id=info.run_id,
-            observe=observe,
-            source=source,
-        )
+            name=name, engine=parts.engine, buffer=buffer, subscriber=subscriber, tokenizer=parts.tokenizer,
+            environment=parts.environment, run=run, run_id=info.run_id, observe=observe, source=source,
+        )  # fmt: skip
         await worker.run(parts.endpoint.start if parts.endpoint else None)
-    finally:
-        if parts and parts.endpoint:
-            await parts.endpoint.close()
-        if subscriber:
-            subscriber.close()
-        await buffer.close()

@@ -21,16 +21,10 @@ from areal_q.config.objectives import (
 
 
 def loss_fn(
-    inputs: LossInputs,
-    objective: ObjectiveConfig,
-    aggregation: AggregationConfig | None = None,
-    totals: Totals | None = None,
-    *,
-    reference_kl: ReferenceKl | None = None,
-    entropy_coef: float = 0.0,
-    value: ValueLoss | None = None,
-    balance: Tensor | None = None,
-) -> LossOutputs:
+    inputs: LossInputs, objective: ObjectiveConfig, aggregation: AggregationConfig | None = None,
+    totals: Totals | None = None, *, reference_kl: ReferenceKl | None = None, entropy_coef: float = 0.0,
+    value: ValueLoss | None = None, balance: Tensor | None = None,
+) -> LossOutputs:  # fmt: skip
     """Returns the micro-batch's share of the step's loss, and metrics. The loss aggregates over tokens
 
         -J + coef · KL(π_θ‖π_ref) - entropy_coef · entropy + coef · value loss

@@ -186,17 +186,10 @@ class Episodes(Environment):
         return episode
 
     async def turn(
-        self,
-        episode: Episode,
-        said: Said,
-        context: list[int],
-        stop_ids: frozenset[int],
-        max_tokens: int | None,
-        stop: tuple[str, ...] = (),
-        on_token: TokenCallback | None = None,
-        view: Callable[[Completion], Message] | None = None,
-        id: str = "",
-    ) -> Completion:
+        self, episode: Episode, said: Said, context: list[int], stop_ids: frozenset[int],
+        max_tokens: int | None, stop: tuple[str, ...] = (), on_token: TokenCallback | None = None,
+        view: Callable[[Completion], Message] | None = None, id: str = "",
+    ) -> Completion:  # fmt: skip
         """Draws a turn after the tokens `context`, which are all that is before it, and records it; what of
         them was not recorded yet has loss mask 0. With it `said` is all that the agent has sent, and `view`
         returns the turn as the message that the agent receives, whose reply has this `id`.
@@ -207,6 +200,30 @@ class Episodes(Environment):
         episode has ended meanwhile or has too many branches, or `context` begins otherwise than the ticket's
         prompt: a group's prompts share at least their first token.
         """
+        room = self._room(episode, context)
+        number = await self._reserved(episode, min(max_tokens or room, room))
+        try:
+            # Looked at only now, as the turn may have waited for others.
+            if self._played.get(episode.id) is not episode:
+                raise RecordError("the episode has ended while the turn waited for others")
+            if len(episode.response.branches) + len(episode.reserved) > MOST_BRANCHES:
+                raise RecordError(f"the episode would have more than {MOST_BRANCHES} branches")
+            before, most = Response(prompt=context, turns=number), episode.reserved[number]
+            done = await self._client.generate_turn(
+                episode.ticket, episode.index, before, stop_ids, most, stop=stop, on_token=on_token
+            )
+        finally:
+            del episode.reserved[number]
+            episode.freed.set()
+            episode.seen_s = time.monotonic()
+        told = self._told(said, context, done, view)
+        state = record(episode.response, episode.prompt, context, done)
+        episode.states.append(state._replace(id=id, **told))
+        return done
+
+    def _room(self, episode: Episode, context: list[int]) -> int:
+        """Returns how many tokens may follow `context`. Raises RecordError if there are none, or if it begins
+        with another token than the ticket's prompt."""
         if context[0] != episode.prompt[0]:
             raise RecordError(
                 "the prompt does not begin with the first token of the ticket's prompt"
@@ -217,30 +234,7 @@ class Episodes(Environment):
                 "the episode's maximum context length is exceeded: it would have more tokens than "
                 f"{self._learner.pass_limit}"
             )
-        number = await self._reserved(episode, min(max_tokens or room, room))
-        try:
-            # Looked at only now, as the turn may have waited for others.
-            if self._played.get(episode.id) is not episode:
-                raise RecordError("the episode has ended while the turn waited for others")
-            if len(episode.response.branches) + len(episode.reserved) > MOST_BRANCHES:
-                raise RecordError(f"the episode would have more than {MOST_BRANCHES} branches")
-            done = await self._client.generate_turn(
-                episode.ticket,
-                episode.index,
-                Response(prompt=context, turns=number),
-                stop_ids,
-                episode.reserved[number],
-                stop=stop,
-                on_token=on_token,
-            )
-        finally:
-            del episode.reserved[number]
-            episode.freed.set()
-            episode.seen_s = time.monotonic()
-        told = self._told(said, context, done, view)
-        state = record(episode.response, episode.prompt, context, done)
-        episode.states.append(state._replace(id=id, **told))
-        return done
+        return room
 
     async def _reserved(self, episode: Episode, most: int) -> int:
         """Returns the number of a new turn, for which at most so many of the tokens are reserved that may still

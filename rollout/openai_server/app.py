@@ -95,20 +95,7 @@ class Endpoint:
                 connection.request_ends()
 
         app = web.Application(middlewares=[guard], client_max_size=MAX_BODY_BYTES)
-        app.router.add_post("/inference/v1/generate", self._generate)
-        app.router.add_post("/v1/episodes/{id}/inference/v1/generate", self._generate)
-        # Anthropic's clients append "/v1" to a base URL themselves.
-        for base in ("/v1", "/v1/episodes/{id}", "/v1/episodes/{id}/v1"):
-            app.router.add_get(f"{base}/models", self._models)
-            app.router.add_get(f"{base}/models/{{name}}", self._of_name)
-            app.router.add_post(f"{base}/completions", self._completions)
-            app.router.add_post(f"{base}/chat/completions", self._chat)
-            app.router.add_post(f"{base}/responses", self._responses)
-            app.router.add_post(f"{base}/messages", self._messages)
-            app.router.add_post(f"{base}/messages/count_tokens", self._count)
-        app.router.add_post("/v1/episodes", self._begin)
-        app.router.add_post("/v1/episodes/{id}/reward", self._reward)
-        app.router.add_delete("/v1/episodes/{id}", self._drop)
+        self._add_routes(app.router)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
         await self._runner.setup()
         connections = Connections(self._runner.server, most_connections())
@@ -125,6 +112,22 @@ class Endpoint:
             token = self._token.decode() if self._token else ""
             self._episodes.begin_playing(self.url(port), self._model, token)
         return port
+
+    def _add_routes(self, router: Any) -> None:
+        router.add_post("/inference/v1/generate", self._generate)
+        router.add_post("/v1/episodes/{id}/inference/v1/generate", self._generate)
+        # Anthropic's clients append "/v1" to a base URL themselves.
+        for base in ("/v1", "/v1/episodes/{id}", "/v1/episodes/{id}/v1"):
+            router.add_get(f"{base}/models", self._models)
+            router.add_get(f"{base}/models/{{name}}", self._of_name)
+            router.add_post(f"{base}/completions", self._completions)
+            router.add_post(f"{base}/chat/completions", self._chat)
+            router.add_post(f"{base}/responses", self._responses)
+            router.add_post(f"{base}/messages", self._messages)
+            router.add_post(f"{base}/messages/count_tokens", self._count)
+        router.add_post("/v1/episodes", self._begin)
+        router.add_post("/v1/episodes/{id}/reward", self._reward)
+        router.add_delete("/v1/episodes/{id}", self._drop)
 
     def url(self, port: int) -> str:
         """Returns the base URL that clients of this `port` are given."""
