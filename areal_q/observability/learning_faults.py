@@ -29,7 +29,7 @@ FaultName = Literal[
 ]
 FAULTS: tuple[FaultName, ...] = get_args(FaultName)
 LASTING = 5
-"""Number of steps in a row for which rewards must be flat, or responses cut off."""
+"""Number of steps in a row for which rewards must be flat, responses cut off, or answers wrong."""
 AVERAGED = 10
 """Number of steps over which the reward is averaged."""
 FLAT_SHARE = 0.9
@@ -241,7 +241,7 @@ class LearningJudge:
 
     def _unsolved(self) -> Iterator[Fault]:
         """A short run has no other sign of a prompt that the model was not taught, if it hits by luck."""
-        if not self._evals or not self._steps or (best := self._evals[1].value) > RARELY:
+        if not self._evals or self._steps < LASTING or (best := self._evals[1].value) > RARELY:
             return
         # Drawn answers may be right though the likeliest ones to a few held-out problems are not.
         means = [m for r in self._recent if (m := r.get("reward/mean")) is not None]

@@ -76,6 +76,11 @@ CASES: list[tuple[str, list[Record], list[FaultName]]] = [
     ),
     ("never right, but drawn answers are", [*steps(*MANY), *evals(0.0, 0.0)], []),
     ("never right, before a step", evals(0.0), []),
+    (
+        "never right, in a run of a few steps",
+        [*steps(*[{"reward/mean": 0.0}] * 4), *evals(0.0, 0.0)],
+        [],
+    ),
     ("rarely right at first", [*steps(*MANY, **{"reward/mean": 0.05}), *evals(0.0, 0.06)], []),
     (
         "never right, but the reward rises",
