@@ -25,9 +25,9 @@ class Slow(VersionBuilder):
         super().__init__(VersionSettings.of(run))
         self.may = threading.Event()
 
-    def build(self, *args: Any) -> WeightVersion:
+    def build(self, *args: Any, **named: Any) -> WeightVersion:
         self.may.wait()
-        return super().build(*args)
+        return super().build(*args, **named)
 
 
 @pytest.mark.parametrize(
