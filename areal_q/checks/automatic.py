@@ -114,7 +114,7 @@ def why_no_scales(run: Run) -> str:
     if isinstance(run.model, SmallModel):
         return "a small model has no outliers"
     if isinstance(run.model, HfModel):
-        return "only our own decoder has scales by channel"
+        return ""
     family = _config_of(run).get("model_type")
     if family in OFFSET_NORMS:
         return "its scales do not fit norms that multiply by 1 + w"

@@ -141,10 +141,6 @@ def _refused(run: Run) -> Iterator[tuple[str, str]]:
         ),
         "learner.routing_replay": (learner.routing_replay, "its engine tells no routes"),
         "learner.router_aux_coef": (learner.router_aux_coef > 0, "its routers tell no loads"),
-        "rollout.smoothing": (
-            rollout.smooths is not None,
-            "only our decoder has scales by channel",
-        ),
         "rollout.aqn": (rollout.aqn is not None, "it knows norms by our decoder's names"),
         "rollout.kv_scales": (rollout.kv_scales is not None, "its cache is float32"),
     }

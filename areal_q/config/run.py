@@ -182,7 +182,7 @@ class KvScales(Settings, frozen=True, kw_only=True):
 class Smoothing(Settings, frozen=True, kw_only=True):
     """Scales by channel in the published weights: SmoothQuant's, which move activations' outliers there; for
     int4 and int4-g32 AWQ's, and clips of each group, chosen once. The model computes the same; the learner's
-    own weights stay as they are."""
+    own weights stay as they are. Of a model that transformers computes, each linear divides its own input."""
 
     alpha: Fraction = 0.5
     """Share of the outliers that goes into the weights: s = max|x|^alpha / max|W|^(1 - alpha). AWQ's is

@@ -40,6 +40,9 @@ class Decoder(nn.Module):
         self.dtype = torch.float32
         """Dtype of the matrix products and of the hidden states; the residual stream is summed in float32."""
 
+    one_pass = True
+    """True if each layer is run once in a forward pass"""
+
     def recompute_layers(self, on: bool) -> None:
         """Turns activation checkpointing on or off: the backward pass then runs each layer again, and only its
         input is kept."""
@@ -66,6 +69,10 @@ class Decoder(nn.Module):
                 return fused.hidden_states(self.model, token_ids, layout)
         with torch.autocast(token_ids.device.type, self.dtype):
             return self.model(token_ids, layout, routing).to(self.dtype)
+
+    def by_token(self, x: Tensor, layout: PackedLayout) -> Tensor:
+        """Returns what a layer was given in a pass of a batch of this `layout`, [T, D], without any padding."""
+        return x
 
     @property
     def head(self) -> Tensor:

@@ -8,11 +8,19 @@ import torch
 from torch import Tensor, nn
 
 from areal_q.config import Smoothing
+from areal_q.models.config import DecoderConfig
 from areal_q.models.decoder import Decoder
 from areal_q.models.layers.linear import Linear
 from areal_q.models.packed_layout import PackedLayout
 from areal_q.quant.awq import scales_for
-from areal_q.quant.rescaling import Fold
+from areal_q.quant.rescaling import Fold, inputs_of, pairs_of
+from areal_q.quant.smoothing import SmoothingScales
+
+
+def scales_of(config: DecoderConfig, format: str, cfg: Smoothing) -> SmoothingScales:
+    """Returns scales for a model of `config` in `format`, to be chosen."""
+    pairs = pairs_of if config.foreign is None else inputs_of
+    return scales_for(format, cfg, config.head_dim, pairs)
 
 
 def first_folds(
@@ -20,7 +28,7 @@ def first_folds(
 ) -> Mapping[str, Fold]:
     """Returns what the parameters of `model` are multiplied by in a learner's first version. It is measured on
     the first `prompts`, token ids, with at least `cfg.tokens` tokens in all."""
-    scales = scales_for(format, cfg, model.config.head_dim)
+    scales = scales_of(model.config, format, cfg)
     state = model.state_dict()
     ids, layout = packed(prompts, cfg.tokens)
     scales.update(state, measured_inputs(model, ids, layout, scales.measure))
@@ -52,17 +60,20 @@ def measured_inputs(
     found: dict[str, Tensor] = {}
 
     def observe(name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        x = args[0]  # an expert's may be none
+        x = model.by_token(args[0], layout)  # an expert's may be none
         found[name] = measure(x if len(x) else x.new_zeros(1, x.shape[-1]))
 
     hooks = [
         module.register_forward_pre_hook(partial(observe, f"{name}.weight"))
         for name, module in model.named_modules()
-        if isinstance(module, Linear) and module is not model.lm_head
+        if isinstance(module, Linear) and name != "lm_head"
     ]
+    before = model.dtype, model.one_pass
+    model.dtype, model.one_pass = torch.float32, True
     try:
-        model.model(token_ids, layout)
+        model(token_ids, layout)
     finally:
+        model.dtype, model.one_pass = before
         for hook in hooks:
             hook.remove()
     return found

@@ -27,8 +27,8 @@ from areal_q.quant.format import Ranges, blocked
 from areal_q.quant.formats.int4 import Int4
 from areal_q.quant.linears import is_quantized
 from areal_q.quant.registry import FORMATS
-from areal_q.quant.rescaling import Fold, Pair, by_channel, by_column, pairs_of
-from areal_q.quant.smoothing import SmoothingScales, wanted_log2
+from areal_q.quant.rescaling import Fold, Pair, by_channel, by_column, channels_of, pairs_of
+from areal_q.quant.smoothing import Pairs, SmoothingScales, wanted_log2
 
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 CLIPS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
@@ -36,18 +36,20 @@ _CLIP = ".clip"
 """What follows a weight's name in a checkpoint"""
 
 
-def scales_for(format: str, cfg: Smoothing, head_dim: int) -> SmoothingScales:
+def scales_for(
+    format: str, cfg: Smoothing, head_dim: int, pairs: Pairs = pairs_of
+) -> SmoothingScales:
     """Returns scales for `format`, to be chosen: AWQ's for one of WEIGHT_SCALES, else SmoothQuant's."""
     if format in WEIGHT_SCALES:
-        return AwqScales(cfg, head_dim, format)
-    return SmoothingScales(cfg, head_dim)
+        return AwqScales(cfg, head_dim, format, pairs)
+    return SmoothingScales(cfg, head_dim, pairs)
 
 
 class AwqScales(SmoothingScales):
     """The scales and clips in use."""
 
-    def __init__(self, cfg: Smoothing, head_dim: int, format: str) -> None:
-        super().__init__(cfg, head_dim)
+    def __init__(self, cfg: Smoothing, head_dim: int, format: str, pairs: Pairs) -> None:
+        super().__init__(cfg, head_dim, pairs)
         found = FORMATS[format]
         assert isinstance(found, Int4)
         self._format = found
@@ -66,7 +68,7 @@ class AwqScales(SmoothingScales):
         """Chooses scales and clips for the weights `state`, whose linears have such `inputs`, [2, in] by the
         name of the weight, as `measure` returns them."""
         self._folds = None
-        for pair in pairs_of(state):
+        for pair in self._pairs(state):
             self._scales[pair.writer] = self._scale(pair, state, inputs)
         for name, fold in super().folds(state).items():
             if is_quantized(name):
@@ -92,9 +94,8 @@ class AwqScales(SmoothingScales):
     def _scale(
         self, pair: Pair, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
     ) -> Tensor:
-        channels = state[f"{pair.writer}.weight"].shape[0]
         mean = torch.stack([inputs[name][0] for name in pair.readers]).amax(0)
-        mean = by_channel(mean, channels, self._head_dim)
+        mean = by_channel(mean, channels_of(pair, state), self._head_dim)
         found = []
         for alpha in ALPHAS:
             s = wanted_log2(mean, torch.ones_like(mean), alpha).round().exp2()

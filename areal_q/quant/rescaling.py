@@ -12,6 +12,10 @@ heads that share a value head share its scales). Biases of readers act after the
 per-head norms of q and k (Qwen3). The function stays the same in real arithmetic, and bit for bit where s is a
 power of two.
 
+Of a model that transformers computes only the linears are known. There each linear divides its own input by s,
+which is published beside its weight: no writer is needed, and the function stays the same whatever the layers
+are.
+
 Smoothing (smoothing.py) chooses s by channel for all of them. UAQ, update-aware quantization (QuRL §4.3), is
 one number s for the norms alone, applied once before training:
 
@@ -29,6 +33,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+from areal_q.quant.linears import is_quantized
 
 _FED_BY_NORM = {
     "input_layernorm": re.compile(r"self_attn\.[qkv]_proj\.weight"),
@@ -52,7 +58,8 @@ class Pair:
     """A module that writes channels, and the weights whose columns read them."""
 
     writer: str
-    """The module's name, such as `model.layers.0.input_layernorm`."""
+    """The module's name, such as `model.layers.0.input_layernorm`; where a linear divides its own input, a name
+    that no module has, such as `model.layers.0.mlp.fc1.input`."""
     readers: tuple[str, ...]
     """The names of the weights, such as `model.layers.0.self_attn.q_proj.weight`."""
 
@@ -78,6 +85,12 @@ def pairs_of(names: Iterable[str]) -> list[Pair]:
     if not pairs:
         raise ValueError("no decoder layers among the names")
     return pairs
+
+
+def inputs_of(names: Iterable[str]) -> list[Pair]:
+    """Returns a pair for each linear among the parameters `names` that a format applies to: it divides its own
+    input."""
+    return [Pair(f"{n.removesuffix('.weight')}.input", (n,)) for n in names if is_quantized(n)]
 
 
 def _pairs_in(layer: str, inside: list[str]) -> list[Pair]:
@@ -109,6 +122,8 @@ class Fold:
     """float32 [in]"""
     clip: Tensor | None = None
     """Share, 0 … 1, of the ranges of the product that int4's scales cover, float32 [out, ⌈in/group⌉]."""
+    at_input: bool = False
+    """True if the linear itself divides its input by `columns`, which are published beside its weight."""
 
     def of(self, parameter: Tensor) -> Tensor:
         """Returns the product, [out] or [out, in]."""
@@ -127,18 +142,29 @@ class Fold:
 
 
 def folds_of(
-    state: Mapping[str, Tensor], scales: Mapping[str, Tensor], head_dim: int
+    pairs: Iterable[Pair],
+    state: Mapping[str, Tensor],
+    scales: Mapping[str, Tensor],
+    head_dim: int,
 ) -> dict[str, Fold]:
-    """Returns what the pairs of `state` are multiplied by, by the parameters' names: a writer by 1/s, its
+    """Returns what the `pairs` of `state` are multiplied by, by the parameters' names: a writer by 1/s, its
     readers by s. `scales` has s, float32 [channels], by the writer's name; `head_dim` is the width of a head,
     for readers that share value heads."""
     rows: dict[str, Tensor] = {}
     columns: dict[str, Tensor] = {}
-    for pair in pairs_of(state):
-        s = scales[pair.writer]
-        rows |= dict.fromkeys(pair.written & state.keys(), 1 / s)
+    alone: set[str] = set()
+    for pair in pairs:
+        s, written = scales[pair.writer], pair.written & state.keys()
+        rows |= dict.fromkeys(written, 1 / s)
         columns |= {n: by_column(s, state[n].shape[-1], head_dim) for n in pair.readers}
-    return {n: Fold(rows.get(n), columns.get(n)) for n in rows | columns}
+        alone.update(() if written else pair.readers)
+    return {n: Fold(rows.get(n), columns.get(n), at_input=n in alone) for n in rows | columns}
+
+
+def channels_of(pair: Pair, state: Mapping[str, Tensor]) -> int:
+    """Returns how many channels are scaled: those that the writer has, or the columns of a linear alone."""
+    writer = state.get(f"{pair.writer}.weight")
+    return state[pair.readers[0]].shape[1] if writer is None else writer.shape[0]
 
 
 def by_column(s: Tensor, columns: int, head_dim: int) -> Tensor:

@@ -11,18 +11,21 @@ to a power of two: multiplying by one is exact, so that in float32 and in bfloat
 compute bit for bit what the learner's do, and a norm that was bfloat16 is so still. s stays where it is until
 the wanted one is more than a factor of 4 away, so that deltas from version to version stay small.
 
+In a model that transformers computes, each linear has an s of its own, and divides its input by it as engines
+run it: s is published beside the weight, float32 [in], as `X.smoothing` for `X.weight`.
+
 The learner's own weights stay as they are: its optimizer, checkpoints and exports know nothing of s. What is
 published depends on the s in use, and they are part of a checkpoint, like sticky scales.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from areal_q.config import Smoothing
 from areal_q.quant.linears import is_quantized
-from areal_q.quant.rescaling import Fold, Pair, by_channel, folds_of, pairs_of
+from areal_q.quant.rescaling import Fold, Pair, by_channel, channels_of, folds_of, pairs_of
 
 _MOST = 10.0
 """Largest |log2 s|: a channel that is nearly always 0 must not scale its weights without bound."""
@@ -40,11 +43,15 @@ def wanted_log2(inputs: Tensor, weights: Tensor, alpha: float) -> Tensor:
     return (log2 - log2.nanmedian()).nan_to_num(0.0).clamp(-_MOST, _MOST)
 
 
+Pairs = Callable[[Iterable[str]], list[Pair]]
+
+
 class SmoothingScales:
     """The scales in use, one for each channel of each writer."""
 
-    def __init__(self, cfg: Smoothing, head_dim: int) -> None:
-        self.cfg, self._head_dim = cfg, head_dim
+    def __init__(self, cfg: Smoothing, head_dim: int, pairs: Pairs = pairs_of) -> None:
+        """`pairs` is `inputs_of` for a model that transformers computes."""
+        self.cfg, self._head_dim, self._pairs = cfg, head_dim, pairs
         self._scales: dict[str, Tensor] = {}
         self._folds: dict[str, Fold] | None = None
 
@@ -62,9 +69,8 @@ class SmoothingScales:
         """Chooses scales for the weights `state`, whose linears have inputs of the largest magnitudes `inputs`,
         float32 [in] by the name of the weight. Scales that are good enough stay as they are."""
         self._folds = None
-        for pair in pairs_of(state):
-            channels = state[f"{pair.writer}.weight"].shape[0]
-            wanted = wanted_log2(*self._largest(pair, channels, state, inputs), self.cfg.alpha)
+        for pair in self._pairs(state):
+            wanted = wanted_log2(*self._largest(pair, state, inputs), self.cfg.alpha)
             used = self._scales.get(pair.writer)
             new = wanted.round().exp2()
             if used is not None:
@@ -74,7 +80,8 @@ class SmoothingScales:
     def folds(self, state: Mapping[str, Tensor]) -> Mapping[str, Fold]:
         """Returns what the parameters `state` are multiplied by, by name; nothing without any scales."""
         if self._folds is None:
-            self._folds = folds_of(state, self._scales, self._head_dim) if self._scales else {}
+            pairs = self._pairs(state) if self._scales else []
+            self._folds = folds_of(pairs, state, self._scales, self._head_dim)
         return self._folds
 
     def tensors(self) -> dict[str, Tensor]:
@@ -86,10 +93,11 @@ class SmoothingScales:
         self._scales, self._folds = dict(tensors), None
 
     def _largest(
-        self, pair: Pair, channels: int, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
+        self, pair: Pair, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Returns the largest magnitudes of the channels of `pair`, and of the quantized weights' columns that
         read them."""
+        channels = channels_of(pair, state)
         seen = torch.stack([inputs[name] for name in pair.readers]).amax(0)
         columns = [state[n].abs().amax(0).float() for n in pair.readers if is_quantized(n)]
         both = seen, torch.stack(columns).amax(0)

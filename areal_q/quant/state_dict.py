@@ -23,6 +23,8 @@ from areal_q.quant.linears import is_quantized
 from areal_q.quant.registry import FORMATS
 from areal_q.quant.rescaling import Fold
 
+SMOOTHING = "smoothing"
+"""What follows a linear's name for the s by which it divides its input, float32 [in] (smoothing.py)"""
 _FUSED = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
     **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
@@ -67,6 +69,8 @@ def quantize_state(
             parts = chosen.quantize(tensor, name, ranges.get(name), fold)
             prefix = name.removesuffix("weight")
             published.update({prefix + suffix: parts[suffix] for suffix in chosen.suffixes})
+            if fold and fold.at_input and fold.columns is not None:
+                published[prefix + SMOOTHING] = fold.columns
         else:
             published[name] = fold.of(tensor) if fold else tensor.detach()
     return published
@@ -91,8 +95,9 @@ def dequantize_state(published: Mapping[str, Tensor], format: str) -> dict[str, 
         if suffix is None:
             state[name] = tensor
         elif suffix == chosen.suffixes[0]:
-            parts = parts_of(published, linear, format)
-            state[f"{linear}.weight"] = chosen.dequantize(parts)
+            weight = chosen.dequantize(parts_of(published, linear, format))
+            s = published.get(f"{linear}.{SMOOTHING}")
+            state[f"{linear}.weight"] = weight if s is None else weight / s
     return state
 
 
@@ -148,8 +153,8 @@ def codes_of(published: Mapping[str, Tensor], format: str) -> dict[str, Tensor]:
 
 
 def _split(name: str, format: Format) -> tuple[str, str | None]:
-    """(linear, suffix) of a published tensor; None for one that is no part of a quantized weight."""
-    for suffix in format.suffixes:
+    """(linear, suffix) of a published tensor; None for one that is no part of a quantized linear."""
+    for suffix in (*format.suffixes, SMOOTHING):
         linear = name.removesuffix("." + suffix)
         if linear != name and is_quantized(f"{linear}.weight"):
             return linear, suffix

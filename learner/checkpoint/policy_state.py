@@ -9,7 +9,7 @@ from areal_q.config import Run
 from areal_q.errors import CheckpointError
 from areal_q.models import Decoder
 from areal_q.models.low_bit.quantized_forward import materialise
-from areal_q.quant.awq import scales_for
+from areal_q.models.smoothed_state import scales_of
 from areal_q.system.files import clear_leftovers
 from learner.backends.precision import PrecisionSettings, set_precision
 from learner.backends.single_device import TorchPolicy
@@ -35,7 +35,7 @@ def policy_of(model: Decoder, run: Run) -> TorchPolicy:
     policy.calibrate = run.rollout.kv_scales
     policy.sticky = VersionSettings.of(run).new_ranges()
     if smooths := run.rollout.smooths:
-        policy.smoothing = scales_for(run.rollout.format, smooths, model.config.head_dim)
+        policy.smoothing = scales_of(model.config, run.rollout.format, smooths)
     return policy
 
 

@@ -51,30 +51,36 @@ class VersionPolicies:
         format = settings.format
         noise = noise_of(settings.aqn, number, settings.seed)
         self.learnt = copy.deepcopy(model).requires_grad_(False)
-        self.noisy, clips = self.learnt, {}
+        self.noisy, left = self.learnt, dict[str, Fold]()  # what linears do themselves
         if noise or smoothing:
             self.noisy = copy.deepcopy(self.learnt)
             state = with_noise(model.state_dict(), noise, settings.uaq_scale)
             folds = smoothing.folds(state) if smoothing else {}
+            left = {
+                n: f if f.at_input else Fold(clip=f.clip)
+                for n, f in folds.items()
+                if f.at_input or f.clip is not None
+            }
+            done = {n: f for n, f in folds.items() if not f.at_input}
             self.noisy.load_state_dict(
-                {n: folds[n].of(t) if n in folds else t for n, t in state.items()}
+                {n: done[n].of(t) if n in done else t for n, t in state.items()}
             )
-            clips = {n: Fold(clip=f.clip) for n, f in folds.items() if f.clip is not None}
-            fold(self.noisy, clips)  # its weights have the scales already
+            fold(self.noisy, left)
         if adapted(self.noisy):  # a model with adapters runs on the published tensors already
             if noise and settings.rounds_rest:
                 round_frozen(self.noisy)
             self.dequantized = self.engine = self.noisy
             return
-        published = published_state(self.noisy, format, sticky, folds=clips)
+        published = published_state(self.noisy, format, sticky, folds=left)
         if settings.rounds_rest:
             published = rest_in_bf16(published, format)
         self.dequantized = copy.deepcopy(self.noisy)
         self.dequantized.load_state_dict(dequantize_state(published, format))
         self.engine = copy.deepcopy(self.noisy)
         use(QuantLinear, self.engine, format)
-        if sticky or clips:
+        if sticky or left:
             for name, linear in linears(self.engine).items():
+                linear.fold = left.get(f"{name}.weight")  # type: ignore[assignment]
                 linear.take(parts_of(published, name, format))  # type: ignore[attr-defined]
         round_rest(self.engine, settings.rounds_rest)
 

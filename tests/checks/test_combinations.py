@@ -74,7 +74,6 @@ REFUSED = [
     ("learner.routing_replay=true", r"learner\.routing_replay: not with phi"),
     ("learner.router_aux_coef=0.1", r"learner\.router_aux_coef: not with phi"),
     ("rollout.engine.type=vllm", r"rollout\.engine\.type = 'vllm': not with phi"),
-    ("rollout.smoothing.alpha=0.5", r"rollout\.smoothing: not with phi"),
     ("rollout.aqn.sigma_start=0.1", r"rollout\.aqn: not with phi"),
     ("rollout.engine.kv_cache_bytes=9", r"engine\.kv_cache_bytes: not heeded by .*type = 'hf'"),
     ("rollout.engine.prefill_tokens=99", r"engine\.prefill_tokens: not heeded"),

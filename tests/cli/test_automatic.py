@@ -94,6 +94,7 @@ def test_a_model_that_cannot_be_read_stays_what_it_is(tmp_path, text):
     [
         (["rollout.format=int8"], True, "is on: int8 is nearer"),
         (["rollout.format=fp8-channel"], True, "is on: fp8-channel is nearer"),
+        (["rollout.format=int8", "model={type='hf',path='none'}"], True, "is on: int8 is nearer"),
         (["rollout.format=fp8"], False, "is off: fp8 is no nearer"),
         (["rollout.format=int4"], False, ""),
         (

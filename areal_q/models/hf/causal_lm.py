@@ -7,7 +7,7 @@ several responses share is computed for each of them.
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -52,8 +52,7 @@ class HfDecoder(Decoder):
             if module._parameters and type(module) is not nn.Embedding:
                 kind: Any = Linear if known else roundable(type(module))
                 module.__class__ = kind  # changes the forward pass and keeps the parameters
-        self._one_pass = False
-        """True if all rows are padded to the longest and computed at once"""
+        self.one_pass = False  # if True, all rows are padded to the longest and computed at once
         self._nets = (net,)  # in a tuple, so that it is no further child
 
     @property
@@ -74,7 +73,7 @@ class HfDecoder(Decoder):
         net.train()
 
     def prepare_sharding(self) -> list[nn.Module]:
-        self._one_pass = True
+        self.one_pass = True
         kinds = self.net._no_split_modules or ()
         return [m for m in self.modules() if type(m).__name__ in kinds][::-1]
 
@@ -82,19 +81,20 @@ class HfDecoder(Decoder):
         self, token_ids: Tensor, layout: PackedLayout, routing: Routing | None = None
     ) -> Tensor:
         reduced, batches = self.dtype != torch.float32, [b.rows for b in layout.buckets]
-        if self._one_pass:
+        if self.one_pass:
             batches = [torch.cat([F.pad(b, (0, layout.longest - b.shape[1])) for b in batches])]
         with torch.autocast(token_ids.device.type, self.dtype, enabled=reduced):
             hidden = [
                 self.net.base_model(input_ids=token_ids[rows], use_cache=False).last_hidden_state
                 for rows in batches
             ]
-        if self._one_pass:
-            hidden = hidden[0].split([len(b.rows) for b in layout.buckets])
-        rows = [
-            x[:, b.first : b.rows.shape[1]] for x, b in zip(hidden, layout.buckets, strict=True)
-        ]
-        return torch.cat([x.flatten(0, 1) for x in rows])[layout.unpad].to(self.dtype)
+        if self.one_pass:
+            return self.by_token(hidden[0], layout).to(self.dtype)
+        return _packed(hidden, layout).to(self.dtype)
+
+    def by_token(self, x: Tensor, layout: PackedLayout) -> Tensor:
+        rows = x.reshape(-1, layout.longest, x.shape[-1])
+        return _packed(rows.split([len(b.rows) for b in layout.buckets]), layout)
 
     @property
     def head(self) -> Tensor:
@@ -163,6 +163,12 @@ class HfDecoder(Decoder):
         names = {id(p): name for name, p in self.named_parameters()}
         every = self.named_parameters(remove_duplicate=False)
         return state | {name: state[names[id(p)]] for name, p in every if names[id(p)] in state}
+
+
+def _packed(rows: Sequence[Tensor], layout: PackedLayout) -> Tensor:
+    """Returns the padded rows of each bucket, [sequences, longest, D], as packed tokens [T, D]."""
+    kept = [x[:, b.first : b.rows.shape[1]] for x, b in zip(rows, layout.buckets, strict=True)]
+    return torch.cat([x.flatten(0, 1) for x in kept])[layout.unpad]
 
 
 class BehindHead:

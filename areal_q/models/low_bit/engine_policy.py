@@ -19,7 +19,8 @@ from areal_q.models.hf.checkpoint import meta_decoder
 from areal_q.models.low_bit.lora import AdaptedLinear, adapter_of
 from areal_q.models.low_bit.quantized_forward import QuantLinear, linears
 from areal_q.quant import is_quantized
-from areal_q.quant.state_dict import parts_of
+from areal_q.quant.rescaling import Fold
+from areal_q.quant.state_dict import SMOOTHING, parts_of
 
 ROUNDING = 1e-7
 """Relative standard deviation of what `perturbed` does to an input: about one spacing of float32"""
@@ -63,6 +64,8 @@ def load_published(
     for name, linear in linears(model).items():
         assert isinstance(linear, QuantLinear)
         parts = parts_of(published, name, linear.format)
+        s = published.get(f"{name}.{SMOOTHING}")
+        linear.fold = None if s is None else Fold(columns=s.to(device), at_input=True)
         linear.take({k: t.to(device) for k, t in parts.items()})
         if adapter := adapter_of(published, name):
             pair = adapter[0].to(device), adapter[1].to(device)

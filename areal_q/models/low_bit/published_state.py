@@ -9,7 +9,7 @@ from areal_q.models.low_bit.lora import adapted, is_adapter
 from areal_q.models.low_bit.quantized_forward import QuantLinear, linears
 from areal_q.quant.registry import FORMATS
 from areal_q.quant.rescaling import Fold
-from areal_q.quant.state_dict import RangePolicy, quantize_state
+from areal_q.quant.state_dict import SMOOTHING, RangePolicy, quantize_state
 
 
 def published_state(
@@ -45,4 +45,6 @@ def published_state(
             published |= {
                 prefix + suffix: linear.parts[suffix] for suffix in FORMATS[format].suffixes
             }
+            if linear.fold and linear.fold.at_input and linear.fold.columns is not None:
+                published[prefix + SMOOTHING] = linear.fold.columns
     return published
