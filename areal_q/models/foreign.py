@@ -8,6 +8,8 @@ from areal_q.errors import CheckpointError
 COMPUTED_BY = "computed_by"
 """Key that marks such a `config.json` in checkpoints and manifests; exported files do not have it."""
 TRANSFORMERS = "transformers"
+TRANSPOSED = ("gpt2", "openai-gpt")
+"""Families whose files have the linears of the layers as [in, out]"""
 NO_LIMIT = 1 << 17
 """Positions of a model that names no bound, as with ALiBi"""
 _BY_LENGTH = ("dynamic", "longrope")

@@ -10,14 +10,14 @@ _QUANTIZED = re.compile(
     r"self_attn\.[qkvo]_proj|linear_attn\.(?:in_proj_qkv|in_proj_z|out_proj)|"
     r"mlp\.(?:experts\.\d+\.|shared_experts?\.)?(?:gate|up|down)_proj|"
     r"block_sparse_moe\.experts\.\d+\.w[123]|"
-    # From here on: families that transformers computes. A router is none, nor is GPT-2's transposed c_attn.
+    # From here on: families that transformers computes. A router is none.
     r"self_attn\.(?:qkv_proj|out_proj|dense|[qk]v?_[ab]_proj|kv_a_proj_with_mqa)|"
     r"mlp\.(?:gate_up_proj|fc[12]|c_fc|c_proj)|fc[12]"
     r")\.weight$"
     r"|(?:^|\.)(?:layers|h|blocks)\.\d+\.(?:"
     r"(?:attention|self_attention)\.(?:query_key_value|dense)|"
-    r"attn\.(?:attention\.)?(?:[qkv]_proj|out_proj|Wqkv)|"
-    r"mlp\.(?:dense_h_to_4h|dense_4h_to_h|fc_in|fc_out)|ffn\.(?:up|down)_proj"
+    r"attn\.(?:attention\.)?(?:[qkv]_proj|out_proj|Wqkv|c_attn|c_proj)|"
+    r"mlp\.(?:dense_h_to_4h|dense_4h_to_h|fc_in|fc_out|c_fc|c_proj)|ffn\.(?:up|down)_proj"
     r")\.weight$"
 )
 MOST_INPUTS = (2**31 - 1) // 127**2

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from areal_q.config import AdamW, Mix, Run, TorchBackend
+from areal_q.config import AdamW, HfModel, Mix, Run, TorchBackend
 from areal_q.errors import Stopped
 from areal_q.models import Decoder
 from areal_q.system.files import move_into_place, save_tensors
@@ -122,7 +122,8 @@ def _train(
 def _key(run: Run, task: Task) -> str:
     """Returns a hash of the settings and of some problems, since a file of problems may change."""
     some = range(min(len(task.train), 4096))
-    revision = REVISION + isinstance(run.task, Mix)  # once a mixture's weights were not heeded
+    # Once a mixture's weights were not heeded, and GPT-2's linears were [in, out].
+    revision = REVISION + isinstance(run.task, Mix) + isinstance(run.model, HfModel)
     parts = [revision, run.model, run.task, run.warmstart, run.seed, len(task.train)]
     parts += [problem_at(task, number, run.seed) for number in some]
     return hashlib.blake2b(msgspec.msgpack.encode(parts), digest_size=12).hexdigest()

@@ -5,8 +5,9 @@ import threading
 from pathlib import Path
 
 import pytest
-from helpers.kinds import VOCAB, config_of, foreign_model, write_foreign
+from helpers.kinds import VOCAB, character_tokenizer, config_of, foreign_model, write_foreign
 from helpers.policies import build_policy
+from transformers import CTRLConfig
 
 from areal_q.checks.automatic import settled
 from areal_q.checks.combinations import check_backend
@@ -111,9 +112,11 @@ def test_what_needs_our_decoder_is_refused_by_name(
 
 
 def test_adapters_need_linears_that_formats_apply_to(tmp_path: Path) -> None:
-    write_foreign(tmp_path / "gpt2", "gpt2")
-    with pytest.raises(UserError, match="q_proj is no linear of gpt2: it has none that formats"):
-        check_model(run_of(tmp_path / "gpt2", "learner.lora.rank=4"))
+    config = CTRLConfig(vocab_size=VOCAB, n_embd=32, dff=48, n_layer=2, n_head=4, n_positions=64)
+    foreign_model(config).save_pretrained(tmp_path / "ctrl")
+    character_tokenizer().save_pretrained(tmp_path / "ctrl")
+    with pytest.raises(UserError, match="q_proj is no linear of ctrl: it has none that formats"):
+        check_model(run_of(tmp_path / "ctrl", "learner.lora.rank=4"))
     small = load(None, ['learner.lora.targets=["lm_head"]'])
     with pytest.raises(UserError, match=r"learner\.lora\.targets: lm_head is no linear of qwen3"):
         check_model(small)

@@ -29,7 +29,8 @@ from transformers import (
 )
 
 from areal_q.models import DecoderConfig
-from areal_q.quant import FORMATS
+from areal_q.models.foreign import TRANSPOSED
+from areal_q.quant import FORMATS, is_quantized
 
 E4M3 = torch.float8_e4m3fn
 every_format = pytest.mark.parametrize("name", list(FORMATS))
@@ -214,6 +215,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """Arguments of transformers' configurations, by model_type"""
+
+
+def upright(family: str, state: dict[str, Any]) -> dict[str, Any]:
+    """Returns `state`, or what is like it, with the linears that transformers has as [in, out] turned to
+    [out, in], or turned back."""
+    turned = family in TRANSPOSED
+    return {n: t.t().contiguous() if turned and is_quantized(n) else t for n, t in state.items()}
 
 
 def foreign_config(family: str, **more: Any) -> Any:

@@ -7,12 +7,13 @@ import pytest
 import torch
 from helpers.engines import ask, generate
 from helpers.fixture_types import MakeRun, MakeSamples
-from helpers.kinds import VOCAB, write_foreign
+from helpers.kinds import VOCAB, upright, write_foreign
 from helpers.policies import build_policy, raw_bytes, save_at
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 from areal_q.config import HfEngine, Run
 from areal_q.models import Decoder, PackedLayout
@@ -28,7 +29,8 @@ IDS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
 SCALE = 2.0
 LORA = ["learner.uaq=1", "learner.lora={rank=4, alpha=8.0}", "learner.optimizer.lr=0.02"]
 every_family = pytest.mark.parametrize(
-    "family", ["gpt_neox", "phi", "gemma2", "opt", "starcoder2", "gptj", "bloom", "deepseek_v3"]
+    "family",
+    ["gpt_neox", "phi", "gemma2", "opt", "starcoder2", "gptj", "bloom", "deepseek_v3", "gpt2"],
 )
 
 
@@ -55,8 +57,9 @@ def dequantized(policy: TorchPolicy, directory: Path) -> Any:
     """transformers' model with the base that the policy's adapters stand on."""
     net = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     with adapters_off(policy.model), torch.no_grad():
-        for name, linear in adapted(policy.model).items():
-            net.get_parameter(f"{name}.weight").copy_(linear.merged())
+        merged = {f"{n}.weight": linear.merged() for n, linear in adapted(policy.model).items()}
+        for name, weight in upright(net.config.model_type, merged).items():
+            net.get_parameter(name).copy_(weight)
     return net.requires_grad_(False)
 
 
@@ -70,7 +73,7 @@ def test_adapters_of_zero_are_the_base_bit_for_bit(
         assert torch.equal(got, logits(policy.model))
     net = dequantized(policy, tmp_path)
     torch.testing.assert_close(got, net(IDS[None]).logits[0], atol=1e-5, rtol=1e-5)
-    known = {n for n, m in net.named_modules() if isinstance(m, nn.Linear)}
+    known = {n for n, m in net.named_modules() if isinstance(m, nn.Linear | Conv1D)}
     with_one = {n for n, m in adapted(policy.model).items() if m.has_adapter}
     assert with_one == {n for n in known if is_quantized(f"{n}.weight")} != set()
 
@@ -89,10 +92,9 @@ def test_gradients_are_those_of_w_plus_s_b_a(
         name: [t.clone().requires_grad_() for t in linear.factors()]
         for name, linear in adapted(policy.model).items()
     }
-    weights = {
-        f"{name}.weight": net.get_submodule(name).weight + SCALE * b @ a
-        for name, (a, b) in pairs.items()
-    }
+    added = {f"{name}.weight": SCALE * b @ a for name, (a, b) in pairs.items()}
+    added = upright(family, added)
+    weights = {name: net.get_parameter(name) + more for name, more in added.items()}
     want = functional_call(net, weights, (IDS[None],)).logits[0]
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
     (want * upstream).sum().backward()
@@ -101,7 +103,7 @@ def test_gradients_are_those_of_w_plus_s_b_a(
             torch.testing.assert_close(own.weight.grad, other.grad, atol=1e-3, rtol=1e-3, msg=name)
 
 
-@pytest.mark.parametrize("family", ["gpt_neox", "gemma2", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["gpt_neox", "gemma2", "deepseek_v3", "gpt2"])
 def test_what_is_learnt_is_drawn_with_restored_and_exported(
     make_run: MakeRun, make_samples: MakeSamples, tmp_path: Path, family: str
 ) -> None:
@@ -150,7 +152,8 @@ def test_what_is_learnt_is_drawn_with_restored_and_exported(
     with torch.no_grad():
         for name in adapted(policy.model):
             a, b = (factors[f"base_model.model.{name}.lora_{x}.weight"] for x in "AB")
-            base.get_parameter(f"{name}.weight").add_(SCALE * b @ a)
+            weight = f"{name}.weight"
+            base.get_parameter(weight).add_(upright(family, {weight: SCALE * b @ a})[weight])
         for net in (merged, base):
             torch.testing.assert_close(net(ids[None]).logits[0], wanted, atol=1e-4, rtol=1e-4)
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from helpers.engines import ask, generate
 from helpers.fixture_types import MakeRun, MakeSamples
-from helpers.kinds import FAMILIES, VOCAB, write_foreign
+from helpers.kinds import FAMILIES, VOCAB, upright, write_foreign
 from helpers.policies import initial_model, save_at
 from helpers.strategies import grouped
 from torch import Tensor
@@ -67,7 +67,11 @@ def computing(net: Any, names: Mapping[str, Any], product: Product) -> Iterator[
     """Gives the linears of transformers' `net` that have these weights the outputs of `product`."""
 
     def hook(name: str) -> Any:
-        return lambda module, args, out: product(name, args[0], module.weight, module.bias)
+        def products(module: Any, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+            weight = upright(net.config.model_type, {name: module.weight})[name]
+            return product(name, args[0], weight, module.bias)
+
+        return products
 
     modules = dict(net.named_modules())
     linears = [modules[name.removesuffix(".weight")] for name in names]
@@ -96,7 +100,7 @@ def test_a_scaled_model_of_transformers_computes_the_same(family: str, tmp_path:
         found = net(input_ids=IDS[None]).logits
     assert float((found - wanted).abs().max()) <= 1e-9 * float(wanted.abs().max())
     moved = sum(int((fold.columns != 1).sum()) for fold in folds.values())  # type: ignore[union-attr]
-    assert (moved > 40) == bool(folds)
+    assert moved > 40
 
 
 def by_hand(weights: Mapping[str, Tensor]) -> Product:
@@ -153,7 +157,7 @@ def test_int8_products_are_nearer_where_there_are_outliers(family: str, tmp_path
         errors.append(0.0)
         with computing(net, found, measured):
             net(input_ids=IDS[None])
-    assert errors[1] < 0.9 * errors[0] or not found, errors
+    assert errors[1] < 0.9 * errors[0], errors
 
 
 @pytest.mark.parametrize("family", ["gemma2", "opt", "bloom", "deepseek_v3"])

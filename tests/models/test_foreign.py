@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.kinds import FAMILIES, VOCAB, foreign_config, foreign_model, write_foreign
+from helpers.kinds import FAMILIES, VOCAB, foreign_config, foreign_model, upright, write_foreign
 from helpers.strategies import grouped
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BertConfig, MambaConfig
+from transformers.pytorch_utils import Conv1D
 
 from areal_q.errors import CheckpointError
 from areal_q.models import Decoder, PackedLayout, packed_layout, save_decoder
@@ -85,7 +86,7 @@ def test_log_probs_and_gradients_are_transformers_own(
     weights = torch.linspace(-1, 1, len(got))
     (got * weights).sum().backward()
     (want * weights).sum().backward()
-    expected = {n: p.grad for n, p in net.named_parameters()}
+    expected = upright(family, {n: p.grad for n, p in net.named_parameters()})
     found = dict(model.named_parameters())
     assert found.keys() == expected.keys()
     for name, grad in expected.items():
@@ -164,14 +165,14 @@ def test_every_linear_of_a_layer_but_routers_is_quantized() -> None:
         left = {
             name.rpartition(".")[2]
             for name, module in net.named_modules()
-            if isinstance(module, nn.Linear) and not is_quantized(f"{name}.weight")
+            if isinstance(module, nn.Linear | Conv1D) and not is_quantized(f"{name}.weight")
         }
         assert left <= {"lm_head", "shared_expert_gate", "gate"}, family
         others = [
             name
             for name, module in net.named_modules()
             for p, tensor in module.named_parameters(recurse=False)
-            if is_quantized(f"{name}.{p}") and not isinstance(module, nn.Linear)
+            if is_quantized(f"{name}.{p}") and not isinstance(module, nn.Linear | Conv1D)
         ]
         assert others == [], family
 

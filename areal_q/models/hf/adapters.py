@@ -15,6 +15,7 @@ import torch
 
 from areal_q.config import Lora
 from areal_q.models.decoder import Decoder
+from areal_q.models.foreign import TRANSPOSED
 from areal_q.models.hf.checkpoint import new_decoder, save_decoder
 from areal_q.models.low_bit.lora import adapted, adapters_off, merged_state
 from areal_q.quant.rescaling import fold_back
@@ -61,7 +62,7 @@ def save_adapted(
         "lora_dropout": 0.0,
         "target_modules": list(targets),
         "bias": "none",
-        "fan_in_fan_out": False,
+        "fan_in_fan_out": model.config.family in TRANSPOSED,
         "inference_mode": True,
     }
     (target / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from areal_q.errors import CheckpointError, ConfigError
 from areal_q.models.config import DecoderConfig
 from areal_q.models.decoder import Decoder
-from areal_q.models.foreign import COMPUTED_BY
+from areal_q.models.foreign import COMPUTED_BY, TRANSPOSED
 from areal_q.models.hf.foreign_files import transformers
 from areal_q.models.layers.linear import Linear
 from areal_q.models.layers.moe import Routing
@@ -36,7 +36,8 @@ _RANDOM = ("drop", "jitter")
 
 
 class HfDecoder(Decoder):
-    """A decoder whose layers are transformers' own. Its `state_dict` has their names, each tensor once."""
+    """A decoder whose layers are transformers' own. Its `state_dict` has their names, each tensor once. Linears
+    that transformers has as [in, out] are [out, in] here."""
 
     def __init__(self, config: DecoderConfig, net: Any) -> None:
         nn.Module.__init__(self)
@@ -46,8 +47,13 @@ class HfDecoder(Decoder):
         net.get_input_embeddings().padding_idx = None
         for name, child in net.named_children():
             self.add_module(name, child)
+        module: Any
         for name, module in self.named_modules():
-            known = isinstance(module, nn.Linear) and is_quantized(f"{name}.weight")
+            known = is_quantized(f"{name}.weight")
+            if known and config.family in TRANSPOSED:
+                turned = module.weight.detach().t().contiguous()
+                module.weight = nn.Parameter(turned)
+                module.out_features, module.in_features = turned.shape
             # `round_rest` knows an embedding, of which it rounds what is looked up alone.
             if module._parameters and type(module) is not nn.Embedding:
                 kind: Any = Linear if known else roundable(type(module))
@@ -150,6 +156,8 @@ class HfDecoder(Decoder):
         """Writes the weights `state`, and config.json, for transformers into `directory`."""
         dtype = next(iter(state.values())).dtype
         head = {n: state[n] for n in self.net.state_dict() if n in state}
+        if self.config.family in TRANSPOSED:
+            head |= {n: t.t().contiguous() for n, t in head.items() if is_quantized(n)}
         self.net.save_pretrained(directory, state_dict=self._with_tied(head))
         table = {k: v for k, v in self.config.to_hf().items() if k != COMPUTED_BY}
         table |= {

@@ -10,8 +10,9 @@ import msgspec
 
 from areal_q.errors import CheckpointError, ConfigError, installing
 from areal_q.models.config import DecoderConfig
-from areal_q.models.foreign import COMPUTED_BY, TRANSFORMERS
+from areal_q.models.foreign import COMPUTED_BY, TRANSFORMERS, TRANSPOSED
 from areal_q.models.hf.weight_files import opened, weight_files
+from areal_q.quant.linears import is_quantized
 from areal_q.tasks.encoding.hf_tokenizer import check_whole
 
 
@@ -28,8 +29,8 @@ def transformers() -> Any:
 
 def load_foreign_config(path: str | Path) -> DecoderConfig:
     """Returns what is known of the model in directory `path`, of any family, with the names and shapes in its
-    files. Raises CheckpointError, which names the file, if transformers does not know the family, or it is not
-    one of causal language models."""
+    files, those of linears as [out, in]. Raises CheckpointError, which names the file, if transformers does not
+    know the family, or it is not one of causal language models."""
     directory = Path(path)
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: no such directory")
@@ -59,5 +60,7 @@ def load_foreign_config(path: str | Path) -> DecoderConfig:
     for weights in weight_files(directory):
         with opened(weights, "numpy") as tensors:
             for name in tensors.keys():  # noqa: SIM118
-                shapes[name] = tuple(tensors.get_slice(name).get_shape())
+                shape = tuple(tensors.get_slice(name).get_shape())
+                turned = config.family in TRANSPOSED and is_quantized(name)
+                shapes[name] = shape[::-1] if turned else shape
     return msgspec.structs.replace(config, stored=tuple(shapes.items()))
