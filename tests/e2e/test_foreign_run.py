@@ -58,6 +58,8 @@ def run_replayed_and_resumed(at: Path, family: str, *settings: str) -> tuple[Pat
 )
 def test_a_run_of_another_family_is_whole(family: str, format: str, tmp_path: Path) -> None:
     directory, steps = run_replayed_and_resumed(tmp_path, family, f"rollout.format={format}")
+    smoothed = "[rollout.smoothing]" in (directory / "config.toml").read_text()
+    assert smoothed == (family == "gpt_neox")  # by default
     # Of rounding the weights alone; a wrong position, mask or temperature is off by tenths.
     assert all(r["mismatch/lag_0/kl_k3"] < 0.01 for r in steps)
     newest = checkpoint.steps(directory / "checkpoints")[-1]
