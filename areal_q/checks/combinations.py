@@ -42,21 +42,24 @@ def check_family(run: Run, shape: DecoderConfig, rollouts: bool = True) -> None:
         why = "whose norms multiply by 1 + w, and whose layers keep a state"
     elif shape.offset_norms:
         why = "whose norms multiply by 1 + w"
-    elif shape.stacked_experts:
+    elif shape.sinks:
         why = "whose attention has sinks, and whose files stack experts that are clamped"
+    elif shape.experts and shape.experts.shared:
+        why = "which has an expert that all tokens share"
     else:
         return
     uaq, engine = run.learner.uaq, run.rollout.engine
+    shared = shape.experts is not None and shape.experts.shared is not None
     served = isinstance(engine, VllmEngine | SglangEngine)
     others = served or isinstance(engine, HfEngine)
     for setting, (is_set, instead) in {
         f"learner.uaq = {uaq:g}": (uaq > 1 and shape.offset_norms, "learner.uaq = 1"),
         f"rollout.engine.type = {engine.__struct_config__.tag!r}": (
-            rollouts and ((served and shape.stacked_experts) or (others and bool(shape.delta))),
+            rollouts and ((served and (shape.sinks or shared)) or (others and bool(shape.delta))),
             "rollout.engine.type = 'torch'",
         ),
         "rollout.smoothing": (
-            rollouts and run.rollout.smooths is not None,
+            rollouts and run.rollout.smooths is not None and (shape.offset_norms or shape.sinks),
             "rollout.smoothing = 'off'",
         ),
         "rollout.kv_scales": (

@@ -95,8 +95,7 @@ def _layer_bytes(run: Run, shape: DecoderConfig, tokens: float, padded: float) -
     keys and values of one whole head at least. The fused pass in bfloat16 keeps gate and up in two bytes, the
     residual stream in four (areal_q/models/fused/trunk.py)."""
     heads = shape.heads * shape.head_dim
-    experts = shape.experts
-    mlp = experts.mlp * experts.per_token if experts else shape.mlp
+    mlp = shape.active_mlp
     fused = run.learner.products == "bfloat16" and run.learner.precision == "full"
     if fused and not shape.delta and not isinstance(run.model, HfModel):
         return tokens * (4 * mlp + 16 * shape.width + 4 * heads), "N · (4 · mlp + 16 · D + 4 · q)"
@@ -117,7 +116,7 @@ def _delta_bytes(
     chunks = math.ceil(length / chunk)
     each = 6 * rule.key_dim + 3 * rule.value_dim + 7 * chunk
     of_heads = rule.value_heads * chunks * (chunk * each + rule.key_dim * rule.value_dim)
-    of_token = 7 * shape.width + 4 * shape.mlp + 5 * rule.value_heads * rule.value_dim
+    of_token = 7 * shape.width + 4 * shape.active_mlp + 5 * rule.value_heads * rule.value_dim
     return 4 * (tokens * of_token + rows * (3 * length * rule.channels + of_heads))
 
 

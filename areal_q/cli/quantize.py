@@ -10,7 +10,7 @@ import typer
 
 from areal_q.errors import CheckpointError, ConfigError, QuantizationError
 from areal_q.models import load_config, load_decoder
-from areal_q.models.hf.quantized import QUANTIZATION_CONFIGS, STACKED, write_checkpoint
+from areal_q.models.hf.quantized import QUANTIZATION_CONFIGS, RELAID, write_checkpoint
 from areal_q.models.hf.vllm_shapes import vllm_refuses
 from areal_q.quant import FORMATS, quantize_state
 from areal_q.system.files import replacing
@@ -42,8 +42,8 @@ def main(
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype}: none of {', '.join(DTYPES)}")
     shape = load_config(source)
-    if shape.stacked_experts:
-        raise ConfigError(f"{source}: {shape.family}: {STACKED}")
+    if shape.relaid:
+        raise ConfigError(f"{source}: {shape.family}: {RELAID}")
     problem = vllm_refuses(shape, format)
     if problem and format != "fp8":  # whose blocks transformers takes at any width
         raise ConfigError(f"--format {format}: {problem}")

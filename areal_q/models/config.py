@@ -15,6 +15,7 @@ from areal_q.models.rope_scaling import (
     ropes_of,
 )
 from areal_q.models.variants import (
+    STATEFUL,
     biases_of,
     not_implemented,
     text_part,
@@ -33,15 +34,20 @@ FAMILIES = {
     "gemma3_text": "Gemma3ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
 }
 """The class of transformers by `model_type`."""
 _TIED = {"smollm3": True, "gemma3_text": True}
 """The families whose head is the embedding where config.json does not say."""
-OFFSET_NORMS = {"gemma3_text", "qwen3_5_text"}
+OFFSET_NORMS = {"gemma3_text", *STATEFUL}
 """The families whose norms multiply by 1 + w, where w is the weight in their files."""
 _SIZES = {
     "gpt_oss": {"rms_norm_eps": 1e-5, "head_dim": 64, "num_key_value_heads": 8},
     "qwen3_5_text": {"head_dim": 256, "num_key_value_heads": 4},
+    "qwen3_next": {"head_dim": 256, "num_key_value_heads": 2},
+    "qwen3_5_moe_text": {"head_dim": 256, "num_key_value_heads": 2},
 }
 """Sizes of a family where config.json does not say, other than those of most"""
 MOST_LAYERS, MOST_EXPERTS = 1000, 100_000
@@ -82,7 +88,8 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
     layers that see a window. gpt-oss is a mixture whose router and experts have biases, with a clamped
     activation, and a sink for each head of attention: a learnt score of no token. Qwen3.5 has Gemma's form of
     norms, gates what attention found, turns a part of each head alone, and keeps a state in place of keys and
-    values in most layers.
+    values in most layers; so does Qwen3-Next. Its experts, those of Qwen3.5's mixtures and Qwen2-MoE's have one
+    beside them that all tokens share.
     """
 
     family: str
@@ -129,7 +136,7 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
 
     @property
     def qk_norm(self) -> bool:
-        return self.family in ("qwen3", "qwen3_moe", "gemma3_text", "qwen3_5_text")
+        return self.family in ("qwen3", "qwen3_moe", "gemma3_text", *STATEFUL)
 
     @property
     def outer_norms(self) -> bool:
@@ -145,7 +152,7 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
     def output_gates(self) -> bool:
         """True if what each head of attention found is multiplied by σ of a gate, which q_proj gives behind the
         head's query."""
-        return self.family == "qwen3_5_text"
+        return self.family in STATEFUL
 
     @property
     def q_features(self) -> int:
@@ -169,9 +176,9 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
         return self.family == "gpt_oss"
 
     @property
-    def stacked_experts(self) -> bool:
-        """True if files have all experts of a layer in one tensor (areal_q/models/hf/stacked_experts.py)."""
-        return self.family == "gpt_oss"
+    def relaid(self) -> bool:
+        """True if files have tensors laid out otherwise than ours (areal_q/models/hf/stored_layout.py)."""
+        return self.family in ("gpt_oss", "qwen3_next")
 
     @property
     def embedding_scale(self) -> float | None:
@@ -197,6 +204,13 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
     def window_of(self, layer: int) -> int | None:
         """Returns the number of tokens that one attends to in `layer`; None: all before it."""
         return self.window if layer in self.sliding else None
+
+    @property
+    def active_mlp(self) -> int:
+        """Number of channels, in the MLPs of a layer, that a token meets."""
+        if self.experts is None:
+            return self.mlp
+        return self.experts.mlp * self.experts.per_token + (self.experts.shared or 0)
 
     @property
     def sparse_layers(self) -> tuple[int, ...]:
@@ -245,6 +259,9 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
                 for expert in range(self.experts.count):
                     of_expert = f"{at}mlp.experts.{expert}."
                     found |= _mlp(of_expert, width, self.experts.mlp, self.mlp_bias)
+                if self.experts.shared:
+                    found |= _mlp(f"{at}mlp.shared_expert.", width, self.experts.shared)
+                    found[f"{at}mlp.shared_expert_gate.weight"] = (1, width)
             else:
                 found |= _mlp(f"{at}mlp.", width, self.mlp, self.mlp_bias)
             if self.outer_norms:
@@ -281,7 +298,9 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
             raise CheckpointError(f"model_type = {family!r}: must be text")
         if family not in FAMILIES:
             raise NotOurs(f"model_type {family!r} is none of {', '.join(FAMILIES)}")
-        sizes = read(_SIZES.get(family, {}) | hf, _Sizes)
+        # A mixture without dense layers need not say how wide their MLPs are.
+        usual = {"intermediate_size": hf.get("moe_intermediate_size")} if family in STATEFUL else {}
+        sizes = read(usual | _SIZES.get(family, {}) | hf, _Sizes)
         unknown = [name for name, asked in not_implemented(family, hf).items() if asked]
         if unknown:
             kind = CheckpointError if hf.get("quantization_config") else NotOurs

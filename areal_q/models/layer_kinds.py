@@ -32,6 +32,8 @@ class Experts(Struct, frozen=True, kw_only=True):
     """Distance of two sparse layers; the first of them is layer `step` - 1"""
     dense_layers: tuple[int, ...] = ()
     """Layers that are dense in spite of `step`"""
+    shared: Size | None = None
+    """Width of an expert that all tokens share, behind a gate of its own; None for none"""
 
     def has(self, layer: int) -> bool:
         return layer not in self.dense_layers and (layer + 1) % self.step == 0
@@ -40,7 +42,8 @@ class Experts(Struct, frozen=True, kw_only=True):
         """Returns what `config.json` says of them."""
         if family == "gpt_oss":
             return {"num_local_experts": self.count, "num_experts_per_tok": self.per_token}
-        return {
+        shared = {} if self.shared is None else {"shared_expert_intermediate_size": self.shared}
+        return shared | {
             "num_experts": self.count,
             "num_experts_per_tok": self.per_token,
             "moe_intermediate_size": self.mlp,
@@ -109,6 +112,7 @@ class _ExpertSizes(Struct):
     norm_topk_prob: bool = False
     decoder_sparse_step: Size = 1
     mlp_only_layers: list[int] | None = None
+    shared_expert_intermediate_size: Size | None = None
 
 
 class _DeltaSizes(Struct):
@@ -119,6 +123,15 @@ class _DeltaSizes(Struct):
     linear_key_head_dim: Size = 128
     linear_value_head_dim: Size = 128
     linear_conv_kernel_dim: Size = 4
+
+
+_ALL_SPARSE: dict[str, Any] = {"decoder_sparse_step": 1, "mlp_only_layers": None}
+_EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {"shared_expert_intermediate_size": 5632},
+    "qwen3_next": {"shared_expert_intermediate_size": 512, "norm_topk_prob": True},
+    "qwen3_5_moe_text": {"shared_expert_intermediate_size": 512},
+}
+"""Of a family's experts, what config.json need not say"""
 
 
 def delta_of(family: str, hf: dict[str, Any], layers: int) -> DeltaRule | None:
@@ -141,11 +154,13 @@ def experts_of(family: str, hf: dict[str, Any]) -> Experts | None:
     asks for more experts than there are, or the numbers are otherwise not valid."""
     if family == "gpt_oss":  # all its layers have experts, as wide as it says of an MLP
         own = {"moe_intermediate_size": hf["intermediate_size"], "norm_topk_prob": True}
-        own |= {"decoder_sparse_step": 1, "mlp_only_layers": None}
+        own |= _ALL_SPARSE | {"shared_expert_intermediate_size": None}
         hf = {"num_experts_per_tok": 4} | hf | own
-    elif family != "qwen3_moe":
+    elif family == "qwen3_5_moe_text":
+        hf = hf | _ALL_SPARSE | {"norm_topk_prob": True}
+    elif family not in ("qwen2_moe", "qwen3_moe", "qwen3_next"):
         return None
-    sizes = read(hf, _ExpertSizes)
+    sizes = read(_EXPERTS.get(family, {}) | hf, _ExpertSizes)
     count = sizes.num_local_experts or sizes.num_experts
     if count is None:
         raise CheckpointError("num_experts is missing")
@@ -158,6 +173,7 @@ def experts_of(family: str, hf: dict[str, Any]) -> Experts | None:
         normalised=sizes.norm_topk_prob,
         step=sizes.decoder_sparse_step,
         dense_layers=tuple(sizes.mlp_only_layers or ()),
+        shared=None if family == "qwen3_moe" else sizes.shared_expert_intermediate_size,
     )
 
 

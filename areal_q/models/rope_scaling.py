@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from areal_q.errors import CheckpointError, NotOurs
+from areal_q.models.variants import STATEFUL
 
 Table = dict[str, Any]
 CONTEXT = "original_max_position_embeddings"
@@ -22,7 +23,7 @@ _BASES = {"smollm3": 2_000_000.0, "gemma3_text": 1_000_000.0, "gpt_oss": 150_000
 """θ where config.json has none: transformers' default of the family; elsewhere 10,000."""
 _STRETCHED = {"gpt_oss": {"rope_type": "yarn", "factor": 32.0, "truncate": False, CONTEXT: 4096}}
 """The ways to stretch where config.json has none; of the other families, none"""
-PARTIAL = {"qwen3_5_text": 0.25}
+PARTIAL = dict.fromkeys(STATEFUL, 0.25)
 """The families in which RoPE turns a share of each head alone, and that share where config.json has none"""
 _NO_STRETCH = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
 """What such a family's table has besides. The last two are of images: a token of a text has one position."""

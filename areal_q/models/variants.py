@@ -16,13 +16,14 @@ _WINDOW_BY_LAYER = ("qwen2", "qwen3", "smollm3")
 """Families in which some layers may see a window and others all."""
 
 
-STATEFUL = ("qwen3_5_text",)
+STATEFUL = ("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")
 """Families in which most layers keep a state in place of keys and values"""
 
 
 def text_part(hf: dict[str, Any]) -> dict[str, Any]:
     """Returns config.json of the language model in a Qwen3.5 that sees images too; any other `hf` as it is."""
-    text = hf.get("text_config") if hf.get("model_type") == "qwen3_5" else None
+    sees = hf.get("model_type") in ("qwen3_5", "qwen3_5_moe")
+    text = hf.get("text_config") if sees else None
     if not isinstance(text, dict):
         return hf
     shared = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
@@ -54,6 +55,7 @@ def not_implemented(family: str, hf: dict[str, Any]) -> dict[str, bool]:
         },
         f"layer_types {', '.join(sorted(map(str, kinds)))}": bool(kinds),
         "layer_types sliding_attention": slides and not by_layer,
+        "use_sliding_window": family == "qwen2_moe" and bool(hf.get("use_sliding_window")),
         "is_causal false": hf.get("is_causal", True) is False,
         "quantization_config, weights that are quantized already,": bool(quantized)
         and read != "mxfp4",
@@ -64,6 +66,8 @@ def biases_of(family: str, hf: dict[str, Any]) -> dict[str, Any]:
     """Returns which linears have biases. A flag that transformers does not read in a family is passed over."""
     if family in ("qwen2", "mistral"):
         return {"qkv_bias": family == "qwen2"}
+    if family == "qwen2_moe":
+        return {"qkv_bias": bool(hf.get("qkv_bias", True))}
     if family == "gpt_oss":
         attention = bool(hf.get("attention_bias", True))
         return {"qkv_bias": attention, "o_bias": attention, "mlp_bias": True}

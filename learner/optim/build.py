@@ -11,7 +11,13 @@ from torch import nn
 from areal_q.config.learner import AdamW, AdamW8bit, Muon, OptimizerConfig
 from learner.optim import adamw_8bit, uncompiled
 
-NOT_HIDDEN = ("embed_tokens.weight", "lm_head.weight", "head.weight", "mlp.gate.weight")
+NOT_HIDDEN = (
+    "embed_tokens.weight",
+    "lm_head.weight",
+    "head.weight",
+    "mlp.gate.weight",
+    "shared_expert_gate.weight",
+)
 """Matrices that AdamW updates instead of Muon: embedding and heads, and routers, whose rows are classes as
 those of a head are."""
 

@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.commands import areal_q
-from helpers.kinds import write_foreign
+from helpers.kinds import by_our_names, write_foreign
 from transformers import AutoModelForCausalLM
 
 from areal_q.models import DecoderConfig
-from areal_q.models.hf.stacked_experts import stacked
 from areal_q.observability.metrics_log import read_metrics
 from areal_q.quant import is_quantized
 from learner import checkpoint
@@ -29,7 +28,7 @@ learner = { groups = 8, group_size = 4, max_lag = 0, uaq = 1.0 }
 eval = { problems = 20, every = 10 }
 checkpoint = { every = 2 }
 """
-OURS = ("gpt_oss", "qwen3_5_text")
+OURS = ("gpt_oss", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 REWARD = "def reward(completion_ids):\n    return sum(completion_ids) % 2\n"
 """Differs within a group, whatever so short a warm start has taught"""
 
@@ -54,10 +53,20 @@ def run_replayed_and_resumed(at: Path, family: str, *settings: str) -> tuple[Pat
 
 @pytest.mark.parametrize(
     ("family", "format"),
-    [("gpt_neox", "int8"), ("gemma2", "bf16"), ("gpt_oss", "int8"), ("qwen3_5_text", "int8")],
+    [
+        ("gpt_neox", "int8"),
+        ("gemma2", "bf16"),
+        ("gpt_oss", "int8"),
+        ("qwen3_5_text", "int8"),
+        ("qwen3_5_moe_text", "int8"),
+        ("qwen3_next", "int8"),
+    ],
 )
 def test_a_run_of_another_family_is_whole(family: str, format: str, tmp_path: Path) -> None:
-    directory, steps = run_replayed_and_resumed(tmp_path, family, f"rollout.format={format}")
+    settings = [f"rollout.format={format}"]
+    if family in ("qwen3_5_moe_text", "qwen3_next"):
+        settings.append("learner.routing_replay=true")
+    directory, steps = run_replayed_and_resumed(tmp_path, family, *settings)
     smoothed = "[rollout.smoothing]" in (directory / "config.toml").read_text()
     assert smoothed == (family == "gpt_neox")  # by default
     # Of rounding the weights alone; a wrong position, mask or temperature is off by tenths.
@@ -65,11 +74,9 @@ def test_a_run_of_another_family_is_whole(family: str, format: str, tmp_path: Pa
     newest = checkpoint.steps(directory / "checkpoints")[-1]
     state = checkpoint.read_state(newest)
     saved = checkpoint.read_tensors(newest, state)
-    if (shape := DecoderConfig.from_hf(state.model)).stacked_experts:
-        ours = {name.removeprefix("model."): t for name, t in saved.items()}
-        saved = {f"model.{name}": t for name, t in stacked(ours, shape).items()}
     model = AutoModelForCausalLM.from_pretrained(directory / "hf", dtype=torch.float32)
-    for name, weight in model.named_parameters():
+    read = by_our_names(dict(model.named_parameters()), DecoderConfig.from_hf(state.model))
+    for name, weight in read.items():
         assert torch.equal(weight, saved[f"model.{name}"]), name
 
 

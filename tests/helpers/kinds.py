@@ -2,16 +2,17 @@
 
 VARIANTS are transformers' configurations of what the decoder has: families, biases, windows, ways to stretch
 RoPE. Each takes a shape of two layers or more. FAMILIES are tiny models of
-families that it does not have, and of two that it has: tests of the others use their cache of windows, and
+families that it does not have, and of three that it has: tests of the others use their cache of windows, and
 experts in one tensor.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
@@ -22,14 +23,18 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
+    Qwen3NextConfig,
     SeedOssConfig,
     SmolLM3Config,
 )
 
 from areal_q.models import DecoderConfig
 from areal_q.models.foreign import TRANSPOSED
+from areal_q.models.hf.stored_layout import from_stored
 from areal_q.quant import FORMATS, is_quantized
 
 E4M3 = torch.float8_e4m3fn
@@ -51,6 +56,12 @@ YARN: dict[str, Any] = {
 WINDOW: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 4}
 BIASES: dict[str, Any] = {"attention_bias": True, "mlp_bias": True}
 EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+SHARED: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
 DELTA: dict[str, Any] = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -58,6 +69,8 @@ DELTA: dict[str, Any] = {
     "linear_value_head_dim": 12,
 }
 SHORT_DELTA: dict[str, Any] = DELTA | {"linear_num_key_heads": 4, "linear_conv_kernel_dim": 2}
+WIDE_DELTA: dict[str, Any] = DELTA | {"linear_key_head_dim": 32}
+"""The wider a key, the seldomer is it nearly at right angles to a query, where rounding shows."""
 NO_PAD: dict[str, Any] = {"pad_token_id": None}
 
 VARIANTS: dict[str, Callable[..., PreTrainedConfig]] = {
@@ -131,6 +144,18 @@ VARIANTS: dict[str, Callable[..., PreTrainedConfig]] = {
         attention_bias=True,
         layer_types=["full_attention", "linear_attention"] * (shape["num_hidden_layers"] // 2),
         rope_parameters=YARN | {"partial_rotary_factor": 0.5},
+    ),
+    "qwen2_moe": lambda **shape: Qwen2MoeConfig(**shape | NO_PAD, **SHARED, mlp_only_layers=[1]),
+    "qwen3_next": lambda **shape: Qwen3NextConfig(
+        **shape | NO_PAD,
+        **WIDE_DELTA | SHARED,
+        mlp_only_layers=[1],
+        layer_types=["linear_attention", "full_attention"] * (shape["num_hidden_layers"] // 2),
+    ),
+    "qwen3_5_moe_text": lambda **shape: Qwen3_5MoeTextConfig(
+        **shape | NO_PAD,
+        **WIDE_DELTA | SHARED,
+        layer_types=["linear_attention", "full_attention"] * (shape["num_hidden_layers"] // 2),
     ),
     "seed_oss, all biases": lambda **shape: SeedOssConfig(
         **shape, attention_out_bias=True, mlp_bias=True
@@ -222,6 +247,16 @@ def upright(family: str, state: dict[str, Any]) -> dict[str, Any]:
     [out, in], or turned back."""
     turned = family in TRANSPOSED
     return {n: t.t().contiguous() if turned and is_quantized(n) else t for n, t in state.items()}
+
+
+def by_our_names(
+    state: Mapping[str, torch.Tensor], config: DecoderConfig
+) -> dict[str, torch.Tensor]:
+    """Returns the tensors that transformers has in memory, which joins all experts of a layer, by our names."""
+    ours = from_stored(dict(state), config)
+    if not any(name.endswith(".experts.gate_up_proj") for name in ours):
+        return ours
+    return from_stored(ours, structs.replace(config, family="qwen3_5_moe_text"))
 
 
 def foreign_config(family: str, **more: Any) -> Any:

@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 import torch
 from helpers.fixture_types import MakeRun, MakeSamples
-from helpers.kinds import VARIANTS, config_of, foreign_model, write_foreign
+from helpers.kinds import VARIANTS, by_our_names, config_of, foreign_model, write_foreign
 from helpers.policies import save_at
 
 from areal_q.config import HfModel, ModelConfig, PretrainedModel, Run
 from areal_q.models import load_model
-from areal_q.models.hf.stacked_experts import unstacked
 from areal_q.models.variants import STATEFUL
 from learner import checkpoint
 from learner.backends.single_device import TorchPolicy
@@ -42,9 +41,7 @@ def test_both_have_the_same_log_probs_loss_and_gradient(
     for key in ("train/loss", "train/grad_norm", "mismatch/kl", "policy/entropy"):
         if key in told[0]:
             assert told[1][key] == pytest.approx(told[0][key], rel=1e-4, abs=1e-6), key
-    other = theirs.model.state_dict()
-    if ours.model.config.stacked_experts:
-        other = unstacked(other)
+    other = by_our_names(theirs.model.state_dict(), ours.model.config)
     for name, weight in ours.model.state_dict().items():
         torch.testing.assert_close(other[name], weight, atol=1e-5, rtol=0, msg=name)
 

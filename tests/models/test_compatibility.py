@@ -47,7 +47,10 @@ KINDS = {
     "qwen3_moe": lambda: Qwen3MoeConfig(**SHAPE, **EXPERTS),
     "qwen3_moe, a dense layer": lambda: Qwen3MoeConfig(**SHAPE, **EXPERTS, mlp_only_layers=[1]),
     "gpt_oss": lambda: config_of("gpt_oss", SHAPE),
+    "qwen2_moe": lambda: config_of("qwen2_moe", SHAPE),
     "qwen3_5_text": lambda: config_of("qwen3_5_text", SHAPE),
+    "qwen3_5_moe_text": lambda: config_of("qwen3_5_moe_text", SHAPE),
+    "qwen3_next": lambda: config_of("qwen3_next", SHAPE),
 }
 """Models of ours"""
 FIRST = "format \\ engine"

@@ -95,12 +95,14 @@ def make() -> Callable[[], Decoder]:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_names_and_shapes_are_those_of_the_model(family: str, tied: bool) -> None:
-    """In the model's order; of 4 layers the second has experts, and the last is told to have none. gpt-oss' all
-    have them."""
+    """In the model's order; of 4 layers the second has experts, and the last is told to have none. gpt-oss' and
+    those of Qwen3.5's mixtures all have them."""
     table = SHAPE | {"model_type": family, "num_hidden_layers": 4, "tie_word_embeddings": tied}
     table |= {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     config = DecoderConfig.from_hf(table | {"decoder_sparse_step": 2, "mlp_only_layers": [3]})
-    assert config.sparse_layers == {"qwen3_moe": (1,), "gpt_oss": (0, 1, 2, 3)}.get(family, ())
+    every = family in ("gpt_oss", "qwen3_5_moe_text")
+    some = family in ("qwen2_moe", "qwen3_moe", "qwen3_next")
+    assert config.sparse_layers == ((0, 1, 2, 3) if every else (1,) if some else ())
     state = Decoder(config).state_dict()
     assert [*config.tensors().items()] == [(name, tuple(t.shape)) for name, t in state.items()]
     assert config.weights == sum(t.numel() for t in state.values())

@@ -26,7 +26,7 @@ SHAPE: dict[str, Any] = {
     "intermediate_size": 48,
     "max_position_embeddings": 256,
 }
-OTHERS = ("qwen3_moe", *FAMILIES, "qwen3_next", "qwen3_5_moe_text", "falcon_h1", "mamba")
+OTHERS = ("qwen3_moe", *FAMILIES, "falcon_h1", "mamba")
 """Families of which no variant is in helpers/kinds.py."""
 
 

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.kinds import YARN
+from helpers.kinds import DELTA, YARN, by_our_names
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GptOssConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from areal_q.errors import CheckpointError, NotOurs
 from areal_q.models import Decoder, DecoderConfig, PackedLayout, Routing, load_decoder, save_decoder
-from areal_q.models.hf.stacked_experts import stacked
+from areal_q.models.hf.stored_layout import to_stored
 from areal_q.models.hf.weight_files import check_tensors, load_config
 from areal_q.models.layers.moe import UNRECORDED, SparseMlp, gates_of
 from areal_q.quant.rescaling import apply_uaq, fold_back
@@ -34,6 +34,7 @@ SHAPE: dict[str, Any] = {
     "norm_topk_prob": True,
     "max_position_embeddings": 256,
 }
+SHARED = {"shared_expert_intermediate_size": 40}
 KINDS = {
     "all sparse": {},
     "every second": {"decoder_sparse_step": 2},
@@ -41,22 +42,29 @@ KINDS = {
     "gates not divided": {"norm_topk_prob": False},
     "one expert a token": {"num_experts_per_tok": 1},
     "gpt_oss": {"sliding_window": 7, "rope_parameters": YARN},
+    "shared": SHARED | {"norm_topk_prob": True},
+    "qwen2_moe": SHARED | {"norm_topk_prob": False},
+    "qwen3_next": DELTA | SHARED | {"linear_key_head_dim": 16, "mlp_only_layers": [3]},
+    "qwen3_5_moe_text": DELTA | SHARED,
 }
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def hf_model(kind: str = "all sparse") -> Any:
     torch.manual_seed(0)
-    config = (GptOssConfig if kind == "gpt_oss" else Qwen3MoeConfig)(**{**SHAPE, **KINDS[kind]})
+    family = kind if "_" in kind else "qwen2_moe" if kind == "shared" else "qwen3_moe"
+    config = CONFIG_MAPPING[family](**{**SHAPE, **KINDS[kind]})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, p in model.named_parameters():
         torch.nn.init.normal_(p, 1.0 if p.dim() == 1 else 0.0, 0.2)
         if name.endswith("gate_up_proj_bias"):
             p.data.mul_(25)  # so that some are clamped at 7
+        if name.endswith("A_log"):
+            p.data.sub_(3)  # transformers sums a state that fades fast in float32, which shows
     return model.eval()
 
 
-@pytest.fixture(params=["all sparse", "gpt_oss"])
+@pytest.fixture(params=["all sparse", "gpt_oss", "shared"])
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> Decoder:
     hf_model(request.param).save_pretrained(tmp_path / "theirs")
     return load_decoder(tmp_path / "theirs")
@@ -82,26 +90,13 @@ def test_logits_and_gradients_are_those_of_transformers(kind: str, tmp_path: Pat
     weights = torch.randn(theirs.shape, generator=torch.Generator().manual_seed(2))
     for out in (mine, theirs):
         (out * weights).sum().backward()
-    wanted = dict(hf.named_parameters())
-    if kind == "gpt_oss":
-        mine = {name: p.grad for name, p in ours.named_parameters() if p.grad is not None}
-        for name, grad in stacked(mine, ours.config).items():
-            torch.testing.assert_close(grad, wanted.pop(name).grad, atol=2e-4, rtol=1e-4, msg=name)
-        assert not wanted
-        return
+    grads = {name: p.grad for name, p in hf.named_parameters() if p.grad is not None}
+    wanted = by_our_names(grads, ours.config)
     for name, p in ours.named_parameters():
-        assert p.grad is not None
-        layer, fused, rest = name.partition("mlp.experts.")
-        if not fused:
-            expected = wanted[name].grad
-        else:
-            index, linear, _ = rest.split(".")
-            if linear == "down_proj":
-                expected = wanted[f"{layer}{fused}down_proj"].grad[int(index)]
-            else:
-                both = wanted[f"{layer}{fused}gate_up_proj"].grad[int(index)]
-                expected = both.chunk(2)[linear == "up_proj"]
-        torch.testing.assert_close(p.grad, expected, atol=2e-4, rtol=1e-4)
+        grad = wanted.pop(name)
+        atol = 2e-4 * max(1.0, grad.abs().max().item())
+        torch.testing.assert_close(p.grad, grad, atol=atol, rtol=1e-4, msg=name)
+    assert not wanted
 
 
 @every_kind
@@ -115,9 +110,25 @@ def test_a_checkpoint_is_read_and_written_back_identically(kind: str, tmp_path: 
     assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32)
     ids = tokens()[None]
-    assert torch.equal(again(ids).logits, hf(ids).logits)
+    # transformers sums the states of Qwen3-Next otherwise from load to load.
+    torch.testing.assert_close(again(ids).logits, hf(ids).logits, atol=1e-5, rtol=0)
     written = json.loads((tmp_path / "ours" / "config.json").read_text())
     assert DecoderConfig.from_hf(written) == model.config
+
+
+def test_files_of_qwen3_5_may_stack_experts_and_see_images(tmp_path: Path) -> None:
+    """As its release does, where config.json has the language model's in a table of its own."""
+    hf = hf_model("qwen3_5_moe_text")
+    whole = {n.replace("model.", "model.language_model.", 1): p for n, p in hf.state_dict().items()}
+    whole |= {"model.visual.patch.weight": torch.ones(3), "mtp.norm.weight": torch.ones(3)}
+    table = {"model_type": "qwen3_5_moe", "text_config": hf.config.to_dict()}
+    (tmp_path / "config.json").write_text(json.dumps(table))
+    save_file({n: p.contiguous() for n, p in whole.items()}, tmp_path / "model.safetensors")
+    assert "model.language_model.layers.0.mlp.experts.gate_up_proj" in whole
+    model = load_decoder(tmp_path)
+    theirs = torch.cat([hf(part[None]).logits[0] for part in tokens().split(LENGTHS)])
+    torch.testing.assert_close(logits(model), theirs, atol=5e-5, rtol=0)
+    save_decoder(model, tmp_path / "ours")
 
 
 @pytest.mark.parametrize("width", [32, 64])
@@ -142,7 +153,7 @@ def test_experts_in_mxfp4_are_read_as_transformers_reads_them(width: int, tmp_pa
     (tmp_path / "config.json").write_text(json.dumps(table | quantized))
     check_tensors(tmp_path, load_config(tmp_path))
     model = load_decoder(tmp_path)
-    found = stacked(model.state_dict(), model.config)
+    found = to_stored(model.state_dict(), model.config)
     for name, tensor in wanted.items():
         torch.testing.assert_close(found[name], tensor, atol=0, rtol=0, msg=name)
     assert "quantization_config" not in model.config.to_hf()
@@ -179,10 +190,18 @@ def test_routing_that_cannot_be_is_refused(tmp_path: Path) -> None:
         load_decoder(tmp_path)
 
 
-@torch.no_grad()
-def test_a_sparse_layer_is_the_weighted_sum_of_its_experts(model: Decoder) -> None:
+def without_shared(model: Decoder) -> SparseMlp:
+    """Returns the first sparse layer, whose shared expert, if it has one, gives nothing from now on."""
     layer = model.model.layers[0].mlp
     assert isinstance(layer, SparseMlp)
+    if layer.shape.shared:
+        layer.shared_expert.down_proj.weight.data.zero_()
+    return layer
+
+
+@torch.no_grad()
+def test_a_sparse_layer_is_the_weighted_sum_of_its_experts(model: Decoder) -> None:
+    layer = without_shared(model)
     x = torch.randn(9, 32)
     p = F.linear(x, layer.gate.weight, layer.gate.bias).softmax(-1)
     for row, out in zip(range(9), layer(x), strict=True):
@@ -244,8 +263,7 @@ def test_replaying_the_own_choice_changes_no_bit(model: Decoder) -> None:
 
 
 def test_replayed_experts_run_with_gates_of_the_present_router(model: Decoder) -> None:
-    layer = model.model.layers[0].mlp
-    assert isinstance(layer, SparseMlp)
+    layer = without_shared(model)
     x, other = torch.randn(3, 32), torch.tensor([[[5, 1]], [[0, 3]], [[2, 4]]], dtype=torch.int16)
     out = layer(x, Routing(other))
     p = F.linear(x, layer.gate.weight, layer.gate.bias).softmax(-1)

@@ -24,7 +24,7 @@ from areal_q.models.hf.quantized import (
     load_quantized_config,
     read_format,
 )
-from areal_q.models.hf.stacked_experts import is_packed, is_whole, stacked, unstacked
+from areal_q.models.hf.stored_layout import from_stored, is_packed, is_whole, to_stored
 from areal_q.models.hf.weight_files import (
     WEIGHTS,
     check_tensors,
@@ -76,7 +76,7 @@ def load_decoder(path: str | Path) -> Decoder:
             for name in tensors.keys():  # noqa: SIM118
                 tensor = tensors.get_tensor(name)
                 name = name_in_text(name, config)
-                packed = config.stacked_experts and is_packed(name)
+                packed = config.relaid and is_packed(name)
                 found[name] = tensor if packed else tensor.float()
                 if not (is_whole(name, tensor) if packed else _finite(found[name])):
                     raise CheckpointError(f"{file}: {name} holds NaN or an infinity")
@@ -86,10 +86,8 @@ def load_decoder(path: str | Path) -> Decoder:
         raise CheckpointError(
             f"{path}: lm_head.weight is not the embedding, though config.json says tie_word_embeddings"
         )
-    if config.stacked_experts:
-        found = unstacked(found)
     model = meta_decoder(config)
-    model.load_state_dict(found, assign=True)
+    model.load_state_dict(from_stored(found, config), assign=True)
     return model.requires_grad_(True)
 
 
@@ -149,8 +147,7 @@ def save_decoder(
         if isinstance(model, HfDecoder):
             model.save(part, state)
         else:
-            if model.config.stacked_experts:
-                state = stacked(state, model.config)
+            state = to_stored(state, model.config)
             save_tensors(state, part / WEIGHTS, metadata={"format": "pt"})
             table = model.config.to_hf() | {"torch_dtype": str(dtype).removeprefix("torch.")}
             (part / "config.json").write_text(json.dumps(table, indent=2) + "\n")

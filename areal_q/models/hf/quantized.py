@@ -87,7 +87,7 @@ QUANTIZATION_CONFIGS: dict[str, _Table | None] = {
     },
 }
 """The `quantization_config` of each format, without the list of layers that it excludes; bf16 needs none."""
-STACKED = "its files have all experts of a layer in one tensor, which no format is written as"
+RELAID = "its files join tensors that formats are written one by one for"
 LEFT_OUT = {
     "compressed-tensors": "ignore",
     "fp8": "ignored_layers",
@@ -110,8 +110,8 @@ def write_checkpoint(
             f"format {format!r} has no checkpoint layout; those that have: {known}"
         )
     shape = DecoderConfig.from_hf(model)
-    if shape.stacked_experts:
-        raise CheckpointError(f"{shape.family}: {STACKED}")
+    if shape.relaid:
+        raise CheckpointError(f"{shape.family}: {RELAID}")
     config = shape.to_hf()
     rest = tensors["model.embed_tokens.weight"].dtype
     config["torch_dtype"] = str(rest).removeprefix("torch.")

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from areal_q.errors import CheckpointError, NotOurs
 from areal_q.models.config import DecoderConfig
-from areal_q.models.hf.stacked_experts import stored_shapes
+from areal_q.models.hf.stored_layout import stored_shapes
 from areal_q.models.variants import text_part
 from areal_q.tasks.encoding.hf_tokenizer import check_whole
 

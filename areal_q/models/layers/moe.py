@@ -3,7 +3,7 @@
     p = softmax(W_r · x + b_r)    in float32, over all E experts (gpt-oss alone has b_r)
     S = the K largest of p        or, with routing replay, those of the rollout
     g_e = p_e / Σ_{j∈S} p_j       for e ∈ S (not divided if the model says so); gpt-oss' softmax over S alone
-    y = Σ_{e∈S} g_e · expert_e(x)
+    y = Σ_{e∈S} g_e · expert_e(x)   (+ σ(w_s · x) · shared(x), an expert that all tokens share)
 
 **Routing replay** (R3, arXiv 2510.11370): now and then a quantized engine and the learner rank two experts
 differently, and the token then runs through entirely different weights. With the rollout's S, and gates that
@@ -12,8 +12,8 @@ through the gates.
 
 Weights have the names of Hugging Face's checkpoints, with a 2-D matrix for each linear layer of each expert, so
 that formats, UAQ, Muon and sharding can treat them as ordinary linear layers. transformers 5 fuses them when it
-loads a checkpoint, and splits them when it saves one; gpt-oss' files have them fused
-(areal_q/models/hf/stacked_experts.py).
+loads a checkpoint, and splits them when it saves one; some families' files have
+them fused (areal_q/models/hf/stored_layout.py).
 
 Notation: T tokens, D width, E experts, K experts for each token, L sparse layers.
 """
@@ -61,18 +61,17 @@ class Routing:
         return taken
 
 
-class Router(Linear):
-    """The router of a sparse layer, with weight [E, D]. It computes in float32 whatever the model's dtype, and
-    is never quantized."""
+class Scores(Linear):
+    """A linear layer, with weight [E, D], that decides about experts: x [T, D] → float32 [T, E]. It computes in
+    float32 whatever the model's dtype, and is never quantized."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Returns each token's distribution over the experts, float32 [T, E]."""
         weight, bias = self.weight, self.bias
         if self.rounds_rest:
             weight, bias = straight(weight), None if bias is None else straight(bias)
         with torch.autocast(input.device.type, enabled=False):
             bias = None if bias is None else bias.float()
-            return F.linear(input.float(), weight.float(), bias).softmax(-1)
+            return F.linear(input.float(), weight.float(), bias)
 
 
 class SparseMlp(nn.Module):
@@ -82,16 +81,22 @@ class SparseMlp(nn.Module):
         """Builds the mixture of sparse layer number `layer`, which counts the sparse layers alone."""
         super().__init__()
         self.shape, self.layer = experts, layer
-        self.gate = Router(config.width, experts.count, bias=config.mlp_bias)
+        self.gate = Scores(config.width, experts.count, bias=config.mlp_bias)
         of_each = config.width, experts.mlp, config.mlp_bias, config.activation
         self.experts = nn.ModuleList(Mlp(*of_each) for _ in range(experts.count))
+        if experts.shared:
+            self.shared_expert = Mlp(config.width, experts.shared)
+            self.shared_expert_gate = Scores(config.width, 1, bias=False)
 
     def forward(self, x: Tensor, routing: Routing | None = None) -> Tensor:
-        probs = self.gate(x)
+        probs = self.gate(x).softmax(-1)
         taken = probs.topk(self.shape.per_token, dim=-1).indices
         if routing is not None:
             taken = routing.choose(self.layer, probs, taken)
-        return mixed(x, taken, gates_of(probs, taken, self.shape), list(self.experts))
+        y = mixed(x, taken, gates_of(probs, taken, self.shape), list(self.experts))
+        if self.shape.shared:
+            y = y + (self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)).to(x.dtype)
+        return y
 
 
 def gates_of(probs: Tensor, taken: Tensor, shape: Experts) -> Tensor:

@@ -76,12 +76,17 @@ class SparseMlp:
     """float32 [E]"""
     experts: list[Mlp]
     shape: Experts
+    shared: tuple[Tensor, Mlp] | None
+    """Weight of the gate, float32 [1, D], and the expert that all tokens share"""
 
     def __call__(self, x: Tensor, add: Tensor, routes: list[Tensor] | None) -> Tensor:
         probs = F.linear(x, self.router, self.bias).softmax(-1)
         taken = probs.topk(self.shape.per_token, dim=-1).indices
         if routes is not None:
             routes.append(taken)
+        if self.shared:
+            gate, expert = self.shared
+            add = add + F.linear(x, gate).sigmoid() * expert(x)
         return add + mixed(x, taken, gates_of(probs, taken, self.shape), self.experts)
 
 
@@ -256,7 +261,10 @@ class _LayerReader:
 
     def _sparse(self, experts: Experts) -> SparseMlp:
         each = [self._mlp(f"mlp.experts.{i}") for i in range(experts.count)]
-        return SparseMlp(self._tensor("mlp.gate.weight"), self._bias("mlp.gate"), each, experts)
+        router, bias, shared = self._tensor("mlp.gate.weight"), self._bias("mlp.gate"), None
+        if experts.shared:
+            shared = self._tensor("mlp.shared_expert_gate.weight"), self._mlp("mlp.shared_expert")
+        return SparseMlp(router, bias, each, experts, shared)
 
     def _linear(self, *names: str) -> Linear:
         format, at = self.manifest.format, [f"{self._at}.{name}" for name in names]
