@@ -38,8 +38,8 @@ class Noise(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Describes a version. Its digest covers every tensor and how an engine computes with them, so that two
-    equal digests are equal policies.
+    """Describes a version. Its digest covers its number, every tensor and how an engine computes with them, so
+    that two equal digests are equal policies under one number.
 
     A version is any set of named tensors: codes, scales, KV scales, norms; adapters together with the frozen
     weights that they are added to, which no delta between versions then holds.
@@ -59,8 +59,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     tensors: list[TensorSpec]
     nbytes: Natural
     digest: Name
-    """xxh3-128 over the names, dtypes, shapes and digests of all tensors, and over format, uaq_scale, model,
-    noise and extra, hexadecimal."""
+    """xxh3-128 over the names, dtypes, shapes and digests of all tensors, and over version, format, uaq_scale,
+    model, noise and extra, hexadecimal."""
     published_s: Finite
     noise: Noise | None = None
     extra: dict[str, Any] = {}
@@ -135,7 +135,7 @@ class ManifestReply(msgspec.Struct, frozen=True, kw_only=True, tag="manifest"):
     manifest: bytes | None
     """An encoded Manifest; None before the first version."""
     checksum: Name = ""
-    """xxh3-128 of the encoded manifest, hexadecimal; the manifest's own digest covers the tensors only."""
+    """xxh3-128 of the encoded manifest, hexadecimal; the manifest's own digest does not cover all of it."""
     shared: SharedFile | None = None
     """The payload's memory, for workers of this host; None if there is only the socket."""
 

@@ -1,8 +1,8 @@
 """The difference between two versions of the weights, in a few bits per code that changed.
 
 Tensors with equal digests cost nothing; areal_q/weights/delta_codec.py says how the others are coded. The new
-manifest is compressed with the old one as dictionary, and has a checksum: its own digest covers the
-tensors only. Tensors' digests are left out of it and computed again from the bytes that a delta gives.
+manifest is compressed with the old one as dictionary, and has a checksum: its own digest does not
+cover all of it. Tensors' digests are left out of it and computed again from the bytes that a delta gives.
 """
 
 from collections import defaultdict

@@ -244,8 +244,9 @@ def check_version(manifest: Manifest) -> None:
     """Raises WeightVersionError unless the manifest agrees with itself.
 
     Tensors have distinct names, known dtypes, as many bytes as their shape needs, and fill the payload one
-    after the other, as closely as `pack_version` lays them; all of them together, and what says how to compute
-    with them, hash to the manifest's digest. Receivers ask this before they allocate a payload.
+    after the other, as closely as `pack_version` lays them; all of them together, the version's number and what
+    says how to compute with them hash to the manifest's digest. Receivers ask this before they allocate a
+    payload.
     """
     where = f"version {manifest.version}"
     try:
@@ -280,10 +281,11 @@ def _aligned(end: int) -> int:
 
 
 def digest_of(manifest: Manifest) -> str:
-    """Returns xxh3-128 over every tensor's name, dtype, shape and digest and, as JSON, over all that says how
-    an engine computes with them: format, uaq_scale, model, noise and extra. It is hexadecimal."""
+    """Returns xxh3-128 over every tensor's name, dtype, shape and digest and, as JSON, over the version's
+    number and all that says how an engine computes with them: format, uaq_scale, model, noise and extra. It is
+    hexadecimal."""
     m = manifest
-    facts = (m.format, m.uaq_scale, m.model, m.noise, m.extra)
+    facts = (m.version, m.format, m.uaq_scale, m.model, m.noise, m.extra)
     h = xxhash.xxh3_128(
         msgspec.json.encode(_with_texts_as_keys(msgspec.to_builtins(facts)), order="sorted")
     )

@@ -45,8 +45,6 @@ class Notes:
     that there ever were"""
     moved: set[int] = field(default_factory=set)
     """Tickets whose group it put back at the end of the stream, or which a replica had yet to answer"""
-    lied: bool = False
-    """Whether a liar stood before a worker, which can give published weights another number"""
     forged: set[bytes] = field(default_factory=set)
     """Records of groups that it altered"""
     spoiled: dict[str, str] = field(default_factory=dict)

@@ -196,7 +196,6 @@ def _lying_publisher(cluster: Cluster, rng: random.Random) -> Undo:
     """The relay follows somebody that changes what the learner says."""
     ends = Endpoints(*(f"tcp://{cluster.host}:{port}" for port in free_ports(2, cluster.host)))
     liar = Liar(cluster.published, ends, random.Random(rng.random()))
-    cluster.notes.lied = True
 
     def follow(announce: str, fetch: str) -> None:
         cluster.services["relay"].argv = cluster.relay(announce, fetch)
@@ -217,7 +216,6 @@ def _lying_relay(cluster: Cluster, rng: random.Random) -> Undo | None:
     cluster.stop("relay")
     at = Endpoints(cluster.endpoint("relay_announce"), cluster.endpoint("relay_fetch"))
     liar = Liar(cluster.published, at, random.Random(rng.random()))
-    cluster.notes.lied = True
 
     def undo() -> None:
         liar.close()

@@ -96,6 +96,16 @@ def one_tensor(**changes: Any) -> Answer:
     return altered(change)
 
 
+def renumbered(by: int) -> Answer:
+    """Published weights, and their digest, under another number."""
+
+    def answer(told: Manifest) -> list[Frames]:
+        lie = msgspec.structs.replace(told, version=told.version + by)
+        return [[messages.encode(reply_with(lie))]]
+
+    return answer
+
+
 def moved(index: int, by: int) -> Answer:
     def change(told: Manifest) -> dict[str, Any]:
         specs = [
@@ -150,12 +160,11 @@ LIES: dict[str, Answer] = {
     "a manifest that is too long": encoded(lambda m: m + b"\0"),
     "a manifest of nothing": encoded(lambda m: b""),
     "an array for a manifest": encoded(lambda m: b"\x91" * 500),
+    "a version that is held": renumbered(-1),
+    "the number of a later version": renumbered(1000),
     "junk frames": lambda told: [[b"\xff" * 50], [b""], [b"\x80", b"", b"more"], [b"\xc1"]],
 }
 HARMLESS: dict[str, Answer] = {
-    "a version that is held": lambda told: [
-        [messages.encode(reply_with(msgspec.structs.replace(told, version=told.version - 1)))]
-    ],
     "no version": lambda told: [[messages.encode(ManifestReply(manifest=None))]],
     "no answer": lambda told: [],
 }

@@ -297,6 +297,24 @@ def test_planes_are_the_bytes_of_the_numbers(largest: int) -> None:
             byte_planes.numbers_of(wrong, count)
 
 
+@pytest.mark.parametrize("compose", [False, True])
+def test_a_delta_under_another_number_is_refused(compose: bool) -> None:
+    """As a relay would renumber it: the manifest within is altered, its digest kept."""
+    base, middle, new = (make_version(n, {"t": torch.full((99,), n)}) for n in (1, 2, 3))
+    steps = delta.diff(base, middle), delta.diff(middle, new)
+    bodies = [body for body in steps if body is not None]
+    chain = [base.manifest, middle.manifest, new.manifest]
+    made = delta.compose(chain, bodies) if compose else delta.diff(base, new)
+    assert made is not None
+    body = delta._decode_body(made)
+    lie = msgspec.structs.replace(new.manifest, version=7)
+    written = byte_planes.compress(
+        messages.encode(version.without_digests(lie)), delta._dictionary(base.manifest)
+    )
+    with pytest.raises(WeightVersionError, match="version 7: the manifest does not hash"):
+        applied(base, messages.encode(msgspec.structs.replace(body, manifest=written)))
+
+
 def test_streams_are_those_that_other_workers_read() -> None:
     """Their content, uncompressed: zstd may change."""
 

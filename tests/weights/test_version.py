@@ -167,6 +167,7 @@ def test_a_manifest_whose_tensors_were_exchanged_does_not_hash() -> None:
 @pytest.mark.parametrize(
     "lie",
     [
+        {"version": 8},
         {"format": "int4"},
         {"uaq_scale": 1.0},
         {"model": {"layers": 3}},
@@ -175,7 +176,7 @@ def test_a_manifest_whose_tensors_were_exchanged_does_not_hash() -> None:
         {"extra": {"lora_scale": 2.0}},
     ],
 )
-def test_how_an_engine_computes_is_under_the_digest(lie: dict[str, Any]) -> None:
+def test_number_and_computation_are_under_the_digest(lie: dict[str, Any]) -> None:
     packed = pack({"a": torch.arange(7, dtype=torch.int8)})
     lied = msgspec.structs.replace(packed.manifest, **lie)
     with pytest.raises(WeightVersionError, match="manifest does not hash"):
