@@ -76,7 +76,7 @@ def user_code(
         yield
     except AReaLQError:
         raise
-    except Exception as error:  # the user's code may raise anything
+    except (Exception, SystemExit) as error:  # the user's code may raise anything, also as it exits
         what = f"{doing}{type(error).__name__}: {error}"
         place = place_of(function) if function else path
         raise TaskError(f"{line_of(error, path, place)}: {what}") from error

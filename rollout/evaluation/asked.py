@@ -103,6 +103,8 @@ def settings_of(
     root = _run_of(model)
     config = root / "config.toml" if root else None
     path = model / "hf" if (model / "hf").is_dir() else Path(directory_of(str(model), "MODEL"))
+    if not path.exists():
+        raise ConfigError(f"{model}: no such run or model")
     if config is None and task is None:
         raise ConfigError(f"{model}: not a run's directory, so --task is needed")
     if data and task is None and not hasattr(load(config).task, "path"):

@@ -330,8 +330,10 @@ def test_the_interval_is_wilsons(successes: int, n: int, low: float, high: float
 
 
 def test_wrong_arguments_are_errors_of_the_user(run_dir: Path, tmp_path: Path):
-    with pytest.raises(ConfigError, match="--task"):
+    with pytest.raises(ConfigError, match="no such run or model"):
         main(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="--task"):
+        main(tmp_path)
     with pytest.raises(ConfigError, match="--temperature"):
         main(run_dir, samples=4, temperature=0.0)
     with pytest.raises(ConfigError, match=r"task\.digits"):

@@ -12,7 +12,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
+import torch
 from helpers.commands import stretched
 from hypothesis import given
 from hypothesis import strategies as st
@@ -614,6 +616,7 @@ asyncio.run(main())
         ("def rewards(): pass", "no function 'reward'"),
         ("reward = 3", "no function 'reward'"),
         ("def reward(:", "SyntaxError"),
+        ("import sys; sys.exit(3)", "SystemExit: 3"),
     ],
 )
 def test_a_file_that_cannot_be_loaded_is_named_before_any_work(
@@ -645,10 +648,24 @@ def test_what_a_reward_may_return(given: object, score: Score):
 
 
 @pytest.mark.parametrize(
-    "given", [None, "x", float("inf"), -1e300, {}, {"a": 1}, {"reward": float("nan")}]
+    ("given", "said"),
+    [
+        (None, "reward is None, no number"),
+        ([1.0], "reward is [1.0], no number"),
+        ("x", "reward is 'x', no number"),
+        (10**400, "no number"),
+        (numpy.array([1.0]), "reward is array([1.]), no number"),
+        (torch.ones(2), "reward is tensor([1., 1.]), no number"),
+        ({"reward": 1, "a": None}, "a is None, no number"),
+        (float("inf"), "reward is inf"),
+        (-1e300, "reward is -1e+300"),
+        ({}, "the table has no `reward`"),
+        ({"a": 1}, "the table has no `reward`"),
+        ({"reward": float("nan")}, "reward is nan"),
+    ],
 )
-def test_what_a_reward_may_not_return(given: object):
-    with pytest.raises((ValueError, TypeError)):
+def test_what_a_reward_may_not_return(given: object, said: str):
+    with pytest.raises((ValueError, TypeError), match=re.escape(said)):
         as_score(given)
 
 

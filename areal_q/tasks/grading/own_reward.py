@@ -12,6 +12,7 @@ parameters for, `reward.settings` may give. The signature is read once, when the
 """
 
 import inspect
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -294,7 +295,10 @@ def _cut(text: str) -> str:
 
 
 def _number(name: str, value: Any) -> float:
-    number = float(value)
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise TypeError(f"{name} is {reprlib.repr(value)}, no number") from None
     if not abs(number) <= LARGEST_REWARD:
         raise ValueError(f"{name} is {number}")
     return number
