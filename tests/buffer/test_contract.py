@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+from helpers.commands import stretched
 from helpers.fixture_types import Buffers
 from msgspec.structs import replace
 
@@ -106,10 +107,11 @@ async def test_an_abandoned_ticket_passes_on_its_owner_is_refused(buffers, make_
 async def test_a_renewed_ticket_stays_with_its_worker(buffers, make_ticket):
     learner = buffers.learner()
     learner.admit([make_ticket(0)], cursor=1)
-    async with buffers.worker("long") as long, buffers.worker("other", 0.3) as other:
+    timeout_s = stretched(0.3)
+    async with buffers.worker("long") as long, buffers.worker("other", timeout_s) as other:
         claims = await long.claim(1, 0.0)
         for _ in range(8):
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(timeout_s / 6)
             assert await long.renew(claims) == []
             assert await other.claim(1, 0.0) == []
 

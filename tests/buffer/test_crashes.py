@@ -11,6 +11,7 @@ import time
 
 import pytest
 import redis
+from helpers.commands import stretched
 from msgspec.structs import replace
 
 from areal_q.errors import BufferFull, BufferUnavailable
@@ -130,13 +131,15 @@ async def test_a_full_redis_makes_commit_wait_and_loses_nothing(
     learner, client, redis_url, make_ticket, make_group
 ):
     learner.admit([make_ticket(0)], cursor=1)
-    worker = WorkerBuffer(redis_url, "run", "w", claim_timeout_s=1.0)
-    other = WorkerBuffer(redis_url, "run", "other", claim_timeout_s=1.0)
+    timeout_s = stretched(1.0)
+    worker, other = (
+        WorkerBuffer(redis_url, "run", name, claim_timeout_s=timeout_s) for name in ("w", "other")
+    )
     [claim] = await worker.claim(1, 0.0)
     client.config_set("maxmemory", 1)
     try:
         commit = asyncio.create_task(worker.commit(claim, make_group(claim.ticket)))
-        await asyncio.sleep(2.2)
+        await asyncio.sleep(2.2 * timeout_s)
         while not (worker.waiting or commit.done()):  # the next try is under way
             await asyncio.sleep(0.01)
         assert not commit.done() and worker.waiting == 1

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from helpers.commands import stretched
 from helpers.paths import QUICKSTART
 
 from areal_q.messages import Group
@@ -234,7 +235,7 @@ def test_a_run_counts_the_episodes_that_agents_play(runs: Runs):
     begin = Request(
         f"http://127.0.0.1:{port}/v1/episodes", b"{}", {"Content-Type": "application/json"}
     )
-    with urlopen(begin, timeout=60):
+    with urlopen(begin, timeout=stretched(60)):
         while runs.records("demo")[-1].get("rollout/open_episodes") != 1:
             assert process.poll() is None
             time.sleep(0.05)

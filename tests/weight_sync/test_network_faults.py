@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 import zmq
+from helpers.commands import stretched
 from helpers.weight_sync import (
     Proxy,
     WeightSync,
@@ -306,11 +307,12 @@ def test_a_publisher_that_lies_is_refused_until_it_does_not(
 def test_a_silent_learner_is_noticed_once_and_followed_again(
     sync: WeightSync, caplog: pytest.LogCaptureFixture
 ) -> None:
-    subscriber = sync.follow(silence_s=0.15)
+    silence_s = stretched(0.15)
+    subscriber = sync.follow(silence_s=silence_s)
     sync.bring(1, subscriber)
     sync.server.close()
     await_true(lambda: "no announcement" in caplog.text, subscriber.stats)
-    time.sleep(0.5)
+    time.sleep(3 * silence_s)
     assert subscriber.silent
     sync.server = sync.serve()
     sync.bring(2, subscriber)

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from helpers.commands import stretched
 from helpers.forked import Child, Nursery, version_of
 from helpers.weight_sync import WeightSync, arrive, await_true, await_version, collect
 
@@ -163,7 +164,8 @@ def test_a_worker_killed_while_it_fetches_disturbs_nobody(
 def test_a_stopped_worker_holds_up_nobody_and_catches_up(
     sync: WeightSync, processes: Processes, stopped: int, others: int, versions: int
 ) -> None:
-    sync.server = sync.serve(peer_timeout_s=2.0)
+    peer_timeout_s = stretched(2.0)
+    sync.server = sync.serve(peer_timeout_s=peer_timeout_s)
     subscribers = [sync.follow() for _ in range(others)]
     workers = [processes.worker() for _ in range(stopped)]
     sync.bring(0, *subscribers)
@@ -174,7 +176,7 @@ def test_a_stopped_worker_holds_up_nobody_and_catches_up(
         sync.bring(number, *subscribers)
     for subscriber in subscribers:
         assert subscriber.stats.fetch.fetches == 1, "the other workers lost no delta"
-    time.sleep(2.5)  # long enough for ZeroMQ to give the stopped peers up
+    time.sleep(1.25 * peer_timeout_s)  # long enough for ZeroMQ to give the stopped peers up
     for worker in workers:
         worker.send(signal.SIGCONT)
     sync.bring(versions, *subscribers)
