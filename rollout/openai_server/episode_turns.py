@@ -19,11 +19,14 @@ KNOBS = ("temperature", "top_k", "top_p", "min_p")
 
 def context_of_prompt(tokenizer: Tokenizer, episode: Episode, prompt: str | list[int]) -> list[int]:
     """Returns the tokens after which a turn is drawn that is asked for by ids or a text. Of a text only what
-    follows the longest recorded one, or the ticket's prompt, is tokenised."""
+    follows the longest recorded one, or the ticket's prompt, is tokenised. A turn of no text is not in what
+    asks for it again."""
     if isinstance(prompt, str):
         before, known = episode.prompt, episode.ticket.prompt
-        begins = (s for s in episode.states if s.text is not None and prompt.startswith(s.text))
-        if found := _longest(begins):
+        if prompt == known:
+            return before
+        begins = [s for s in episode.states if s.text is not None and prompt.startswith(s.text)]
+        if found := next((s for s in begins if s.text == prompt), _longest(begins)):
             before, known = episode.ids(found), found.text or ""
         if prompt.startswith(known):
             return [*before, *tokenizer.encode(prompt[len(known) :])]

@@ -34,7 +34,7 @@ class AtOnce:
 
     def __init__(self) -> None:
         self.asked: list[list[int]] = []
-        self.turns = 0
+        self.turns, self.token = 0, TOKEN
 
     async def generate(
         self,
@@ -46,10 +46,10 @@ class AtOnce:
         self.asked.append(request.prompt_ids.tolist())
         count = request.sampling.max_tokens
         for _ in range(count if on_token else 0):
-            on_token(0, TOKEN, -1.0)  # pyright: ignore[reportOptionalCall]
+            on_token(0, self.token, -1.0)  # pyright: ignore[reportOptionalCall]
         computed = len(request.prompt_ids) + count - 1
         completion = Completion(
-            response_ids=np.full(count, TOKEN, np.int32),
+            response_ids=np.full(count, self.token, np.int32),
             logprobs=np.full(count, -1.0, np.float32),
             spans=[VersionSpan(0, count, "ab")],
             finish_reason="length",
@@ -141,6 +141,29 @@ async def test_any_kind_of_prompt_may_ask_for_a_turn_of_another_again(
             async with post(beginnings(episode)[way], max_tokens=2) as reply:
                 assert reply.status == 200
     assert engine.asked == [episode["prompt_token_ids"]] * 2
+
+
+async def test_a_lost_turn_of_no_text_is_drawn_anew(ticket: Ticket):
+    """Nothing tells the text that asks for it again from one that follows it: it ended at once."""
+    engine, tokenizer = AtOnce(), CharTokenizer()
+    async with asking(ticket, engine) as (post, episode):
+
+        async def turn(prompt: str, token: int) -> None:
+            engine.token = token
+            async with post({"prompt": prompt}, max_tokens=1) as reply:
+                assert reply.status == 200, await reply.text()
+
+        for token in (tokenizer.eos_id, tokenizer.eos_id, TOKEN):
+            await turn(episode["prompt"], token)
+        for token in (tokenizer.eos_id, TOKEN):
+            await turn(episode["prompt"] + "7", token)
+        await turn(episode["prompt"] + "77", TOKEN)
+        await turn(episode["prompt"] + "77+", TOKEN)
+    prompt = episode["prompt_token_ids"]
+    assert engine.asked[:3] == [prompt] * 3
+    assert engine.asked[3:5] == [[*prompt, TOKEN]] * 2
+    assert engine.asked[5] == [*prompt, TOKEN, TOKEN]
+    assert engine.asked[6] == [*prompt, TOKEN, TOKEN, *tokenizer.encode("+")]
 
 
 class Slow(AtOnce):
