@@ -31,7 +31,10 @@ def without_long(task: Task, tokenizer: Tokenizer, longest: int) -> Task:
     if not left_out:
         return task
     if not (all(parts_of(train).values()) and heldout):
-        raise TaskError(f"every prompt to train on, or held out, has more than {longest} tokens")
+        raise TaskError(
+            f"every prompt to train on, or held out, has more than {longest} tokens; "
+            "rollout.sampling.max_tokens leaves room for no more"
+        )
     logger.warning(
         "%d problems are left out: their prompts have more than %d tokens", left_out, longest
     )

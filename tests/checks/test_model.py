@@ -93,6 +93,15 @@ def no_tokenizer(path: Path) -> None:
         file.unlink()
 
 
+def no_vocabulary(path: Path) -> None:
+    (path / "tokenizer.json").unlink()
+
+
+def a_pointer(path: Path) -> None:
+    said = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 269060552\n"
+    (path / "model.safetensors").write_text(said)
+
+
 def another_family(path: Path, family: str = "gemma2") -> None:
     table = json.loads((path / "config.json").read_text()) | {"model_type": family}
     (path / "config.json").write_text(json.dumps(table))
@@ -118,7 +127,9 @@ REFUSED: list[tuple[Callable[[Path], None], list[str], str]] = [
     (a_raising_template, [], r"only poems, please"),
     (no_template, [], r"the tokenizer has no chat template; use task\.template=plain, or"),
     (another_tokenizer_version, [], r"model: no tokenizer can be read: data did not match"),
-    (no_tokenizer, [], r"model: no tokenizer can be read: the directory has no file of one"),
+    (no_tokenizer, [], r"model: no tokenizer can be read: the directory has no vocabulary"),
+    (no_vocabulary, [], r"model: no tokenizer can be read: the directory has no vocabulary"),
+    (a_pointer, [], r"model\.safetensors: a pointer of Git LFS, not the weights: git lfs pull"),
     (no_tokenizer, ["task.template=plain"], r"model: no tokenizer can be read"),
     (an_adapter, [], r"model: an adapter alone is no model: merge it into its base"),
     (another_family, [], r"config\.json: model_type 'gemma2' is none of"),
@@ -128,7 +139,11 @@ REFUSED: list[tuple[Callable[[Path], None], list[str], str]] = [
         ["rollout.sampling.max_tokens=64"],
         r"max_tokens = 64 and a prompt do not fit into the model's 64 positions",
     ),
-    (lambda path: None, ["rollout.sampling.max_tokens=58"], r"every prompt .* more than 6 tokens"),
+    (
+        lambda path: None,
+        ["rollout.sampling.max_tokens=58"],
+        r"every prompt .* more than 6 tokens; rollout.sampling.max_tokens leaves",
+    ),
 ]
 
 

@@ -18,6 +18,8 @@ from areal_q.tasks.encoding.hf_tokenizer import check_whole
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_LFS = b"version https://git-lfs"
+"""How a file begins that stands for another in a repository which was cloned without Git LFS"""
 
 
 def load_config(path: str | Path) -> DecoderConfig:
@@ -117,7 +119,10 @@ def opened(file: Path, framework: str) -> Iterator[Any]:
                 f"{file}: user {os.getuid()} may not read it by its mode; transformers writes files "
                 "for their owner alone: chmod -R a+rX the directory"
             ) from error
-        raise CheckpointError(f"{file}: {error}") from error
+        with file.open("rb") as raw:
+            pointer = raw.read(len(_LFS)) == _LFS
+        why = "a pointer of Git LFS, not the weights: git lfs pull" if pointer else error
+        raise CheckpointError(f"{file}: {why}") from error
 
 
 def _other_weights(directory: Path) -> str:

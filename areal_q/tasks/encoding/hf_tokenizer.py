@@ -13,7 +13,8 @@ from areal_q.tasks.encoding.chat_template import ChatTemplate, joined
 from areal_q.tasks.stops import collect_stops
 
 _FILES = ("*tokenizer*", "vocab*", "*.model", "*.tiktoken")
-"""Names of files that hold a tokenizer"""
+"""Names of files that hold a tokenizer's vocabulary, and of its settings"""
+_SETTINGS = "tokenizer_config.json"
 _QWEN2 = ("Qwen2Tokenizer", "Qwen2TokenizerFast")
 _OTHERS = ("TokenizersBackend", "PreTrainedTokenizerFast", "GPT2Tokenizer", "GPT2TokenizerFast")
 _TAKEN = {
@@ -123,9 +124,12 @@ def _load(path: str | Path) -> Any:
         raise ConfigError(
             f"{path}: this tokenizer needs transformers: {installing('hf')}"
         ) from error
-    if not any(file for pattern in _FILES for file in Path(path).glob(pattern)):
-        # Of config.json alone transformers may make a tokenizer without a token.
-        raise CheckpointError(f"{path}: no tokenizer can be read: the directory has no file of one")
+    found = {file.name for pattern in _FILES for file in Path(path).glob(pattern)}
+    if not found - {_SETTINGS}:
+        # Of settings alone transformers may make a tokenizer without a token.
+        raise CheckpointError(
+            f"{path}: no tokenizer can be read: the directory has no vocabulary, such as tokenizer.json"
+        )
     try:
         loader = getattr(transformers, _class_of(Path(path)))
         return loader.from_pretrained(str(path), local_files_only=True)
@@ -137,7 +141,7 @@ def _load(path: str | Path) -> Any:
 def _class_of(directory: Path) -> str:
     """Returns the name of the class that AutoTokenizer would choose, where the files say it plainly: its own
     imports, torch and the code of models, take seconds in each of a run's processes. Else AutoTokenizer."""
-    files = (directory / name for name in ("config.json", "tokenizer_config.json"))
+    files = (directory / name for name in ("config.json", _SETTINGS))
     try:
         model, tokenizer = (json.loads(file.read_bytes()) for file in files)
         name = tokenizer["tokenizer_class"]
