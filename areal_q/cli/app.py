@@ -18,7 +18,14 @@ from typer.core import TyperGroup
 from areal_q import __version__
 from areal_q.config import Run, dump_toml, load
 from areal_q.errors import AReaLQError, ConfigError, RecordError, UserError
-from areal_q.system.command import EXITS_OF_MOST, PLAIN, WIDTH, accept_any_text, exit_with
+from areal_q.system.command import (
+    EXITS_OF_MOST,
+    PLAIN,
+    WIDTH,
+    accept_any_text,
+    check_names,
+    exit_with,
+)
 from areal_q.system.processes import module_command
 
 EXITS = (
@@ -270,6 +277,7 @@ def _become(module: str, args: list[str]) -> None:
 def main() -> None:
     accept_any_text()
     try:
+        check_names()
         app(prog_name="areal-q")
     except AReaLQError as error:
         exit_with(error, 2 if isinstance(error, (UserError, RecordError)) else 1)

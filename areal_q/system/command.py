@@ -15,6 +15,7 @@ from rich.segment import Segment
 from areal_q.errors import (
     AReaLQError,
     BufferUnavailable,
+    ConfigError,
     RankLost,
     RecordError,
     TeacherUnavailable,
@@ -59,6 +60,7 @@ def run_command(
     app.command(epilog=exits, context_settings=WIDTH)(main)
     accept_any_text()
     try:
+        check_names()
         app(prog_name=f"areal-q {name}")
     except (UserError, RecordError) as error:
         exit_with(error, 2, who)
@@ -77,6 +79,23 @@ def accept_any_text() -> None:
     """Makes stdout and stderr harmless to a terminal, whoever writes to them, and replace characters that their
     encoding lacks, which otherwise would end a run."""
     sys.stdout, sys.stderr = _printable(sys.stdout), _printable(sys.stderr)
+
+
+def check_names() -> None:
+    """Raises ConfigError for an argument, or a working directory, that is no text in this locale, since a run
+    could not write it down, and for a working directory that is gone."""
+    try:
+        here = os.getcwd()
+    except FileNotFoundError as error:
+        raise ConfigError("the working directory is gone: cd to one that is there") from error
+    for name in (*sys.argv[1:], here):
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            encoding = sys.getfilesystemencoding()
+            raise ConfigError(
+                f"{name}: no {encoding} text: another name, or another locale (LANG=C.UTF-8)"
+            ) from error
 
 
 def harmless(text: str) -> str:

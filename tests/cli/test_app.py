@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.commands import refused
 from helpers.paths import EXECUTABLE
 
 import areal_q
@@ -34,6 +35,22 @@ def areal_q_command(tmp_path):
         )
 
     return call
+
+
+def test_a_name_that_is_no_text_is_refused_before_any_work(areal_q_command, tmp_path):
+    """As files of an old disk have it: a run could not write it into its config.toml."""
+    latin = os.fsdecode(b"lat\xe4")
+    (tmp_path / latin).mkdir()
+    for command in (["run", "quickstart", f"root={latin}"], ["status", latin], ["report", latin]):
+        refused(areal_q_command(*command), "lat?: no utf-8 text: another name, or another locale")
+    assert not [*(tmp_path / latin).iterdir()]
+
+
+def test_a_working_directory_that_is_gone_is_one_line(tmp_path):
+    (tmp_path / "here").mkdir()
+    gone = 'cd "$1" && rmdir "$1" && exec "$0" status runs/x'
+    command = ["sh", "-c", gone, EXECUTABLE, tmp_path / "here"]
+    refused(subprocess.run(command, capture_output=True, text=True), "directory is gone")
 
 
 def toml(tmp_path: Path, text: str) -> str:
