@@ -1,6 +1,7 @@
-"""`python -m areal_q`: the same as `areal-q`."""
+"""`python -m areal_q`: the same as `areal-q`, which begins here."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -18,8 +19,17 @@ def _forget_current_directory() -> None:
         sys.path.pop(0)
 
 
+def main() -> None:
+    """Runs the command. While it is being imported, for about a second, Ctrl-C ends it without a word."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:  # and not ignored, as in the background of a script
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from areal_q.cli import app
+
+    signal.signal(signal.SIGINT, before)
+    app.main()
+
+
 if __name__ == "__main__":
     _forget_current_directory()
-    from areal_q.cli.app import main
-
     main()

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,22 @@ def test_a_working_directory_that_is_gone_is_one_line(tmp_path):
     gone = 'cd "$1" && rmdir "$1" && exec "$0" status runs/x'
     command = ["sh", "-c", gone, EXECUTABLE, tmp_path / "here"]
     refused(subprocess.run(command, capture_output=True, text=True), "directory is gone")
+
+
+def test_ctrl_c_while_the_command_is_imported_is_no_traceback():
+    """It comes as the first module of the command is looked for."""
+    program = (
+        "import os, runpy, signal, sys\n"
+        "class Interrupts:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'areal_q.cli': os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupts())\n"
+        "sys.argv = ['areal-q', 'version']\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "runpy.run_module('areal_q', run_name='__main__')\n"
+    )
+    ended = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")
 
 
 def toml(tmp_path: Path, text: str) -> str:
