@@ -148,7 +148,7 @@ def test_the_real_model_learns_a_tool(place: Place, name: str, monkeypatch: pyte
     records = read_metrics(directory / "metrics.jsonl")
     taken = [r for r in records if r["kind"] == "step"]
     before, *_, after = [r for r in records if r["kind"] == "eval"]
-    assert after["eval/accuracy"] > before["eval/accuracy"] + 0.3
+    assert 1 - after["eval/accuracy"] <= (1 - before["eval/accuracy"]) / 2 < 0.5
     assert after["eval/turns"] >= before["eval/turns"] >= 1
     log = iter_log(directory / "trajectories", 0, 1000)
     numbers = [group.ticket.number for _, step in log for group in step]
