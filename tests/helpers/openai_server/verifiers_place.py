@@ -33,8 +33,6 @@ from rollout.openai_server.app import Endpoint
 PYTHON = os.environ.get("VERIFIERS_PYTHON", "")
 _skips = pytest.mark.skipif(not PYTHON, reason="needs verifiers: make test-verifiers")
 TASKSET = """
-import json
-from pathlib import Path
 import verifiers.v1 as vf
 __all__ = ["Two", "Twice"]
 
@@ -55,13 +53,20 @@ class Twice(vf.Env[TwiceConfig]):
             second = (await talk.turn("again")).last_reply
         talk.trace.record_reward("right", 0.5 * (first == "one") + 0.5 * (second == "two"))
         talk.trace.record_metric("turns_of_it", 2)
-
-    async def finalize(self, task, episode):
-        (branch,) = episode.traces[0].branches
-        told = {"ids": branch.token_ids, "mask": branch.sampled_mask, "logprobs": branch.logprobs}
-        with open("TRACES", "a") as lines:
-            lines.write(json.dumps(told) + "\\n")
 """
+RECORD = """
+import json
+import verifiers.v1 as vf
+
+async def record(self, task, episode):
+    (branch,) = episode.traces[0].branches
+    told = {"ids": branch.token_ids, "mask": branch.sampled_mask, "logprobs": branch.logprobs}
+    with open("TRACES", "a") as lines:
+        lines.write(json.dumps(told) + "\\n")
+
+vf.Env.finalize = record
+"""
+"""Follows a taskset: its traces are written down"""
 
 STAND_IN = """
 import json, os, signal, socket, subprocess, sys
@@ -114,12 +119,18 @@ class Place:
         env: dict[str, Any] | None = None,
         python: str = PYTHON,
         group_size: int = 2,
+        special: tuple[str, ...] = (),
+        **settings: Any,
     ) -> None:
-        (root / "two.py").write_text(taskset.replace("TRACES", str(root / "traces")))
-        byte_tokenizer(template=TEMPLATE).save_pretrained(root / "model")
+        """`settings` are further ones of the task, `special` further tokens of the model."""
+        record = RECORD.replace("TRACES", str(root / "traces"))
+        (root / "two.py").write_text(taskset + record)
+        byte_tokenizer(template=TEMPLATE, special=special).save_pretrained(root / "model")
         self.root, tokenizer = root, load_tokenizer(root / "model", Chat())
         env = env or {"taskset": {"id": "two"}}
-        self.task = VerifiersTask(env=env, directory=str(root), python=python, heldout=0.5)
+        self.task = VerifiersTask(
+            env=env, directory=str(root), python=python, heldout=0.5, **settings
+        )
         cfg = VerifiersEnvironment(episodes=1, episode_attempts=2)
         run = Run(
             name="run",
