@@ -15,6 +15,7 @@ import math
 import os
 import re
 import sys
+from contextlib import AsyncExitStack
 from typing import Any
 
 import httpx
@@ -23,6 +24,7 @@ from verifiers.v1.configs.agent import agent_config_fields
 from verifiers.v1.configs.env import EnvConfig, default_agent_harness
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.env import Env, RunSlot
+from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 from verifiers.v1.runtimes import ProgramResult
 from verifiers.v1.utils.generic import concrete_type
 from verifiers.v1.utils.loaders import environment_class
@@ -38,10 +40,11 @@ LONGEST_WHY = 500
 
 
 class Loop(vf.Harness[vf.HarnessConfig]):
-    """One reply to the conversation so far, asked for in this process: verifiers' own harnesses fetch programs
-    from the network as they run."""
+    """Replies to the conversation so far, with calls of the task's tools between them, in this process:
+    verifiers' own harnesses fetch programs from the network as they run."""
 
     APPENDS_SYSTEM_PROMPT = True
+    SUPPORTS_MCP = True
     SUPPORTS_RESUME = True
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
@@ -62,13 +65,40 @@ class Loop(vf.Harness[vf.HarnessConfig]):
             said.append({"role": "user", "content": prompt})
         else:
             said += [message_to_wire(message) for message in prompt or ()]
-        async with httpx.AsyncClient(timeout=None) as http:
-            reply = await http.post(
-                f"{endpoint}/chat/completions",
-                headers={"Authorization": f"Bearer {secret}"},
-                json={"model": ctx.model, "messages": said},
-            )
-        return ProgramResult(int(not reply.is_success), "", "" if reply.is_success else reply.text)
+        spec = {"timeout": self.config.tool_timeout}
+        servers = {"mcpServers": {name: {"url": url, **spec} for name, url in mcp_urls.items()}}
+        async with AsyncExitStack() as opened:
+            tools, names, clients = await connect_mcp(servers, opened)
+            http = await opened.enter_async_context(httpx.AsyncClient(timeout=None))
+            while True:
+                reply = await http.post(
+                    f"{endpoint}/chat/completions",
+                    headers={"Authorization": f"Bearer {secret}"},
+                    json={"model": ctx.model, "messages": said}
+                    | ({"tools": tools} if tools else {}),
+                )
+                if not reply.is_success:
+                    return ProgramResult(1, "", reply.text)
+                said.append(reply.json()["choices"][0]["message"])
+                calls = said[-1].get("tool_calls") or ()
+                if not calls:
+                    return ProgramResult(0, "", "")
+                for call in calls:
+                    result = await _result(call["function"], names, clients)
+                    said.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+
+
+async def _result(call: dict[str, Any], names: dict[str, Any], clients: dict[str, Any]) -> Any:
+    """Returns what a tool says to a call, or in words what is wrong with the call."""
+    if call["name"] not in names:
+        return f"error: there is no tool {call['name']!r}"
+    try:
+        arguments = json.loads(call["arguments"] or "{}")
+    except ValueError as error:
+        return f"error: the arguments are not JSON: {error}"
+    if not isinstance(arguments, dict):
+        return "error: the arguments are no JSON object"
+    return await call_mcp(clients, names, call["name"], arguments)
 
 
 def environment_of(env: dict[str, Any]) -> Any:
@@ -177,6 +207,7 @@ def main() -> None:
     os.dup2(2, 1)  # what a taskset prints is no answer
     logging.basicConfig(level=logging.WARNING, format="verifiers: %(message)s")
     sys.path.insert(0, told["path"])
+    os.environ["PYTHONPATH"] = told["path"]  # for the servers of its tools
     try:
         env = environment_of(told["env"])
         tasks = list(itertools.islice(env.taskset, told["problems"]))
