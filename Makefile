@@ -10,7 +10,7 @@ TORCH_CPU ?= $(TORCH)+cpu
 JOBS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS)
 
-.PHONY: setup lock run real test test-slow test-formats test-peers test-agents test-verifiers test-notebook test-trackers test-vllm test-sglang test-megatron test-engine check bench bench-buffer chaos fuzz mutants browser promtool redis7 crds real-model tokenizers reference docs clean
+.PHONY: setup lock run real test test-slow test-formats test-peers test-agents test-verifiers test-gyms test-notebook test-trackers test-vllm test-sglang test-megatron test-engine check bench bench-buffer chaos fuzz mutants browser promtool redis7 crds real-model tokenizers reference docs clean
 
 # Everything that `make check` and `make test` need.
 setup: $(VENV)/.installed-dev
@@ -60,6 +60,13 @@ test-agents: $(VENV)-agents/.installed
 # Episodes that verifiers plays: docs/verifiers.md. Two hundred packages, none of them ours.
 test-verifiers: $(VENV)-verifiers/.installed
 	VERIFIERS_PYTHON=$(abspath $(VENV)-verifiers/bin/python) $(BIN)/python -m pytest -m verifiers tests/environments
+
+# A server of NeMo Gym's and an agent of Harbor's, in environments of their own, with Python 3.12: docs/verifiers.md.
+PYTHON_3_12 ?= python3.12
+test-gyms: $(VENV)-verifiers/.installed $(VENV)-nemo-gym/.installed $(VENV)-harbor/.installed
+	NEMO_GYM_PYTHON=$(abspath $(VENV)-nemo-gym/bin/python) HARBOR_PYTHON=$(abspath $(VENV)-harbor/bin/python) \
+	  VERIFIERS_PYTHON=$(abspath $(VENV)-verifiers/bin/python) $(BIN)/python -m pytest -m slow \
+	  tests/environments/test_verifiers_tools.py tests/openai_server/test_harbor.py
 
 # Every command on the pages of docs/, and the tools that the real model learns on two of them: half an hour.
 test-pages: $(VENV)-agents/.installed $(VENV)-verifiers/.installed real-model
@@ -209,6 +216,14 @@ $(VENV)-verifiers/.installed: pyproject.toml $(VENV)/.installed-dev
 	$(BIN)/areal-q setup verifiers --anew --at $(VENV)-verifiers
 	touch $@
 
+# 1.1 and 0.4 GB.
+$(VENV)-nemo-gym/.installed: GYM := nemo-gym==0.4.0
+$(VENV)-harbor/.installed: GYM := harbor==0.26.0
+$(VENV)-nemo-gym/.installed $(VENV)-harbor/.installed:
+	$(PYTHON_3_12) -m venv $(@D)
+	$(@D)/bin/pip install -q '$(GYM)'
+	touch $@
+
 # torchvision and the like are no use here, and an index may have only their CUDA builds, with which
 # transformers cannot be imported beside a CPU torch.
 $(VENV)-vllm/.installed: pyproject.toml
@@ -283,4 +298,4 @@ models/tokenizers/%/tokenizer.json:
 	rm $(@D)/*.tgz
 
 clean:
-	rm -rf $(VENV) $(VENV)-formats $(VENV)-peers $(VENV)-agents $(VENV)-verifiers $(VENV)-trackers $(VENV)-vllm $(VENV)-sglang $(VENV)-megatron $(VENV)-docs $(VENV)-notebook build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-formats $(VENV)-peers $(VENV)-agents $(VENV)-verifiers $(VENV)-nemo-gym $(VENV)-harbor $(VENV)-trackers $(VENV)-vllm $(VENV)-sglang $(VENV)-megatron $(VENV)-docs $(VENV)-notebook build dist *.egg-info
