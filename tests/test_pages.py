@@ -113,6 +113,7 @@ MEANT = {
     "runs/NAME": "runs/quickstart", "NAME": "runs/quickstart", "RUN": "runs/quickstart", "RUN2": "runs/other",
     "RUN3": "runs/demo", "SEED0": "runs/quickstart", "SEED1": "runs/other", "SEED2": "runs/demo",
     "MODEL": "runs/quickstart/hf", "CONFIG": "own.toml", "sums": "begun", "runs/capitals": "runs/quickstart",
+    "reward.path=mine.py": "reward.path=terse.py",
     "40": "1", "80": "3", "50": "2", "709": "8", "840": "1", "845": "3",
 }  # fmt: skip
 """What stands for the reader's own in a command, and for the numbers of a long run"""
