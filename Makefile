@@ -68,7 +68,8 @@ test-gyms: $(VENV)-verifiers/.installed $(VENV)-nemo-gym/.installed $(VENV)-harb
 	  VERIFIERS_PYTHON=$(abspath $(VENV)-verifiers/bin/python) $(BIN)/python -m pytest -m slow \
 	  tests/environments/test_verifiers_tools.py tests/openai_server/test_harbor.py
 
-# Every command on the pages of docs/, and the tools that the real model learns on two of them: half an hour.
+# Every command on the pages of docs/, and the tools that the real model learns on two of them: half an hour, or
+# an hour beside others.
 test-pages: $(VENV)-agents/.installed $(VENV)-verifiers/.installed real-model
 	VERIFIERS_PYTHON=$(abspath $(VENV)-verifiers/bin/python) $(VENV)-agents/bin/python -m pytest -m pages tests/test_pages.py tests/openai_server/test_agents_page.py
 
