@@ -5,8 +5,6 @@ manifest is compressed with the old one as dictionary, and has a checksum: its o
 cover all of it. Tensors' digests are left out of it and computed again from the bytes that a delta gives.
 """
 
-from collections import defaultdict
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -21,7 +19,7 @@ from areal_q.kernels.delta_blocks import CLASSES
 from areal_q.messages import Manifest, TensorSpec
 from areal_q.weights import delta_codec
 from areal_q.weights.byte_planes import compress, decompress
-from areal_q.weights.delta_codec import Classes, Floats, FloatsOf, Moves, Streams
+from areal_q.weights.delta_codec import Classes, Floats, Moves, Streams
 from areal_q.weights.version import DTYPES, WeightVersion, unpack_unnamed, without_digests
 
 MANTISSA = {
@@ -57,7 +55,8 @@ def diff(base: WeightVersion, new: WeightVersion) -> bytes | None:
         if old_spec.digest != new_spec.digest:
             old, now = _elements(base.payload, old_spec), _elements(new.payload, new_spec)
             moves.append(_moved(index, old, now, MANTISSA.get(DTYPES[new_spec.dtype])))
-    return _encode(base.manifest, new.manifest, moves)
+    manifest = compress(messages.encode(without_digests(new.manifest)), _dictionary(base.manifest))
+    return messages.encode(_Body(manifest, delta_codec.encode(moves)))
 
 
 def apply(base: WeightVersion, delta: bytes, payload: torch.Tensor) -> WeightVersion:
@@ -74,7 +73,7 @@ def apply(base: WeightVersion, delta: bytes, payload: torch.Tensor) -> WeightVer
         raise WeightVersionError(f"delta refused: {error}") from error
     if not same_layout(base.manifest, manifest):
         raise WeightVersionError(f"delta to version {manifest.version}: of another layout")
-    moved = {moves.index: moves for moves in _moves(manifest, body.streams, _floats_of(base))}
+    moved = {moves.index: moves for moves in _moves(base, manifest, body.streams)}
     ends = [*(spec.offset for spec in manifest.tensors[1:]), manifest.nbytes]
 
     def fill(index: int) -> None:
@@ -84,40 +83,6 @@ def apply(base: WeightVersion, delta: bytes, payload: torch.Tensor) -> WeightVer
             kernels.move(_elements(payload, spec), m.where, DTYPES[spec.dtype] in MANTISSA, m.step)
 
     return unpack_unnamed(manifest, payload, fill)
-
-
-def plain_delta(base: WeightVersion, delta: bytes) -> bytes:
-    """Returns the same delta in the form that `compose` takes, readable without its base; it may be larger.
-
-    Raises WeightVersionError for a delta that is malformed.
-    """
-    try:
-        body = _decode_body(delta)
-    except RecordError as error:
-        raise WeightVersionError(f"delta refused: {error}") from error
-    if not body.streams.based:
-        return delta
-    moves = _moves(base.manifest, body.streams, _floats_of(base))
-    return messages.encode(_Body(body.manifest, delta_codec.encode(moves)))
-
-
-def compose(manifests: Sequence[Manifest], deltas: Sequence[bytes]) -> bytes:
-    """Returns one delta from the first of `manifests` to the last, the bytes that `diff` and `plain` would
-    give.
-
-    `deltas[i]`, in `plain`'s form, leads from manifests[i] to manifests[i + 1]. Needs no payload, only time
-    and memory in proportion to what changed. Raises WeightVersionError for deltas that are malformed.
-    """
-    by_tensor: dict[int, list[Moves]] = defaultdict(list)
-    for manifest, delta in zip(manifests[1:], deltas, strict=True):
-        try:
-            streams = _decode_body(delta).streams
-        except RecordError as error:
-            raise WeightVersionError(f"delta refused: {error}") from error
-        for moves in _moves(manifest, streams):
-            by_tensor[moves.index].append(moves)
-    added = [delta_codec.add_up(by_tensor[index]) for index in sorted(by_tensor)]
-    return _encode(manifests[0], manifests[-1], [m for m in added if len(m.where)])
 
 
 def changed(manifest: Manifest, delta: bytes) -> dict[str, tuple[int, int]]:
@@ -165,24 +130,15 @@ def _first(array: np.ndarray, count: int) -> np.ndarray:
     return array
 
 
-def _encode(base: Manifest, new: Manifest, moves: list[Moves]) -> bytes:
-    manifest = compress(messages.encode(without_digests(new)), _dictionary(base))
-    return messages.encode(_Body(manifest, delta_codec.encode(moves)))
-
-
-def _floats_of(base: WeightVersion) -> FloatsOf:
+def _moves(base: WeightVersion, manifest: Manifest, streams: Streams) -> list[Moves]:
     def floats(index: int) -> Floats | None:
         spec = base.manifest.tensors[index]
         mantissa = MANTISSA.get(DTYPES[spec.dtype])
         return None if mantissa is None else Floats(_elements(base.payload, spec), mantissa)
 
-    return floats
-
-
-def _moves(manifest: Manifest, streams: Streams, floats_of: FloatsOf | None = None) -> list[Moves]:
     sizes = [(s.nbytes // _unit(s), _unit(s)) for s in manifest.tensors]
     try:
-        return delta_codec.decode(streams, sizes, floats_of)
+        return delta_codec.decode(streams, sizes, floats)
     except (ValueError, zstandard.ZstdError) as error:
         raise WeightVersionError(f"delta to version {manifest.version}: {error}") from error
 

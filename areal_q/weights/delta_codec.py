@@ -7,15 +7,14 @@ difference is kept as *where* and *by how much*, both as streams of numbers (are
   below a third of all, a bitmap.
 - by how much: new − old modulo 2^bits of the elements' bytes read as little-endian integers, floats in the
   order of their values, where it is the distance in units in the last place. It wraps, so it is exact for
-  every bit pattern, and steps of several deltas can be added. A sign bit, and |step|.
+  every bit pattern. A sign bit, and |step|.
 
 Whole numbers of any size go byte by byte: a packed 4-bit code that moves by one moves its byte by 1 or 16.
 
 The closer a float is to zero, the closer are its neighbours: it changes more often, and by more steps. Both
 sides know the base's exponents. With these elements are divided into classes, whose exponents agree in the low
 four bits. Positions are counted within a class, and its steps are a stream of their own, which makes bfloat16's
-deltas smaller by a third. The receiver then needs the base (`Floats`) to decode. Without classes
-(`Moves.classes` None) it does not, and deltas can be added up.
+deltas smaller by a third.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -64,7 +63,7 @@ class Moves:
     step: np.ndarray
     """New − old, wrapped, never 0: unsigned [N] of the elements' size."""
     classes: Classes | None = None
-    """None where the delta is to be readable without its base, and for other tensors than floats"""
+    """None for other tensors than floats"""
 
 
 @dataclass(frozen=True)
@@ -117,13 +116,10 @@ class Streams(msgspec.Struct, frozen=True, array_like=True):
     """For each change its bitmap, if it has one; then for each a sign bit per step."""
     steps: list[list[bytes]]
     """Planes of |step|: a stream for each size of elements and class that occurs, in that order."""
-    based: bool = False
-    """True if the base is needed to decode, since classes are used for floats with at least _FEW changes"""
 
 
 def encode(moves: Sequence[Moves]) -> Streams:
-    """Returns the streams of `moves`; equal moves give equal bytes. Where any have classes, the base is needed
-    to decode."""
+    """Returns the streams of `moves`; equal moves give equal bytes."""
     listed = [_listed(m) for m in moves]
     signed = [m.step.view(f"<i{m.step.itemsize}") for m in moves]
     flags = [a.bitmap for a in listed] + [np.packbits(step < 0).tobytes() for step in signed]
@@ -132,25 +128,20 @@ def encode(moves: Sequence[Moves]) -> Streams:
         planes.planes_of(_concatenated([a.gaps for a in listed], np.int64).view(np.uint64)),
         planes.compress(b"".join(flags)),
         [planes.planes_of(size) for size in _grouped_sizes(moves, signed)],
-        any(_kinds(m) is not None for m in moves),
     )
 
 
 def decode(
-    streams: Streams, tensors: Sequence[tuple[int, int]], floats_of: FloatsOf | None = None
+    streams: Streams, tensors: Sequence[tuple[int, int]], floats_of: FloatsOf
 ) -> list[Moves]:
     """Returns the moves; `tensors` has (elements, bytes of an element) for all tensors of the manifest.
 
     Raises ValueError or ZstdError if the streams are not what the changes need.
     """
-    if streams.based and floats_of is None:
-        raise ValueError("it cannot be read without its base")
     indexes = [change.index for change in streams.changes]
     if any(after <= before for before, after in pairwise(indexes)):
         raise ValueError("its tensors are not in order, each once")
-    parts = [
-        _part(change, tensors, floats_of if streams.based else None) for change in streams.changes
-    ]
+    parts = [_part(change, tensors, floats_of) for change in streams.changes]
     gaps = planes.numbers_of(streams.gaps, sum(int(p.counts.sum()) for p in parts))
     gap = planes.Reader(gaps.view(np.int64))
     flags = planes.Reader(planes.exactly(streams.flags, sum(p.flag_bytes for p in parts)))
@@ -163,17 +154,6 @@ def decode(
         kernels.ungrouped(key, size, at, flags.take(-(-len(where) // 8)), step)
         moves.append(Moves(part.change.index, part.elements, where, step))
     return moves
-
-
-def add_up(moves: Sequence[Moves]) -> Moves:
-    """Returns one tensor's successive moves as one, without the elements that come back to where they were."""
-    where = np.concatenate([m.where for m in moves])
-    order = np.argsort(where, kind="stable")
-    where, step = where[order], np.concatenate([m.step for m in moves])[order]
-    first = np.flatnonzero(np.diff(where, prepend=-1))
-    total = np.add.reduceat(step, first, dtype=step.dtype) if len(first) else step
-    stays = total != 0
-    return Moves(moves[0].index, moves[0].elements, where[first][stays], total[stays])
 
 
 @dataclass(frozen=True)
@@ -196,11 +176,11 @@ class _Part:
         return -(-self.change.count // 8) + (-(-self.elements // 8) if self.bitmap else 0)
 
 
-def _part(change: Change, tensors: Sequence[tuple[int, int]], floats_of: FloatsOf | None) -> _Part:
+def _part(change: Change, tensors: Sequence[tuple[int, int]], floats_of: FloatsOf) -> _Part:
     if not 0 <= change.index < len(tensors):
         raise ValueError("a tensor that does not exist")
     elements, itemsize = tensors[change.index]
-    floats = floats_of(change.index) if floats_of and change.count >= _FEW else None
+    floats = floats_of(change.index) if change.count >= _FEW else None
     counts = np.atleast_1d(np.array(change.counts, np.int64))
     by_class = floats is not None and _rare(change.count, elements)
     sizes = floats.sizes() if floats and by_class else np.array([elements])

@@ -2,8 +2,6 @@
 
 import logging
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 
@@ -25,7 +23,6 @@ from areal_q.messages import (
     Manifest,
     ManifestReply,
 )
-from areal_q.weights import delta
 from areal_q.weights.version import WeightVersion
 from buffer.weight_sync.stats import ServerStats
 from buffer.weight_sync.version_store import (
@@ -33,7 +30,7 @@ from buffer.weight_sync.version_store import (
     DeltaChain,
     DeltaLink,
     VersionStore,
-    build_catch_up,
+    catch_up,
 )
 
 logger = logging.getLogger(__name__)
@@ -49,8 +46,6 @@ KEPT_CATCH_UPS = 4
 """Number of catch-ups that stay fetchable, newest use last."""
 LEASE_S = 2.0
 """Seconds after its last request for which a version counts as being fetched."""
-WAITING_WORKERS = 1024
-"""Most workers that wait for deltas to be put together; further ones are told to fetch a snapshot."""
 _NO_VERSION = messages.encode(ManifestReply(manifest=None))
 
 
@@ -58,37 +53,21 @@ class RequestHandler:
     """Owns the ROUTER socket and what can be fetched over it; lives on the weight server's thread.
 
     No send blocks: a reply to a peer that is gone, or QUEUED_REPLIES behind, is dropped, and the worker asks
-    again. Deltas for workers at the same version are put together once, on a thread of their own.
+    again. Deltas for workers at the same version are put together once.
     docs/weights.md has the full list, with the test that shows each.
     """
 
-    def __init__(
-        self,
-        router: zmq.Socket,
-        stats: ServerStats,
-        config: BroadcastConfig,
-        wake: Callable[[], None],
-    ) -> None:
-        self._router, self._stats, self._wake = router, stats, wake
+    def __init__(self, router: zmq.Socket, stats: ServerStats, config: BroadcastConfig) -> None:
+        self._router, self._stats = router, stats
         self._versions = VersionStore(config.hold, LEASE_S)
         self._deltas = DeltaChain(config.hold_deltas, config.max_delta_bytes)
         self._history: deque[Manifest] = deque(maxlen=max(config.hold, config.hold_deltas))
-        self._composer = ThreadPoolExecutor(1, "composer")
-        self._catch_ups: dict[tuple[str, int, int], Future[CatchUp]] = {}
-        """The last KEPT_CATCH_UPS catch-ups, by epoch and the versions that they lead from and to."""
-        self._waiting: list[tuple[bytes, Future[CatchUp]]] = []
+        self._catch_ups: dict[tuple[str, str], CatchUp] = {}
+        """The last KEPT_CATCH_UPS catch-ups, by the digests of the versions that they lead from and to."""
 
-    def add_version(
-        self, version: WeightVersion, base: WeightVersion | None, body: bytes | None
-    ) -> None:
-        """Makes `version` the newest that can be fetched; `body` is the delta to it from `base`, if there is
-        one."""
+    def add_version(self, version: WeightVersion, link: DeltaLink | None) -> None:
+        """Makes `version` the newest that can be fetched; `link` is the delta to it, if there is one."""
         self._versions.add(version)
-        link = None
-        if base is not None and body is not None:
-            # The thread that adds up deltas does this first, in order, so that it never waits for an input.
-            plain = self._composer.submit(delta.plain_delta, base, body)
-            link = DeltaLink(base.manifest, version.manifest, len(body), plain)
         self._deltas.add(link)
         self._history.append(version.manifest)
 
@@ -105,16 +84,8 @@ class RequestHandler:
                     self._stats.refused += 1
                     logger.debug("request refused: %s", error)
 
-    def send_ready_catch_ups(self) -> None:
-        """Answers the workers whose deltas are ready by now."""
-        ready = [(peer, made) for peer, made in self._waiting if made.done()]
-        self._waiting = [(peer, made) for peer, made in self._waiting if not made.done()]
-        for peer, made in ready:
-            self._send_catch_up(peer, made.result())
-
     def close(self) -> None:
-        """Ends the thread that puts deltas together and lets go of all versions."""
-        self._composer.shutdown(cancel_futures=True)
+        """Lets go of all versions."""
         self._versions.clear()
 
     def _reply(self, peer: bytes, request: messages.FetchRequest) -> None:
@@ -134,34 +105,21 @@ class RequestHandler:
 
     def _catch_up(self, peer: bytes, request: FetchDeltas) -> None:
         links = self._deltas.since(request.epoch, request.base, request.base_digest)
-        if not links or len(self._waiting) >= WAITING_WORKERS:
+        if not links or sum(len(link.body) for link in links) >= links[-1].new.nbytes:
             self._send(peer, messages.encode(DeltasReply()))
             return
-        key = request.epoch, request.base, links[-1].new.version
-        made = self._catch_ups.pop(key, None)
-        if made is None:
-            made = self._composer.submit(build_catch_up, links)
-            made.add_done_callback(lambda _: self._wake())
+        key = links[0].base.digest, links[-1].new.digest
+        made = self._catch_ups.pop(key, None) or catch_up(links)
         self._catch_ups[key] = made
         while len(self._catch_ups) > KEPT_CATCH_UPS:
             self._catch_ups.pop(next(iter(self._catch_ups)))
-        if made.done():
-            self._send_catch_up(peer, made.result())
-        else:
-            self._waiting.append((peer, made))
-
-    def _send_catch_up(self, peer: bytes, made: CatchUp) -> None:
-        newest = self._versions.newest
-        if newest is None or len(made.body) >= newest.manifest.nbytes:
-            self._send(peer, messages.encode(DeltasReply()))
-            return
         self._stats.catch_ups += 1
         reply = DeltasReply(deltas=made.headers, sizes=made.sizes, digest=made.digest)
         self._send(peer, messages.encode(reply))
 
     def _send_chunk(self, peer: bytes, request: FetchChunk) -> None:
         held = self._versions.use(request.digest)
-        made = (made.result() for made in self._catch_ups.values() if made.done())
+        made = self._catch_ups.values()
         bodies = (memoryview(one.body) for one in made if one.digest == request.digest)
         memory = held.memory if held else next(bodies, None)
         if memory is None:
@@ -188,7 +146,7 @@ class RequestHandler:
             format=manifest.format,
             nbytes=manifest.nbytes,
             held=self._versions.has(manifest.digest),
-            delta_bytes=link.nbytes if link else None,
+            delta_bytes=len(link.body) if link else None,
             base=link.base.version if link else None,
             base_digest=link.base.digest if link else None,
             published_s=manifest.published_s,

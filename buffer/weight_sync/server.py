@@ -31,7 +31,7 @@ from areal_q.weights.version import WeightVersion
 from buffer.weight_sync.request_handler import QUEUED_REPLIES, RequestHandler
 from buffer.weight_sync.sockets import Endpoints, ServerSockets
 from buffer.weight_sync.stats import ServerStats
-from buffer.weight_sync.version_store import delta_header
+from buffer.weight_sync.version_store import DeltaLink
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class WeightServer:
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
-        self._handler = RequestHandler(self._sockets.router, self.stats, config, self._wake)
+        self._handler = RequestHandler(self._sockets.router, self.stats, config)
         self._thread = threading.Thread(target=self._run, name="server", daemon=True)
         self._thread.start()
 
@@ -142,7 +142,6 @@ class WeightServer:
                 events = dict(poller.poll(math.ceil(wait_s * 1000)))
                 if self._wake_out.fileno() in events:
                     self._wake_out.recv(4096)
-                    self._handler.send_ready_catch_ups()
                 for bound in bounds:
                     bound.look()
                 self._check_delta()
@@ -211,12 +210,13 @@ class WeightServer:
         logger.debug("publishes version %d with digest %s", new.version, new.digest)
         self.stats.published += 1
         self.stats.last_version_bytes = new.nbytes if body is None else len(body)
+        link = None
         if base is not None and body is not None:
-            header = messages.encode(delta_header(base.manifest, new))
-            self._sockets.xpub.send_multipart([header, body], copy=False)
+            link = DeltaLink(base.manifest, new, body)
             self.stats.deltas += 1
             self.stats.delta_bytes += len(body)
-        self._handler.add_version(version, base, body)
+            self._sockets.xpub.send_multipart([messages.encode(link.header), body], copy=False)
+        self._handler.add_version(version, link)
         self._newest = version
         self._announcement = messages.encode(
             Announce(

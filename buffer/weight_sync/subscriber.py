@@ -212,7 +212,7 @@ class WeightSubscriber:
             before = self._held
             for told, body in fetched:
                 self._keep(told, body)
-            self._apply_deltas()
+                self._apply_deltas()
             if before is not None and self._held is before:
                 self._distrusted = before.manifest.digest
         # Deltas may have overtaken the fetch.

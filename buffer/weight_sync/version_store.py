@@ -3,16 +3,14 @@
 import math
 import time
 from collections import deque
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 
 import xxhash
 
 from areal_q import messages
-from areal_q.errors import WeightVersionError
 from areal_q.messages import Delta, Manifest, ManifestReply
-from areal_q.weights import delta, shared_memory
+from areal_q.weights import shared_memory
 from areal_q.weights.version import WeightVersion
 
 
@@ -94,35 +92,28 @@ class DeltaLink:
 
     base: Manifest
     new: Manifest
-    nbytes: int
-    """Bytes of the delta as it was sent."""
-    plain: Future[bytes]
-    """The delta in the form that can be added up without its base (delta.plain)."""
+    body: bytes
+    """The delta as it was sent."""
 
     @property
     def header(self) -> Delta:
         """The message that announces this delta."""
-        return delta_header(self.base, self.new)
-
-
-def delta_header(base: Manifest, new: Manifest) -> Delta:
-    """Returns the message that announces a delta from `base` to `new`."""
-    return Delta(
-        run=new.run,
-        run_id=new.run_id,
-        epoch=new.epoch,
-        version=new.version,
-        digest=new.digest,
-        base=base.version,
-        base_digest=base.digest,
-    )
+        base, new = self.base, self.new
+        return Delta(
+            run=new.run,
+            run_id=new.run_id,
+            epoch=new.epoch,
+            version=new.version,
+            digest=new.digest,
+            base=base.version,
+            base_digest=base.digest,
+        )
 
 
 class DeltaChain:
     """The unbroken chain of deltas that ends at the newest version.
 
-    It has at most `limit` deltas, of at most `limit_bytes` together as they were sent. In memory they may take
-    half as much again, as those of BF16 and FP8 do (areal_q/weights/delta_codec.py).
+    It has at most `limit` deltas, of at most `limit_bytes` together.
     """
 
     def __init__(self, limit: int, limit_bytes: int) -> None:
@@ -137,9 +128,9 @@ class DeltaChain:
             self._nbytes = 0
             return
         self._chain.append(link)
-        self._nbytes += link.nbytes
+        self._nbytes += len(link.body)
         while len(self._chain) > self._limit or self._nbytes > self._limit_bytes:
-            self._nbytes -= self._chain.popleft().nbytes
+            self._nbytes -= len(self._chain.popleft().body)
 
     def since(self, epoch: str, version: int, digest: str) -> list[DeltaLink]:
         """Returns the deltas that lead from that version to the newest; none if the chain begins later."""
@@ -160,7 +151,7 @@ class DeltaChain:
 
 @dataclass(frozen=True)
 class CatchUp:
-    """Deltas that bring a worker to the newest version, ready to be sent."""
+    """The deltas that bring a worker to the newest version, ready to be sent."""
 
     headers: list[Delta]
     """What each delta leads from and to, in the order to apply them."""
@@ -172,19 +163,8 @@ class CatchUp:
     """xxh3-128 of `body`, hexadecimal."""
 
 
-def build_catch_up(links: list[DeltaLink]) -> CatchUp:
-    """Returns the chain as it is, or one delta that does the same: whichever is smaller.
-
-    One delta leaves out codes that move back and forth, and saves the worker a pass over its weights for each.
-    """
-    bodies = [link.plain.result() for link in links]
-    headers = [link.header for link in links]
-    if len(links) > 1:
-        try:
-            one = delta.compose([links[0].base, *(link.new for link in links)], bodies)
-        except WeightVersionError:  # a relay may have been sent deltas that cannot be added up
-            one = None
-        if one is not None and len(one) <= sum(map(len, bodies)):
-            headers, bodies = [delta_header(links[0].base, links[-1].new)], [one]
-    body = b"".join(bodies)
-    return CatchUp(headers, [len(b) for b in bodies], body, xxhash.xxh3_128_hexdigest(body))
+def catch_up(links: list[DeltaLink]) -> CatchUp:
+    """Returns the deltas of the chain, one after the other."""
+    body = b"".join(link.body for link in links)
+    headers, sizes = [link.header for link in links], [len(link.body) for link in links]
+    return CatchUp(headers, sizes, body, xxhash.xxh3_128_hexdigest(body))

@@ -39,7 +39,7 @@ from areal_q.weights import delta
 from areal_q.weights.version import WeightVersion
 from bench.chaos.faults import usage
 from bench.chaos.lies import HARMLESS, LIES, Frames, Liar, Told, broadcasts, snapshots_only
-from buffer.weight_sync.version_store import delta_header
+from buffer.weight_sync.version_store import DeltaLink
 
 CONFIG = BroadcastConfig(chunk_bytes=3000, timeout_s=0.2, heartbeat_s=0.02)
 
@@ -85,7 +85,7 @@ def catch_up(base: Manifest, old: WeightVersion, new: WeightVersion) -> Callable
     """Answers whoever asks for deltas with one from `old` to `new`, which it says begins at `base`."""
     body = delta.diff(old, new) or b""
     digest = xxhash.xxh3_128_hexdigest(body)
-    header = msgspec.structs.replace(delta_header(base, new.manifest), run="run")
+    header = msgspec.structs.replace(DeltaLink(base, new.manifest, b"").header, run="run")
 
     def tamper(frames: Frames) -> list[Frames]:
         match messages.decode_reply(frames[0]):

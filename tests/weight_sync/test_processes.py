@@ -44,8 +44,8 @@ ENDS_OF_A_LEARNER = {
     "while a delta is made": (DELTA, "diff", "before", 1),
     "after a delta is made, before it is sent": (DELTA, "diff", "after", 1),
     "after a delta is sent, before it is announced": (HANDLER, "RequestHandler.add_version", "after", 2),
-    "before deltas are added up": (HANDLER, "RequestHandler._catch_up", "before", 1),
-    "after they were added up, before the answer": (HANDLER, "RequestHandler._send_catch_up", "before", 1),
+    "before missed deltas are offered": (HANDLER, "RequestHandler._catch_up", "before", 1),
+    "after missed deltas are offered": (HANDLER, "RequestHandler._catch_up", "after", 1),
 }  # fmt: skip
 
 ENDS_OF_A_WORKER = {
