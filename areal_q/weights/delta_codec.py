@@ -3,8 +3,7 @@
 Between two learner steps few quantized codes change, and those that do mostly move by one. So a tensor's
 difference is kept as *where* and *by how much*, both as streams of numbers (areal_q/weights/byte_planes.py):
 
-- where: gaps between changed elements, or between unchanged ones where these are fewer; where neither is
-  below a third of all, a bitmap.
+- where: gaps between changed elements; where these are over a third of all, a bitmap.
 - by how much: new − old modulo 2^bits of the elements' bytes read as little-endian integers, floats in the
   order of their values, where it is the distance in units in the last place. It wraps, so it is exact for
   every bit pattern. A sign bit, and |step|.
@@ -165,11 +164,11 @@ class _Part:
     itemsize: int
     floats: Floats | None
     counts: np.ndarray
-    """Number of listed elements, in all or of each class: changed ones, or unchanged ones, or none."""
+    """Number of listed elements, in all or of each class; none where there is a bitmap."""
     sizes: np.ndarray
     """Number of elements, in all or of each class."""
     bitmap: bool
-    """True if a bitmap gives the positions, since neither changed nor unchanged elements are rare"""
+    """True if a bitmap gives the positions, since changed elements are not rare"""
 
     @property
     def flag_bytes(self) -> int:
@@ -186,11 +185,8 @@ def _part(change: Change, tensors: Sequence[tuple[int, int]], floats_of: FloatsO
     sizes = floats.sizes() if floats and by_class else np.array([elements])
     if len(counts) != len(sizes) or (counts > sizes).any():
         raise ValueError(f"{change} of {elements} elements")
-    bitmap = False
-    if not _rare(change.count, elements):
-        bitmap = not _rare(elements - change.count, elements)
-        counts = np.array([0 if bitmap else elements - change.count])
-    return _Part(change, elements, itemsize, floats, counts, sizes, bitmap)
+    bitmap = not _rare(change.count, elements)
+    return _Part(change, elements, itemsize, floats, counts * (not bitmap), sizes, bitmap)
 
 
 def _rare(count: int, elements: int) -> bool:
@@ -205,7 +201,7 @@ class _Listed:
     gaps: np.ndarray
     """Numbers of elements between one listed and the next, in each class from its start, int64."""
     bitmap: bytes = b""
-    """The positions, if they are not listed since neither changed nor unchanged elements are rare"""
+    """The positions, if they are not listed since changed elements are not rare"""
 
 
 def _listed(m: Moves) -> _Listed:
@@ -219,12 +215,8 @@ def _listed(m: Moves) -> _Listed:
     if not _rare(count, m.elements):
         moved = np.zeros(m.elements, np.uint8)
         moved[m.where] = 1
-        if not _rare(m.elements - count, m.elements):
-            return _Listed(change, np.empty(0, np.int64), np.packbits(moved).tobytes())
-        where = np.flatnonzero(moved == 0)
-    else:
-        where = m.where
-    return _Listed(change, np.diff(where, prepend=-1) - 1)
+        return _Listed(change, np.empty(0, np.int64), np.packbits(moved).tobytes())
+    return _Listed(change, np.diff(m.where, prepend=-1) - 1)
 
 
 def _kinds(m: Moves) -> np.ndarray | None:
@@ -266,10 +258,6 @@ def _places(
         where = np.cumsum(gap + 1) - 1
         if beyond or (len(where) > 0 and where[-1] >= part.elements):
             raise ValueError(f"an element beyond the {part.elements} of tensor {part.change.index}")
-        if len(where) != part.change.count:
-            moved = np.ones(part.elements, bool)
-            moved[where] = False
-            where = np.flatnonzero(moved)
     if len(where) != part.change.count:
         raise ValueError(f"{len(where)} changes instead of {part.change.count}")
     return where, part.floats.kinds(where) if part.floats else None

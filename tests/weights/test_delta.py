@@ -310,8 +310,8 @@ def test_streams_are_those_that_other_workers_read() -> None:
     steps = [content_of(step) for step in streams.steps]
     content = messages.encode(msgspec.structs.replace(streams, gaps=gaps, flags=flags, steps=steps))
     assert (len(content), xxhash.xxh3_128_hexdigest(content)) == (
-        79506,
-        "f39850540cb74a302c02c9b59782841a",
+        82636,
+        "2190e29ff744c7d0b97fb374243c8c3b",
     )
 
 
