@@ -72,11 +72,6 @@ class Format(Protocol):
         """Returns the real numbers that `parts` stand for, float32 [out, in]."""
         ...
 
-    def error_bound(self, parts: Parts) -> Tensor:
-        """Largest |weight - dequantize(parts)| within the ranges, float32, broadcastable to [out,
-        in]."""
-        ...
-
 
 def checked_float32(weight: Tensor, name: str, fold: Fold | None = None) -> Tensor:
     """Returns `weight` times `fold` as float32 [out, in].

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.engines import ask, generate, serving
+from helpers.error_bounds import error_bound
 from helpers.policies import pack_state
 from helpers.strategies import grouped
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -118,7 +119,7 @@ def test_a_format_has_the_same_bits_on_both_devices(name: str, cuda: SecondDevic
         else:
             assert same_bits(far[suffix], near[suffix]), suffix
     assert same_bits(format.dequantize(far), format.dequantize(near))
-    assert same_bits(format.error_bound(far), format.error_bound(near))
+    assert same_bits(error_bound(name, far), error_bound(name, near))
     want, got = linear_of(format, [near, near]), linear_of(format, [far, far])
     assert same_bits(got(x.to("cuda"), add.to("cuda")), want(x, add))
     rows = torch.tensor([5, 0, 100])

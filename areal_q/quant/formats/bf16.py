@@ -30,7 +30,3 @@ class Bf16:
 
     def dequantize(self, parts: Parts) -> Tensor:
         return parts["weight"].to(torch.float32)
-
-    def error_bound(self, parts: Parts) -> Tensor:
-        # From the rounded number r, which may be the smaller: 2⁻⁸ |w| ≤ 2⁻⁸ |r| / (1 - 2⁻⁸).
-        return self.dequantize(parts).abs() * (2**-8 / (1 - 2**-8)) + 2**-134

@@ -14,7 +14,6 @@ from areal_q.quant.linears import check_inputs
 MAX = 6.0
 _VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _REAL = torch.cat((_VALUES, -_VALUES))
-_ERROR = torch.tensor([0.25, 0.25, 0.25, 0.25, 0.5, 0.5, 1.0, 1.0]).repeat(2)
 
 
 def _encode(x: Tensor) -> Tensor:
@@ -30,11 +29,6 @@ def _encode(x: Tensor) -> Tensor:
 def decode(codes: Tensor) -> Tensor:
     """float32 values of uint8 codes."""
     return on(_REAL, codes.device)[codes.int()]
-
-
-def error(codes: Tensor) -> Tensor:
-    """Largest distance, float32, to what rounds to a code without saturating."""
-    return on(_ERROR, codes.device)[codes.int()]
 
 
 def quantize(w: Tensor, scale: Tensor, block: int, name: str) -> Tensor:

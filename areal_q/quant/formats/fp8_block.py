@@ -54,13 +54,3 @@ class Fp8:
     def dequantize(self, parts: Parts) -> Tensor:
         codes = parts["weight"].to(torch.float32)
         return codes.mul_(expanded(parts["weight_scale_inv"], codes.shape))
-
-    def error_bound(self, parts: Parts) -> Tensor:
-        scale = expanded(parts["weight_scale_inv"], parts["weight"].shape)
-        return e4m3_error(parts["weight"], scale)
-
-
-def e4m3_error(codes: Tensor, scale: Tensor) -> Tensor:
-    """Largest error of E4M3 codes times scale; the float32 division and product add 2⁻²² at most."""
-    magnitude = codes.to(torch.float32).abs()
-    return scale * (magnitude * (2**-4 + 2**-22)).clamp_(min=2**-10 * (1 + 2**-18))

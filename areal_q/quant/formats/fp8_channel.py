@@ -30,7 +30,6 @@ from areal_q.quant.format import (
     row_ranges,
     scales_for,
 )
-from areal_q.quant.formats.fp8_block import e4m3_error
 from areal_q.quant.rescaling import Fold
 
 
@@ -60,9 +59,6 @@ class Fp8Channel:
     def dequantize(self, parts: Parts) -> Tensor:
         return parts["weight"].to(torch.float32).mul_(parts["weight_scale"])
 
-    def error_bound(self, parts: Parts) -> Tensor:
-        return e4m3_error(parts["weight"], parts["weight_scale"])
-
 
 class Fp8Weight(Fp8Channel):
     name = "fp8-weight"
@@ -74,6 +70,3 @@ class Fp8Weight(Fp8Channel):
         ranges = ranges or checked_ranges(self.ranges, w, name)
         parts = super().quantize(w, name, bf16_scaled(ranges, E4M3_MAX))
         return {**parts, "weight_scale": parts["weight_scale"].to(torch.bfloat16)}
-
-    def error_bound(self, parts: Parts) -> Tensor:
-        return e4m3_error(parts["weight"], parts["weight_scale"].to(torch.float32))

@@ -72,10 +72,6 @@ class Int4:
         scale = self.effective(parts["weight_scale"]).unsqueeze(-1)
         return unblocked(blocked(codes, self.group) * scale, width)
 
-    def error_bound(self, parts: Parts) -> Tensor:
-        scale = self.effective(parts["weight_scale"]).repeat_interleave(self.group, 1)
-        return scale[:, : int(parts["weight_shape"][1])] * 0.53
-
     def scales(self, ranges: Tensor) -> Tensor:
         """bfloat16 [out, ⌈in/group⌉]."""
         return scales_for(ranges, 7.5).to(torch.bfloat16)

@@ -21,18 +21,12 @@ import torch
 from torch import Tensor
 
 from areal_q.quant.activations import E4M3_MAX, SMALLEST_ROW_SCALE, to_e4m3
-from areal_q.quant.format import Parts, scales_for
+from areal_q.quant.format import scales_for
 from areal_q.quant.formats.int4 import Int4
 
 
 class Int4Fp8(Int4):
     name = "int4-fp8"
-
-    def error_bound(self, parts: Parts) -> Tensor:
-        published, scale = parts["weight_scale"].float(), self.effective(parts["weight_scale"])
-        largest = 7 * (1 + 2**-8) * published
-        bound = torch.maximum(0.5 * (1 + 2**-18) * scale, largest - 7 * scale)
-        return bound.repeat_interleave(self.group, 1)[:, : int(parts["weight_shape"][1])]
 
     def scales(self, ranges: Tensor) -> Tensor:
         return scales_for(ranges, 7).to(torch.bfloat16)

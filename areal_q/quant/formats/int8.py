@@ -72,9 +72,6 @@ class Int8:
     def dequantize(self, parts: Parts) -> Tensor:
         return parts["weight"].to(torch.float32) * parts["weight_scale"]
 
-    def error_bound(self, parts: Parts) -> Tensor:
-        return parts["weight_scale"] * (0.5 + 127 * 2**-23)
-
 
 class Int8Weight:
     name = "int8-weight"
@@ -105,9 +102,6 @@ class Int8Weight:
 
     def dequantize(self, parts: Parts) -> Tensor:
         return self.codes(parts).to(torch.float32).mul_(parts["weight_scale"])
-
-    def error_bound(self, parts: Parts) -> Tensor:
-        return _INT8.error_bound({"weight_scale": parts["weight_scale"].to(torch.float32)})
 
 
 _INT8 = Int8()

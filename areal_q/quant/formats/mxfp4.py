@@ -60,11 +60,6 @@ class Mxfp4:
         scaled = blocked(values, BLOCK) * real_scale(parts).unsqueeze(-1)
         return unblocked(scaled, values.shape[1])
 
-    def error_bound(self, parts: Parts) -> Tensor:
-        codes = e2m1.unpack(parts["weight_packed"])
-        errors = torch.where(codes & 7 == 7, 2.0, e2m1.error(codes))
-        return unblocked(blocked(errors, BLOCK) * real_scale(parts).unsqueeze(-1), codes.shape[1])
-
 
 def real_scale(parts: Parts) -> Tensor:
     """Returns the numbers by which codes are multiplied, float32 [out, blocks]."""

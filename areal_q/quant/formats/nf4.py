@@ -82,11 +82,6 @@ class Nf4:
         per_weight = parts["weight.absmax"].repeat_interleave(_BLOCK)[: math.prod(shape)]
         return (values * per_weight).view(shape)
 
-    def error_bound(self, parts: Parts) -> Tensor:
-        shape = json.loads(bytes(parts[_STATE].tolist()))["shape"]
-        per_weight = parts["weight.absmax"].repeat_interleave(_BLOCK)[: math.prod(shape)]
-        return 0.152 * per_weight.view(shape)
-
 
 def _blocks(w: Tensor) -> Tensor:
     """w [out, in] where its rows are whole blocks; else [⌈n / 64⌉, 64], filled up with zeros."""

@@ -67,14 +67,6 @@ class Nvfp4:
         values = e2m1.decode(e2m1.unpack(parts["weight_packed"]))
         return unblocked(blocked(values, BLOCK) * real_scale(parts).unsqueeze(-1), values.shape[1])
 
-    def error_bound(self, parts: Parts) -> Tensor:
-        codes = e2m1.unpack(parts["weight_packed"])
-        rounding = blocked(e2m1.error(codes), BLOCK) * real_scale(parts).unsqueeze(-1)
-        return (
-            unblocked(rounding, codes.shape[1]) * (1 + 2**-18)
-            + 6 * 2**-10 / parts["weight_global_scale"]
-        )
-
 
 def _numbers(codes: Tensor) -> Tensor:
     """Returns the float32 numbers of E4M3 codes, uint8 [out, blocks]. On a CPU torch's cast takes three times
