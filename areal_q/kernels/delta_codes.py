@@ -1,11 +1,6 @@
-"""Loops of areal_q/weights/delta_codec.py over the elements that changed, and their count."""
-
-import numpy as np
+"""Loops of areal_q/weights/delta_codec.py over the elements that changed."""
 
 from areal_q.kernels.jit import kernel
-
-_AT_ONCE = 96
-"""Elements counted at a time, whose halves a byte can count"""
 
 
 @kernel()
@@ -34,19 +29,3 @@ def ungrouped(keys, values, at, negative, out):
         at[keys[i]] += 1
         sign = kind((negative[i >> 3] >> (7 - (i & 7))) & 1)
         out[i] = (value ^ (kind(0) - sign)) + sign
-
-
-@kernel()
-def differing(old, new, halves):
-    """Returns how many elements differ, or how many of their halves of 4 bits."""
-    found = 0
-    for start in range(0, old.shape[0], _AT_ONCE):
-        a, b = old[start : start + _AT_ONCE], new[start : start + _AT_ONCE]
-        count = np.uint8(0)  # one byte, so that 32 and more are counted by one instruction
-        for i in range(a.shape[0]):
-            if halves:
-                count = np.uint8(count + ((a[i] ^ b[i]) & 15 != 0) + ((a[i] ^ b[i]) > 15))
-            else:
-                count = np.uint8(count + (a[i] != b[i]))
-        found += count
-    return found
