@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.engines import ask, generate, serving
-from helpers.error_bounds import error_bound
+from helpers.kinds import error_bound
 from helpers.policies import pack_state
 from helpers.strategies import grouped
 from torch._subclasses.fake_tensor import FakeTensorMode

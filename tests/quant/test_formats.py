@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from helpers.error_bounds import error_bound
-from helpers.kinds import every_format
+from helpers.kinds import error_bound, every_format
 from helpers.policies import pack_state
 from hypothesis import given, settings
 from hypothesis import strategies as st
