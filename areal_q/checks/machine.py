@@ -87,7 +87,6 @@ def torch() -> Iterator[CheckResult]:
         else:
             fix = "rollout.format=int8 or int4; FP8 needs sm_89 or newer"
             yield CheckResult(f"GPU {i}", "note", f"{says}: no FP8 arithmetic", fix)
-    yield _deep_gemm()
 
 
 def _cuda() -> bool:
@@ -108,24 +107,6 @@ def check_device(setting: str, device: str) -> None:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:  # the latter: torch was built without CUDA
         raise ConfigError(f"{setting} = {device!r}: {str(error).splitlines()[0]}") from error
-
-
-def _deep_gemm() -> CheckResult:
-    for name in ("deep_gemm", "vllm.third_party.deep_gemm"):
-        try:
-            found = importlib.util.find_spec(name) is not None
-        except ModuleNotFoundError:
-            found = False
-        if found:
-            return CheckResult(
-                "deep_gemm", "ok", f"{name} {_version_of('deep_gemm') or ''}".rstrip()
-            )
-    return CheckResult(
-        "deep_gemm",
-        "note",
-        "not installed: block FP8 runs on torch's own kernels",
-        "pip install vllm, which brings a copy; the index's deep_gemm 1.0.0 is too old",
-    )
 
 
 def engines() -> Iterator[CheckResult]:

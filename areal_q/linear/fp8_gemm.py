@@ -1,17 +1,13 @@
 """FP8 products with block scales: a · bᵀ of E4M3 codes, accumulated in float32.
 
 A scale stands for 128 numbers along the contraction, of one row (1×128) or of a block of 128 rows (128×128).
-On a Hopper GPU the first of these that can be had, and that agrees with the emulation on a small product, is
-taken, and logged: deep_gemm, the copy that vLLM ships, torch's own scaled_mm; anywhere else the codes are
-dequantized and multiplied in float32, which is what the kernels compute up to the order of sums. The kernels'
-adapters have not run on a GPU yet.
+On a Hopper GPU torch's scaled_mm is taken if it agrees with the emulation on a small product; anywhere else the
+codes are dequantized and multiplied in float32, which is what the kernel computes up to the order of sums.
 """
 
-import importlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -75,34 +71,22 @@ def emulated(a: Operand, b: Operand) -> Tensor:
 
 
 def fp8_gemm(device: torch.device) -> Gemm:
-    """Returns the fastest product there is on `device`."""
+    """Returns the product to use on `device`."""
     index = None if device.type == "cpu" else device.index or 0
     return _chosen(device.type, index)
 
 
 @cache
 def _chosen(kind: str, index: int | None) -> Gemm:
-    if kind == "cuda" and torch.cuda.get_device_capability(index)[0] == 9:
-        for name, gemm in candidates():
-            if agrees(gemm, torch.device(f"{kind}:{index}"), name):
-                logger.info("FP8 products: %s", name)
-                return gemm
+    hopper = kind == "cuda" and torch.cuda.get_device_capability(index)[0] == 9
+    if hopper and agrees(scaled_mm, torch.device(f"{kind}:{index}")):
+        logger.info("FP8 products: torch's scaled_mm")
+        return scaled_mm
     logger.info("FP8 products: emulated in float32 on %s", kind)
     return emulated
 
 
-def candidates() -> Iterator[tuple[str, Gemm]]:
-    """What is installed, fastest first."""
-    for module in ("deep_gemm", "vllm.third_party.deep_gemm"):
-        try:
-            yield module, _deep_gemm(importlib.import_module(module))
-        except ImportError:
-            continue
-    if hasattr(F, "scaled_mm"):
-        yield "torch.nn.functional.scaled_mm", _scaled_mm
-
-
-def agrees(gemm: Gemm, device: torch.device, name: str) -> bool:
+def agrees(gemm: Gemm, device: torch.device) -> bool:
     """Returns True if products of both kinds of scales, of whole blocks and of parts, are the emulation's
     within bfloat16's rounding; a kernel that refuses this GPU, or a shape, or reads the scales in another
     order, is logged and passed over."""
@@ -119,10 +103,10 @@ def agrees(gemm: Gemm, device: torch.device, name: str) -> bool:
         try:
             got = gemm(left, other)
         except (RuntimeError, ValueError, TypeError, AttributeError) as error:
-            logger.warning("FP8 products: %s refuses: %s", name, error)
+            logger.warning("FP8 products: a kernel refuses: %s", error)
             return False
         if not torch.allclose(got, want, rtol=1e-2, atol=1e-2 * float(want.abs().mean())):
-            logger.warning("FP8 products: %s disagrees with the emulation", name)
+            logger.warning("FP8 products: a kernel disagrees with the emulation")
             return False
     return True
 
@@ -135,17 +119,8 @@ def _padded(operand: Operand, rows: int = 1) -> Tensor:
     return codes.view(torch.float8_e4m3fn)
 
 
-def _deep_gemm(module: ModuleType) -> Gemm:
-    def product(a: Operand, b: Operand) -> Tensor:
-        out = a.codes.new_empty(a.codes.shape[0], b.codes.shape[0], dtype=torch.float32)
-        recipe = (1, 128, 128) if b.blocks else (1, 1, 128)
-        module.fp8_gemm_nt((_padded(a), a.scale), (_padded(b), b.scale), out, recipe=recipe)
-        return out
-
-    return product
-
-
-def _scaled_mm(a: Operand, b: Operand) -> Tensor:
+def scaled_mm(a: Operand, b: Operand) -> Tensor:
+    """Returns a · bᵀ by cuBLAS, rounded to bfloat16."""
     kinds = F.ScalingType
     left, right = _padded(a, 16), _padded(b, GROUP if b.blocks else 16)
     out = F.scaled_mm(

@@ -110,8 +110,8 @@ def products(a: Tensor, b: Tensor) -> dict[str, Callable[[], object] | None]:
         "bfloat16": lambda: wide[0] @ wide[1],
         "int8": lambda: torch._int_mm(*whole),  # pyright: ignore[reportPrivateImportUsage]
     }
-    for name, way in [("emulated", fp8_gemm.emulated), *fp8_gemm.candidates()]:
-        if fp8_gemm.agrees(way, a.device, name):
+    for name, way in (("emulated", fp8_gemm.emulated), ("scaled_mm", fp8_gemm.scaled_mm)):
+        if fp8_gemm.agrees(way, a.device):
             found[f"{name} 128×128"] = lambda way=way: way(left, square)
             found[f"{name} 1×128"] = lambda way=way: way(left, right)
         else:

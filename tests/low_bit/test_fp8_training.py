@@ -12,9 +12,9 @@ from areal_q.linear.fp8_gemm import (
     Fp8KernelLinear,
     Operand,
     agrees,
-    candidates,
     emulated,
     fp8_gemm,
+    scaled_mm,
     scales_for_cublas,
 )
 from areal_q.linear.registry import linear_of
@@ -142,13 +142,13 @@ def refuses(a, b):
 
 def test_kernel_that_refuses_or_misreads_scales_is_passed_over(caplog):
     cpu = torch.device("cpu")
-    assert agrees(lambda a, b: emulated(a, b).to(torch.bfloat16).float(), cpu, "bf16 out")
+    assert agrees(lambda a, b: emulated(a, b).to(torch.bfloat16).float(), cpu)
     assert not caplog.records
-    assert not agrees(refuses, cpu, "first")
-    assert "first refuses: only for compute capability" in caplog.text
+    assert not agrees(refuses, cpu)
+    assert "a kernel refuses: only for compute capability" in caplog.text
     swapped = lambda a, b: emulated(a, b._replace(scale=b.scale.flip(1)))  # noqa: E731
-    assert not agrees(swapped, cpu, "second")
-    assert "second disagrees" in caplog.text
+    assert not agrees(swapped, cpu)
+    assert "a kernel disagrees" in caplog.text
 
 
 @pytest.mark.parametrize("blocks", [False, True])
@@ -168,8 +168,7 @@ def test_a_gpu_is_given_what_torchs_own_check_of_scaled_mm_wants(monkeypatch, sh
     if blocks:
         scale = torch.ones(-(-outputs // 128), -(-inputs // 128))
         right = Operand(right.codes, scale, blocks=True)
-    product = dict(candidates())["torch.nn.functional.scaled_mm"]
-    assert product(Operand(*quantize_groups_e4m3(x)), right).shape == (rows, outputs)
+    assert scaled_mm(Operand(*quantize_groups_e4m3(x)), right).shape == (rows, outputs)
 
 
 @pytest.mark.parametrize(("rows", "k"), [(256, 3), (160, 8), (16, 1)])
