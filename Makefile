@@ -142,7 +142,7 @@ $(VENV)/.installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade 'pip>=25.1'
 	$(BIN)/pip install -q '$(TORCH_CPU)' || $(BIN)/pip install -q '$(TORCH)'
-	$(BIN)/pip install -q -e '.[plots]'
+	$(BIN)/pip install -q -e .
 	# Compiles all modules, which an environment may forbid a process that reads them, and the loops of the engine
 	# and of the number formats: now, not at the first run.
 	$(BIN)/python -m compileall -q areal_q bench buffer learner rollout

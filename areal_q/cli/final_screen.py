@@ -7,11 +7,9 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_q.config import Arithmetic, Run
-from areal_q.errors import ConfigError
 from areal_q.evaluation.estimates import Evaluation, read_evaluations
 from areal_q.observability.learning_faults import advice
 from areal_q.observability.metrics_log import TENSORBOARD_DIR, read_metrics
-from areal_q.observability.plots import draw_curves
 from areal_q.observability.run_summary import ExampleAnswer, Summary, summarize
 from areal_q.system import command
 from areal_q.system.run_dir import METRICS_FILE, has_checkpoint
@@ -25,17 +23,10 @@ def last_screen(run: Run, run_dir: Path, console: Console | None = None) -> None
     if not records:
         console.print(f"{run.name}: stopped before its first record", highlight=False)
         return
-    summary = summarize(records, run)
-    try:
-        curves = str(draw_curves(run_dir))
-    except ConfigError as error:
-        curves = str(error)
-    except OSError:  # the run's directory may be read-only
-        curves = ""
-    console.print(_screen(run, run_dir, summary, curves), highlight=False)
+    console.print(_screen(run, run_dir, summarize(records, run)), highlight=False)
 
 
-def _screen(run: Run, run_dir: Path, summary: Summary, curves: str) -> RenderableType:
+def _screen(run: Run, run_dir: Path, summary: Summary) -> RenderableType:
     parts: list[RenderableType] = [Text(), Text(f"{run.name}: {summary.title}", "bold")]
     count, rows = len(summary.faults), summary.rows
     # What comes first may be the cause of the others, so that only its advice is given.
@@ -54,8 +45,6 @@ def _screen(run: Run, run_dir: Path, summary: Summary, curves: str) -> Renderabl
         ("checkpoints", str(run_dir / "checkpoints")),
         ("metrics", str(run_dir / METRICS_FILE)),
     ]
-    if curves:
-        paths.append(("curves", curves))
     parts += [Text(), _pairs(paths), Text(), _pairs(_next_commands(run, run_dir, summary))]
     return Group(*parts)
 

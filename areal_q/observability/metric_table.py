@@ -31,7 +31,7 @@ class Metric:
     best: Literal["", "max", "min"] = ""
     """The best of its values, if any is."""
     leading: bool = False
-    """True if it is in curves.png and in the report's legend, and among the first that a replay compares."""
+    """True if it is in the report's legend, and among the first that a replay compares."""
     rounding: tuple[float, float] | None = None
     """The (relative, absolute) bounds of its difference in a replay in which only rounding differs; None for
     one that such a replay does not compare."""

@@ -16,7 +16,6 @@ runs/NAME/
     tokens/           what the learner computed for each of their tokens
     redis/            the buffer's data, if the launcher started Redis itself
     hf/               the model at the end, as transformers loads it
-    curves.png
     report.html       made by `areal-q report`
 """
 

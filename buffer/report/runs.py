@@ -20,7 +20,6 @@ from areal_q.errors import LogError
 from areal_q.evaluation.estimates import read_evaluations
 from areal_q.observability.metric_table import METRICS, Metric
 from areal_q.observability.metrics_log import Record, read_metrics
-from areal_q.observability.plots import thinned
 from areal_q.observability.run_summary import Summary, in_time, mean, summarize
 from areal_q.system.files import by_number
 from areal_q.system.run_dir import METRICS_FILE, flat
@@ -242,3 +241,20 @@ def _columns(place: str, rows: list[Record], keys: list[str]) -> dict[str, np.nd
     """Returns the columns that have a value in some row, and `step` and `elapsed_s`."""
     found = {f"{place}/{key}": column(rows, key) for key in ("step", "elapsed_s", *keys)}
     return {name: values for name, values in found.items() if np.isfinite(values).any()}
+
+
+def thinned(steps: list[Record], most: int) -> list[Record]:
+    """Returns at most `most` records, by averaging neighbours; of metrics named `…max` it takes the maximum."""
+    width = -(-len(steps) // most)
+    if width <= 1:
+        return steps
+    out = []
+    for start in range(0, len(steps), width):
+        part = steps[start : start + width]
+        keys = [k for k, v in part[-1].items() if "/" in k and isinstance(v, float)]
+        point: Record = {"step": part[-1]["step"], "elapsed_s": part[-1]["elapsed_s"]}
+        for key in keys:
+            top = max(r.get(key) or 0.0 for r in part)
+            point[key] = top if key.endswith("max") else mean(part, key)
+        out.append(point)
+    return out

@@ -210,21 +210,15 @@ def _compare_checkpoint(replay, console: Console) -> None:
 
 def _show_both(replay, done, differing, console: Console) -> None:
     from learner.replay.compare import step_ranges
-    from learner.replay.tables import draw_both, side_by_side, write_csv
+    from learner.replay.tables import side_by_side, write_csv
 
     out = replay.directory / "replay"
     out.mkdir(exist_ok=True)
     steps = step_ranges([one.record.step for one in done])
     changed = ", ".join(replay.settings)
     write_csv(done, out / "replay.csv")
-    written = [out / "replay.csv"]
-    try:
-        draw_both(done, f"{replay.directory.name}, {steps}, with {changed}", out / "replay.png")
-        written.append(out / "replay.png")
-    except ConfigError as error:
-        console.print(error)
     console.print(f"{steps} with {changed}: another history, on the samples that were logged")
     console.print(side_by_side(done, console.width))
     for step, differences in sorted(differing.items())[:1]:
         console.print(f"step {step} is the first that differs: {differences[0]}")
-    typer.echo(f"both histories: {', '.join(map(str, written))}")
+    typer.echo(f"both histories: {out / 'replay.csv'}")

@@ -1,4 +1,4 @@
-"""The recorded and the replayed history side by side, as a table for the terminal, a figure and a CSV file."""
+"""The recorded and the replayed history side by side, as a table for the terminal and a CSV file."""
 
 import csv
 from collections.abc import Sequence
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, TypeVar
 from rich.table import Table
 
 from areal_q.observability.metric_table import METRICS, Metric
-from areal_q.observability.plots import Curve, Panel, draw
 
 if TYPE_CHECKING:
     from learner.replay.replay_steps import Replayed
@@ -70,21 +69,6 @@ def write_csv(steps: Sequence["Replayed"], path: Path) -> None:
         for one in steps:
             pairs = ((one.record.metrics.get(n), one.metrics.get(n)) for n in names)
             writer.writerow([one.record.step, *(x for pair in pairs for x in pair)])
-
-
-def draw_both(steps: Sequence["Replayed"], title: str, path: Path) -> None:
-    """Draws a panel with both histories of each compared metric into the file `path`. Raises ConfigError
-    without matplotlib."""
-
-    def curve(key: str, now: bool) -> Curve:
-        values = ((one.record.step, (one if now else one.record).metrics.get(key)) for one in steps)
-        return Curve("replayed" if now else "logged", [(s, v) for s, v in values if v is not None])
-
-    panels = [
-        Panel(m.name, m.unit, [curve(m.key, now=False), curve(m.key, now=True)])
-        for m in compared(steps)
-    ]
-    draw(panels, title, "learner step", path)
 
 
 def _number(value: float | None) -> str:

@@ -3,8 +3,6 @@
 import math
 import random
 import re
-import struct
-import sys
 from io import StringIO
 
 import pytest
@@ -15,9 +13,7 @@ from areal_q.cli.final_screen import last_screen
 from areal_q.cli.live_view import LiveView, PlainView, build_view
 from areal_q.cli.picture import picture
 from areal_q.config import Run, load
-from areal_q.errors import installing
 from areal_q.observability.metrics_log import MetricsLog, read_metrics
-from areal_q.observability.plots import MAX_POINTS, draw_curves, thinned
 from areal_q.observability.progress import History, plain_line
 from areal_q.observability.run_summary import duration, summarize
 from areal_q.system.disk import size
@@ -386,7 +382,6 @@ def test_last_screen_tells_result_answers_paths_and_commands(run, directory, con
         f"areal-q eval {directory}",
         f"areal-q run {directory} --resume steps=400",
         f"tensorboard --logdir {directory}/tensorboard",
-        f"{directory}/curves.png",
         f"{directory}/metrics.jsonl",
         "least significant digit first",
     ):
@@ -502,34 +497,6 @@ def test_a_summary_survives_a_run_of_nothing_but_a_warm_start(directory):
     summary = summarize(read_metrics(directory / "metrics.jsonl"), Run())
     assert summary.title.startswith("drained after 0 steps")
     assert (summary.rows, summary.answers) == ([], [])
-
-
-def test_curves_are_a_picture_of_some_size(directory, monkeypatch):
-    write_run(directory, 40, monkeypatch)
-    png = draw_curves(directory).read_bytes()
-    width, height = struct.unpack(">II", png[16:24])
-    assert png[:8] == b"\x89PNG\r\n\x1a\n" and width > 1000 and height > 500
-
-
-def test_without_matplotlib_the_last_screen_says_so(run, directory, console, monkeypatch):
-    write_run(directory, 4, monkeypatch)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    last_screen(run, directory, console)
-    said = console.export_text()
-    needs = f"curves.png needs matplotlib: {installing('plots')}"
-    assert "".join(needs.split()) in "".join(said.split())
-    assert "held-out accuracy" in said and not (directory / "curves.png").exists()
-
-
-def test_thinning_keeps_means_maxima_and_the_last_step():
-    steps = [
-        {"step": i + 1, "elapsed_s": float(i), "reward/mean": float(i % 2), "lag/max": float(i % 7)}
-        for i in range(10 * MAX_POINTS)
-    ]
-    thin = thinned(steps)
-    assert len(thin) == MAX_POINTS and thin[-1]["step"] == steps[-1]["step"]
-    assert {r["reward/mean"] for r in thin} == {0.5}
-    assert {r["lag/max"] for r in thin} == {6.0}
 
 
 @pytest.mark.parametrize(

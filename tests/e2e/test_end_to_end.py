@@ -184,7 +184,7 @@ def test_a_run_ends_well_and_says_where_everything_is(finished: tuple[Runs, str]
     assert "done after 8 steps" in said
     end = runs.records("quickstart")[-1]
     assert (end["kind"], end["reason"]) == ("end", "done")
-    for name in ("hf", "checkpoints", "curves.png", "config.toml"):
+    for name in ("hf", "checkpoints", "config.toml"):
         assert (runs.root / "runs" / "quickstart" / name).exists()
 
 

@@ -257,7 +257,6 @@ def test_each_step_is_replayed_with_the_threads_that_it_had(run_dir):
 def test_another_objective_is_shown_beside_the_first(run_dir, here):
     code, out = here(run_dir, first=2, settings=["learner.objective.type=tbpo"])
     assert code == 0 and "learner.objective.type=tbpo: another history" in out
-    assert (run_dir / "replay" / "replay.png").read_bytes().startswith(b"\x89PNG")
     with (run_dir / "replay" / "replay.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [int(row["step"]) for row in rows] == list(range(2, STEPS))

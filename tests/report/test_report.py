@@ -34,7 +34,7 @@ from buffer.report.index import Index, to_chunk
 from buffer.report.listed import matching
 from buffer.report.packed_arrays import pack_arrays
 from buffer.report.page import bisection, interesting, shell, whole_file
-from buffer.report.runs import Reported, different_settings, overview, read_runs
+from buffer.report.runs import Reported, different_settings, overview, read_runs, thinned
 from buffer.report.serve import ReportServer
 from buffer.report.text import Pieces
 
@@ -639,3 +639,14 @@ def test_a_lag_histogram_counts_every_token(run_dir):
     logged = [g for _, groups in iter_log(run_dir / "trajectories") for g in groups]
     tokens = sum(t.num_tokens for g in logged for t in g.trajectories)
     assert math.isclose(arrays["0/lags"].sum(), tokens)
+
+
+def test_thinning_keeps_means_maxima_and_the_last_step():
+    steps = [
+        {"step": i + 1, "elapsed_s": float(i), "reward/mean": float(i % 2), "lag/max": float(i % 7)}
+        for i in range(4000)
+    ]
+    thin = thinned(steps, 400)
+    assert len(thin) == 400 and thin[-1]["step"] == steps[-1]["step"]
+    assert {r["reward/mean"] for r in thin} == {0.5}
+    assert {r["lag/max"] for r in thin} == {6.0}
