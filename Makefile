@@ -96,8 +96,7 @@ check: $(VENV)/.installed-dev
 
 # docs/settings.md, docs/metrics.md and docs/reference.md, from the code; the alerts as the Prometheus operator takes them.
 reference: $(VENV)/.installed
-	for page in settings metrics; do $(BIN)/python -m areal_q.cli.reference $$page > docs/$$page.md; done
-	$(BIN)/python -m areal_q.api.api_page > docs/reference.md
+	for page in settings metrics reference; do $(BIN)/python docs/reference_pages.py $$page > docs/$$page.md; done
 	$(BIN)/python docker/kubernetes/rules.py > docker/kubernetes/monitoring/rules.yaml
 
 # docs/ as a site in build/site; a broken link, or a page that the navigation lacks, ends it.

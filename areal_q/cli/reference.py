@@ -1,12 +1,7 @@
-"""Generates the reference of all settings and all metrics from the code.
-
-`python -m areal_q.cli.reference settings` prints docs/settings.md, and `metrics` docs/metrics.md. `make
-reference` writes both, and a test checks that they are current.
-"""
+"""The reference of all settings, read from the code: what `areal-q settings` lists, and docs/settings.md."""
 
 import ast
 import inspect
-import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +14,6 @@ from msgspec import inspect as types
 
 from areal_q.config import Run
 from areal_q.config.struct_types import GENERAL
-from areal_q.observability.metric_table import METRICS, WORKER_METRICS, Metric
 
 _UNITS = {
     "_per_s": "tokens/s",
@@ -31,19 +25,6 @@ _UNITS = {
     "_ids": "token ids",
 }
 """Unit of a setting by the ending of its name"""
-_SETTINGS_HEAD = """# All settings
-
-Made by `make reference` from the code; `areal-q settings [WORD]` prints the same. A setting is written in a
-TOML file (`[learner]`, then `max_lag = 4`) or on the command line (`learner.max_lag=4`). Where a table has a
-choice of types, each type has settings of its own; a table whose `type` changes starts from that type's
-defaults.
-"""
-_METRICS_HEAD = """# All metrics
-
-Made by `make reference` from the code. They are written to `metrics.jsonl`, one JSON object a line, and to
-TensorBoard; those of a learner step are also in the Parquet files under `steps/`. A `*` stands for a part of
-the name that depends on the run. A value that was not finite is `null`.
-"""
 
 
 @dataclass(frozen=True)
@@ -77,28 +58,6 @@ def sections() -> list[Section]:
     own table."""
     found = _sections(types.type_info(Run), "", "")
     return list({(one.name, one.variant): one for one in found}.values())
-
-
-def settings_page() -> str:
-    """Returns the text of docs/settings.md."""
-    parts = [_SETTINGS_HEAD]
-    for section in sections():
-        parts.append(_title(section))
-        rows = [[f"`{s.name}`", s.kind, s.default, s.unit, s.meaning] for s in section.settings]
-        parts.append(_table(["setting", "type", "default", "unit", "meaning"], rows))
-    return "\n".join(parts)
-
-
-def metrics_page() -> str:
-    """Returns the text of docs/metrics.md."""
-    return "\n".join(
-        [
-            _METRICS_HEAD,
-            _metric_table(METRICS),
-            "## Of each worker\n\nA `step` record has a list `workers`, one entry for each live worker.\n",
-            _metric_table(WORKER_METRICS),
-        ]
-    )
 
 
 def settings_text(word: str = "") -> str:
@@ -239,32 +198,3 @@ def _shown(value: Any) -> str:
 def _tag_of(value: Any) -> str:
     config = getattr(value, "__struct_config__", None)
     return f"`{config.tag}`" if config else _shown(value)
-
-
-def _title(section: Section) -> str:
-    name = section.name or "The run"
-    title = f'`{name}`, type "{section.variant}"' if section.variant else name
-    title = title if section.variant or not section.name else f"`{name}`"
-    return f"## {title}\n\n{section.meaning}\n" if section.meaning else f"## {title}\n"
-
-
-def _metric_table(metrics: tuple[Metric, ...]) -> str:
-    return _table(
-        ["metric", "unit", "meaning"], [[f"`{m.key}`", m.unit, m.meaning] for m in metrics]
-    )
-
-
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    if not rows:
-        return "No setting of its own.\n"
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
-
-
-def main(page: str) -> None:
-    """Prints the page `settings` or `metrics`."""
-    print({"settings": settings_page, "metrics": metrics_page}[page](), end="")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

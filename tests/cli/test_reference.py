@@ -10,15 +10,14 @@ from helpers.paths import ROOT
 
 from areal_q.cli.reference import (
     attribute_docs,
-    metrics_page,
     sections,
-    settings_page,
     settings_text,
 )
 from areal_q.config import Run, Tis, load
 from areal_q.messages.trajectories import WorkerStatus
 from areal_q.observability.metric_table import METRICS, WORKER_METRICS, describe
 from areal_q.system.run_dir import flat
+from docs.reference_pages import metrics_page, settings_page
 
 SETTINGS = [setting for section in sections() for setting in section.settings]
 

@@ -1,11 +1,13 @@
-"""Generates docs/reference.md, every class and function of `areal_q`, from their signatures and docstrings.
+"""Makes the pages of settings, metrics and the Python API from the code's signatures and docstrings.
 
-`python -m areal_q.api.api_page` prints it; `make reference` writes it, and a test checks that it is current.
+`python docs/reference_pages.py settings` prints docs/settings.md, `metrics` and `reference` the others.
+`make reference` writes all three, and tests check that they are current.
 """
 
 import ast
 import dataclasses
 import inspect
+import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -14,8 +16,23 @@ from typing import Any
 import areal_q
 from areal_q import api, errors
 from areal_q.api import handed_over, rollout
+from areal_q.cli.reference import Section, sections
+from areal_q.observability.metric_table import METRICS, WORKER_METRICS, Metric
 
-_HEAD = """# API reference
+_SETTINGS_HEAD = """# All settings
+
+Made by `make reference` from the code; `areal-q settings [WORD]` prints the same. A setting is written in a
+TOML file (`[learner]`, then `max_lag = 4`) or on the command line (`learner.max_lag=4`). Where a table has a
+choice of types, each type has settings of its own; a table whose `type` changes starts from that type's
+defaults.
+"""
+_METRICS_HEAD = """# All metrics
+
+Made by `make reference` from the code. They are written to `metrics.jsonl`, one JSON object a line, and to
+TensorBoard; those of a learner step are also in the Parquet files under `steps/`. A `*` stands for a part of
+the name that depends on the run. A value that was not finite is `null`.
+"""
+_REFERENCE_HEAD = """# API reference
 
 Made by `make reference` from the code. [api.md](api.md) has examples; what each error means is in
 `areal_q/errors.py`.
@@ -26,9 +43,31 @@ _ERRORS = ("UserError", "ConfigError", "TaskError", "CheckpointError", "LogError
 _ERRORS += ("RewardUnavailable", "ChildDied", "EngineDied")
 
 
-def page() -> str:
-    """Returns the page."""
-    parts = [_HEAD]
+def settings_page() -> str:
+    """Returns the text of docs/settings.md."""
+    parts = [_SETTINGS_HEAD]
+    for section in sections():
+        parts.append(_title(section))
+        rows = [[f"`{s.name}`", s.kind, s.default, s.unit, s.meaning] for s in section.settings]
+        parts.append(_table(["setting", "type", "default", "unit", "meaning"], rows))
+    return "\n".join(parts)
+
+
+def metrics_page() -> str:
+    """Returns the text of docs/metrics.md."""
+    return "\n".join(
+        [
+            _METRICS_HEAD,
+            _metric_table(METRICS),
+            "## Of each worker\n\nA `step` record has a list `workers`, one entry for each live worker.\n",
+            _metric_table(WORKER_METRICS),
+        ]
+    )
+
+
+def reference_page() -> str:
+    """Returns the text of docs/reference.md."""
+    parts = [_REFERENCE_HEAD]
     for name in sorted(n for n in areal_q.__all__ if n[0] != "_"):
         parts += _described(name, getattr(areal_q, name))
     rows = [row for home in _HOMES for row in _documented(ast.parse(inspect.getsource(home)).body)]
@@ -121,10 +160,27 @@ def _documented(body: Sequence[ast.stmt]) -> Iterator[tuple[str, str, str]]:
             yield ast.unparse(node.targets[0]), ast.unparse(node.value), text
 
 
-def main() -> None:
-    """Prints the page."""
-    print(page(), end="")
+def _title(section: Section) -> str:
+    name = section.name or "The run"
+    title = f'`{name}`, type "{section.variant}"' if section.variant else name
+    title = title if section.variant or not section.name else f"`{name}`"
+    return f"## {title}\n\n{section.meaning}\n" if section.meaning else f"## {title}\n"
 
+
+def _metric_table(metrics: tuple[Metric, ...]) -> str:
+    return _table(
+        ["metric", "unit", "meaning"], [[f"`{m.key}`", m.unit, m.meaning] for m in metrics]
+    )
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    if not rows:
+        return "No setting of its own.\n"
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+PAGES = {"settings": settings_page, "metrics": metrics_page, "reference": reference_page}
 
 if __name__ == "__main__":
-    main()
+    print(PAGES[sys.argv[1]](), end="")
