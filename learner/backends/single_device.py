@@ -29,8 +29,7 @@ from learner.optim.build import build_optimizer, learning_rate, optimizer_step
 
 SMALL = 1 << 23
 """Most weights of a model whose micro-batches are computed side by side, each with a gradient of its own, of at
-most 32 MiB. A larger one's products are large enough for each to be divided between the threads, and its head's
-may set the precision of the whole process (LARGE in areal_q/models/fused/head.py)."""
+most 32 MiB. A larger one's products are large enough for each to be divided between the threads."""
 
 
 @dataclass

@@ -1,15 +1,10 @@
 """The head of a decoder in bfloat16 on a CPU, against the definition in float64."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 from torch import Tensor
 
-from areal_q.models.fused.head import LARGE, SoftmaxHead, rounded_factors
 from areal_q.models.logprobs import blocks, head_logprobs, whole
-from learner.backends.single_device import SMALL
 
 
 def case(tokens: int, vocabulary: int, scale: float = 0.3) -> tuple[Tensor, Tensor, Tensor]:
@@ -56,7 +51,6 @@ def test_head_agrees_with_the_definition(
     """Whether the weight is packed or not, which is as the processor has it, and whether exponentials are kept
     or not."""
     monkeypatch.setattr("areal_q.models.fused.head._KEPT", kept)
-    assert LARGE >= SMALL
     monkeypatch.setattr("areal_q.models.fused.head._packs", lambda: packs)
     monkeypatch.setattr("areal_q.models.logprobs.BLOCK", 1)
     inputs = case(20, vocabulary)
@@ -94,33 +88,3 @@ def test_a_hidden_state_that_is_not_finite_shows():
     logprobs, entropies = head_logprobs(hidden, weight, targets)
     for found in (logprobs, entropies):
         assert found.isnan().tolist() == [False, True, False]
-
-
-def test_head_in_bfloat16_leaves_float32_products_alone():
-    hidden, weight, targets = case(3, 600)
-    before = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
-    with pytest.raises(RuntimeError), rounded_factors():
-        raise RuntimeError
-    SoftmaxHead.apply(hidden, weight, targets, 1.0, 256, False)
-    assert torch.backends.mkldnn.matmul.fp32_precision == before  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(("rows", "times"), [(1 << 10, 0), ((1 << 18) + 1, 1)])
-def test_only_a_large_head_sets_the_precision_of_the_process(
-    rows: int, times: int, monkeypatch: pytest.MonkeyPatch
-):
-    """Micro-batches of small models are computed side by side, and no product of theirs may be rounded by
-    another's head."""
-    entered = []
-
-    @contextmanager
-    def noted() -> Iterator[None]:
-        entered.append(1)
-        yield
-
-    assert LARGE >= SMALL
-    monkeypatch.setattr("areal_q.models.fused.head._packs", lambda: False)
-    monkeypatch.setattr("areal_q.models.fused.head.rounded_factors", noted)
-    hidden, weight = torch.ones(1, 32).bfloat16(), torch.zeros(rows, 32)
-    SoftmaxHead.apply(hidden, weight, torch.tensor([7]), 1.0, rows, False)
-    assert len(entered) == times

@@ -10,10 +10,7 @@ each block is computed again. So it is for the gradient of an entropy, of which 
 Notation: T tokens, D model width, V vocabulary; l = logits / temperature.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from functools import cache
-from threading import Lock
 from typing import Any
 
 import torch
@@ -30,42 +27,15 @@ from areal_q.models.layers.linear import product
 
 _KEPT = 1 << 29
 """Most exponentials that are kept, which take 1 GiB"""
-LARGE = 1 << 23
-"""Weights up to which oneDNN rounds no factors of a head. The setting is the process's, and micro-batches of
-small models are computed side by side, where another thread's products would be rounded too."""
-_PRECISION = Lock()
-"""Held while the precision of float32 products is another one."""
+_packs = cache(has_bf16)
 
 
-@contextmanager
-def rounded_factors() -> Iterator[None]:
-    """Lets oneDNN round the factors of a float32 product to bfloat16 within this context. Where no kernel of
-    the processor gains by it, it does not. The setting is the process's, so that one thread at a time is in
-    here."""
-    matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    with _PRECISION:
-        before = matmul.fp32_precision
-        matmul.fp32_precision = "bf16"
-        try:
-            yield
-        finally:
-            matmul.fp32_precision = before
-
-
-@cache
-def _packs() -> bool:
-    """Returns True if the processor multiplies bfloat16 numbers, but has no tiles: oneDNN uses only those."""
-    return has_bf16() and not torch.cpu._is_amx_tile_supported()
-
-
-def _logits(hidden: Tensor, weight: Tensor, large: bool) -> Tensor:
-    """Returns hidden [T, D] · weight [B, D]ᵀ, all float32; `hidden` has bfloat16 numbers, and `weight` is a
-    part of a head that is `large` or not."""
-    if _packs():
-        rounded = Bf16Weight(weight.to(torch.bfloat16), torch.ones(1, len(weight)))
-        return Bf16Linear(rounded)(hidden)
-    with rounded_factors() if large else nullcontext():
+def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Returns hidden [T, D] · weight [B, D]ᵀ, all float32; `hidden` has bfloat16 numbers."""
+    if not _packs():
         return product(hidden, weight)
+    rounded = Bf16Weight(weight.to(torch.bfloat16), torch.ones(1, len(weight)))
+    return Bf16Linear(rounded)(hidden)
 
 
 def softmax_head(
@@ -100,7 +70,7 @@ class SoftmaxHead(torch.autograd.Function):
         largest, top = wide.new_full((len(hidden),), -torch.inf), torch.zeros_like(targets)
         sums, ctx.kept = arrays(targets, chosen, largest, total, weighted, top), []
         for start in range(0, len(weight), columns):
-            logits = _logits(wide, weight[start : start + columns], weight.numel() > LARGE)
+            logits = _logits(wide, weight[start : start + columns])
             exps = torch.empty(logits.shape if keeps else (0, 1), dtype=torch.bfloat16)
             kernels.softmax_sums(*arrays(logits), start, scale, *sums, *arrays(exps))
             if keeps:
