@@ -29,7 +29,7 @@ import typer
 from msgspec import json
 
 from areal_q.api.handed_over import Code, file_of_rows, place_of_code
-from areal_q.cli.launcher import KILLED, launch
+from areal_q.cli.launcher import KILLED, QuietView, launch
 from areal_q.cli.live_view import build_view
 from areal_q.config import Python, Run, load
 from areal_q.config.load import Override
@@ -123,7 +123,7 @@ def train(
     run = load(config, [*given, *(settings or {}).items()])
     began, os.environ[BEGAN] = os.environ.get(BEGAN), str(time.monotonic())
     try:
-        ended = launch(run, resume, build_view if progress else _Silent)
+        ended = launch(run, resume, build_view if progress else lambda _: QuietView())
     finally:
         del os.environ[BEGAN]
         if began is not None:
@@ -196,17 +196,6 @@ def report(
     file = Path(out) if out else directories[0] / "report.html"
     import_module("buffer.report.cli").main(directories, file, max_mb=max_mb)
     return file
-
-
-class _Silent:
-    """A view that prints nothing."""
-
-    def __init__(self, run: Run) -> None: ...
-    def start(self, run_dir: Path) -> None: ...
-    def refresh(self) -> None: ...
-    def note(self, text: str) -> None: ...
-    def stop(self) -> None: ...
-    def finish(self) -> None: ...
 
 
 def _task(base: Run, data: Rows, inputs: Path, answers: bool) -> list[Override]:

@@ -76,8 +76,23 @@ class View(Protocol):
 
     def stop(self) -> None: ...
     def finish(self) -> None:
-        """Prints the summary and the curves, after all processes have ended."""
+        """Prints the summary, after all processes have ended."""
         ...
+
+
+class QuietView:
+    """A View that shows nothing but, by `say`, what is noted."""
+
+    def __init__(self, say: Callable[[str], object] = lambda text: None) -> None:
+        self._say = say
+
+    def start(self, run_dir: Path) -> None: ...
+    def refresh(self) -> None: ...
+    def note(self, text: str) -> None:
+        self._say(text)
+
+    def stop(self) -> None: ...
+    def finish(self) -> None: ...
 
 
 @dataclass(frozen=True)

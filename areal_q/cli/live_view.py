@@ -53,7 +53,7 @@ class _Following:
         pass
 
     def finish(self) -> None:
-        """Prints the summary and the curves."""
+        """Prints the summary."""
         from areal_q.cli.final_screen import last_screen
 
         last_screen(self.run, self.run_dir, self.console)

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from areal_q.cli.launcher import launch
+from areal_q.cli.launcher import QuietView, launch
 from areal_q.config import dump_toml, override
 from areal_q.errors import CheckpointError
 from areal_q.system.run_dir import recorded_settings
@@ -50,21 +50,6 @@ def same_weights_run(directory: Path, steps: int, console: Console) -> Path:
         buffer.forget()
         buffer.close()
     with console.status(f"{steps} steps at learning rate 0 from step {start}"):
-        if launch(run, True, lambda _: _Quiet(console)) != 0:
+        if launch(run, True, lambda _: QuietView(console.print)) != 0:
             raise KeyboardInterrupt
     return probe
-
-
-class _Quiet:
-    """A view of the probe's run that leaves the screen to the doctor."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-
-    def start(self, run_dir: Path) -> None: ...
-    def refresh(self) -> None: ...
-    def note(self, text: str) -> None:
-        self._console.print(text)
-
-    def stop(self) -> None: ...
-    def finish(self) -> None: ...
