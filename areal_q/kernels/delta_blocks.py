@@ -1,4 +1,4 @@
-"""Compiled loops over all elements of a tensor: which changed, and the classes of floats.
+"""Compiled loops over all elements of a tensor of floats: which changed, and their classes.
 
 An element's class is the low four bits of its exponent: its bits, unsigned, shifted down by the length of its
 mantissa. Arrays are C contiguous.
@@ -38,25 +38,13 @@ def _count(codes, mantissa, sizes):
 
 
 @kernel()
-def changed(old, now, where, step):
-    """Writes into where, int64 [N], the positions, rising, at which two arrays of N unsigned integers differ,
-    and into step [N] the difference, modulo their size. Returns how many there are."""
-    found = 0
-    for start in range(0, old.shape[0], _BLOCK):
-        a, b = old[start : start + _BLOCK], now[start : start + _BLOCK]
-        for i in range(a.shape[0] if _differ(a, b) else 0):
-            if a[i] != b[i]:
-                where[found], step[found] = start + i, b[i] - a[i]
-                found += 1
-    return found
-
-
-@kernel()
 def changed_floats(old, now, mantissa, where, step, kinds, gaps, sizes):
-    """The same for floats, whose steps are counted in the order of their values, −0 below +0. Writes also, for
-    each that changed, into kinds, uint8 [N], its class in `old`, and into gaps, int64 [N], how many elements of
-    this class come between it and the one that changed before it, or the first; and into sizes, int64
-    [CLASSES], the number of elements of each class."""
+    """Writes into where, int64 [N], the positions, rising, at which two arrays of N floats differ, given as
+    unsigned integers of their bits, and returns how many there are. Writes also, for each that changed, into
+    step [N] the difference in the order of their values, −0 below +0, modulo their size; into kinds, uint8 [N],
+    its class in `old`; and into gaps, int64 [N], how many elements of this class come between it and the one
+    that changed before it, or the first; and into sizes, int64 [CLASSES], the number of elements of each
+    class."""
     top = old.dtype.type(1 << (8 * old.itemsize - 1))
     following, found = np.zeros(CLASSES, int64), 0
     sizes[:] = 0
@@ -106,17 +94,3 @@ def places(codes, mantissa, gaps, starts, where, kinds):
             left[c] = 1 + gaps[at[c]] if at[c] < starts[c + 1] else 0
         left[c] -= 1
     return found
-
-
-@kernel()
-def move(elements, where, floats, step):
-    """Moves the elements at `where` by `step`, as `changed` gives them, or `changed_floats` if `floats`."""
-    kind = elements.dtype.type
-    top = kind(1 << (8 * elements.itemsize - 1))
-    for j in range(where.shape[0]):
-        a = elements[where[j]]
-        if floats:
-            b = kind((a + top if a < top else ~a) + step[j])
-            elements[where[j]] = b - top if b >= top else ~b
-        else:
-            elements[where[j]] = a + step[j]

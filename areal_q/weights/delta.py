@@ -80,7 +80,9 @@ def apply(base: WeightVersion, delta: bytes, payload: torch.Tensor) -> WeightVer
         spec = manifest.tensors[index]
         payload[spec.offset : ends[index]].copy_(base.payload[spec.offset : ends[index]])
         if (m := moved.get(index)) is not None:
-            kernels.move(_elements(payload, spec), m.where, DTYPES[spec.dtype] in MANTISSA, m.step)
+            elements = _elements(payload, spec)
+            floats = DTYPES[spec.dtype] in MANTISSA
+            elements[m.where] = _stepped(elements[m.where], m.step, floats)
 
     return unpack_unnamed(manifest, payload, fill)
 
@@ -112,16 +114,25 @@ def same_layout(a: Manifest, b: Manifest) -> bool:
 
 def _moved(index: int, old: np.ndarray, now: np.ndarray, mantissa: int | None) -> Moves:
     """Returns the moves from `old` to `now`, elements of one tensor, with the classes of floats."""
+    if mantissa is None:
+        where = np.flatnonzero(old != now)
+        return Moves(index, len(now), where, now[where] - old[where])
     # Only those pages that are written to take memory.
     where, step = np.empty(len(now), np.int64), np.empty_like(now)
-    if mantissa is None:
-        count = kernels.changed(old, now, where, step)
-        return Moves(index, len(now), _first(where, count), _first(step, count))
     kinds, gaps = np.empty(len(now), np.uint8), np.empty(len(now), np.int64)
     sizes = np.empty(CLASSES, np.int64)
     count = kernels.changed_floats(old, now, mantissa, where, step, kinds, gaps, sizes)
     classes = Classes(_first(kinds, count), _first(gaps, count), sizes)
     return Moves(index, len(now), _first(where, count), _first(step, count), classes)
+
+
+def _stepped(codes: np.ndarray, step: np.ndarray, floats: bool) -> np.ndarray:
+    """Returns unsigned codes moved by `step`, those of floats in the order of their values."""
+    if not floats:
+        return codes + step
+    top = codes.dtype.type(1 << (8 * codes.itemsize - 1))
+    ordered = np.where(codes < top, codes + top, ~codes) + step
+    return np.where(ordered >= top, ordered - top, ~ordered)
 
 
 def _first(array: np.ndarray, count: int) -> np.ndarray:
