@@ -4,7 +4,6 @@ Pure inspection: nothing is started, changed or downloaded.
 """
 
 import importlib.metadata
-import importlib.util
 import os
 import resource
 import socket
