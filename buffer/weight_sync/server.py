@@ -209,7 +209,6 @@ class WeightServer:
         # Before anything leaves, so that even a learner killed now has said what it published.
         logger.debug("publishes version %d with digest %s", new.version, new.digest)
         self.stats.published += 1
-        self.stats.last_version_bytes = new.nbytes if body is None else len(body)
         link = None
         if base is not None and body is not None:
             link = DeltaLink(base.manifest, new, body)

@@ -11,8 +11,6 @@ class ServerStats:
     """Number of versions announced."""
     skipped: int = 0
     """Number of versions that a newer one replaced before their turn came."""
-    last_version_bytes: int = 0
-    """Bytes that the newest version costs a worker that follows: its delta, or else its payload."""
     deltas: int = 0
     """Number of deltas sent to all."""
     delta_bytes: int = 0
