@@ -260,14 +260,10 @@ def test_planes_are_the_bytes_of_the_numbers(largest: int) -> None:
             byte_planes.numbers_of(wrong, count)
 
 
-@pytest.mark.parametrize("compose", [False, True])
-def test_a_delta_under_another_number_is_refused(compose: bool) -> None:
+def test_a_delta_under_another_number_is_refused() -> None:
     """As a relay would renumber it: the manifest within is altered, its digest kept."""
-    base, middle, new = (make_version(n, {"t": torch.full((99,), n)}) for n in (1, 2, 3))
-    steps = delta.diff(base, middle), delta.diff(middle, new)
-    bodies = [body for body in steps if body is not None]
-    chain = [base.manifest, middle.manifest, new.manifest]
-    made = delta.compose(chain, bodies) if compose else delta.diff(base, new)
+    base, new = (make_version(n, {"t": torch.full((99,), n)}) for n in (1, 3))
+    made = delta.diff(base, new)
     assert made is not None
     body = delta._decode_body(made)
     lie = msgspec.structs.replace(new.manifest, version=7)
