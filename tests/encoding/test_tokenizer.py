@@ -194,6 +194,17 @@ def test_a_tokenizer_file_of_another_version_is_one_line(
             load_tokenizer(tmp_path)
 
 
+def test_what_transformers_says_is_not_cut_off_at_its_colon(
+    chat_directory: Path, tmp_path: Path
+) -> None:
+    """Its tokenizers read config.json, too."""
+    load_tokenizer(chat_directory).save(str(tmp_path))
+    table = {"model_type": "qwen2", "num_hidden_layers": 9, "layer_types": ["full_attention"]}
+    (tmp_path / "config.json").write_text(json.dumps(table))
+    with pytest.raises(CheckpointError, match=r"no tokenizer can be read: .*: .*[^:]$"):
+        load_tokenizer(tmp_path)
+
+
 def test_the_model_decides_which_tokenizer_is_built(directory: Path, chat_directory: Path) -> None:
     assert isinstance(build_tokenizer(SmallModel(), Arithmetic()), CharTokenizer)
     pretrained = PretrainedModel(path=str(chat_directory))

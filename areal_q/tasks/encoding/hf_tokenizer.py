@@ -134,7 +134,8 @@ def _load(path: str | Path) -> Any:
         loader = getattr(transformers, _class_of(Path(path)))
         return loader.from_pretrained(str(path), local_files_only=True)
     except Exception as error:  # `tokenizers` raises bare ones for files of other versions
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        said = [part.strip() for part in str(error).strip().splitlines()] or [type(error).__name__]
+        line = " ".join(said[: 1 + said[0].endswith(":")])
         raise CheckpointError(f"{path}: no tokenizer can be read: {line}") from error
 
 
