@@ -299,7 +299,8 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
         if family not in FAMILIES:
             raise NotOurs(f"model_type {family!r} is none of {', '.join(FAMILIES)}")
         # A mixture without dense layers need not say how wide their MLPs are.
-        usual = {"intermediate_size": hf.get("moe_intermediate_size")} if family in STATEFUL else {}
+        mlp = [hf[key] for key in ("moe_intermediate_size",) if key in hf]
+        usual = {"intermediate_size": mlp[0]} if mlp else {}
         sizes = read(usual | _SIZES.get(family, {}) | hf, _Sizes)
         unknown = [name for name, asked in not_implemented(family, hf).items() if asked]
         if unknown:
@@ -375,7 +376,9 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
         if self.delta:
             return self._delta_to_hf(self.delta)
         of_family: dict[str, Any] = {"hidden_act": "silu"}
-        if self.family not in ("qwen2", "mistral"):
+        if self.family == "qwen2_moe":
+            of_family |= {"qkv_bias": self.qkv_bias}
+        elif self.family not in ("qwen2", "mistral"):
             of_family |= {"attention_bias": self.qkv_bias, "mlp_bias": self.mlp_bias}
         if self.family == "seed_oss":
             of_family["attention_out_bias"] = self.o_bias

@@ -28,7 +28,7 @@ from areal_q.config import LearnerConfig, TorchBackend
 from areal_q.models import Decoder, DecoderConfig
 from areal_q.models.hf.checkpoint import new_decoder
 from areal_q.models.layers.gated_delta import GatedDelta
-from areal_q.models.layers.moe import Scores
+from areal_q.models.layers.moe import ExactLinear
 from areal_q.models.low_bit.quantized_forward import QuantLinear, linears, materialise
 from learner.backends.critic import Critic
 from learner.backends.data_parallel import ALONE, Ranks
@@ -172,10 +172,10 @@ def _shard_critic(critic: Critic, cfg: LearnerConfig, mesh: DeviceMesh) -> None:
 
 
 def _shard_exact(model: nn.Module, cfg: LearnerConfig, mesh: DeviceMesh) -> None:
-    """Shards routers and the delta rule separately, as they compute in float32 always."""
+    """Shards what chooses experts and the delta rule separately, as they compute in float32 always."""
     exact = msgspec.structs.replace(cfg, dtype="float32")
     for module in model.modules():
-        if isinstance(module, Scores | GatedDelta):
+        if isinstance(module, ExactLinear | GatedDelta):
             _shard(module, exact, mesh)
 
 

@@ -18,8 +18,8 @@ NOT_HIDDEN = (
     "mlp.gate.weight",
     "shared_expert_gate.weight",
 )
-"""Matrices that AdamW updates instead of Muon: embedding and heads, and routers, whose rows are classes as
-those of a head are."""
+"""Matrices that AdamW updates instead of Muon: embedding and heads, and what chooses experts, whose rows are
+classes as those of a head are."""
 
 
 def build_optimizer(model: nn.Module, cfg: OptimizerConfig) -> torch.optim.Optimizer:

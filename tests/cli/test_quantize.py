@@ -11,8 +11,8 @@ from areal_q.cli.app import app
 from areal_q.cli.quantize import quantize
 from areal_q.errors import CheckpointError, ConfigError
 from areal_q.models import Decoder, DecoderConfig, init_weights, save_decoder
-from areal_q.models.config import Experts
 from areal_q.models.hf.quantized import LEFT_OUT, QUANTIZATION_CONFIGS
+from areal_q.models.layer_kinds import DeltaRule, Experts
 from areal_q.quant.state_dict import is_quantized
 
 CONFIG = DecoderConfig(
@@ -33,11 +33,26 @@ def test_weight_beyond_the_format_is_named_and_leaves_nothing(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
+DELTA = DeltaRule(layers=(0,), key_heads=1, value_heads=2, key_dim=16, value_dim=16, kernel=4)
+ROUTERS = {"mlp.gate"}
+SHARED = ROUTERS | {"mlp.shared_expert_gate"}
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "others"),
+    [
+        ("qwen3_moe", {}, ROUTERS),
+        ("qwen2_moe", {}, SHARED),
+        ("qwen3_5_moe_text", {"delta": DELTA}, SHARED),
+    ],
+)
 @pytest.mark.parametrize("format", [f for f, table in QUANTIZATION_CONFIGS.items() if table])
-def test_checkpoint_names_every_linear_left_unquantized(tmp_path, format):
-    experts = Experts(count=4, per_token=2, mlp=32, dense_layers=(1,))
+def test_checkpoint_names_every_linear_left_unquantized(tmp_path, format, family, more, others):
+    dense = () if family == "qwen3_5_moe_text" else (1,)
+    shared = None if family == "qwen3_moe" else 32
+    experts = Experts(count=4, per_token=2, mlp=32, dense_layers=dense, shared=shared)
     config = msgspec.structs.replace(
-        CONFIG, family="qwen3_moe", layers=3, tied=False, experts=experts
+        CONFIG, family=family, layers=3, tied=False, experts=experts, **more
     )
     model = Decoder(config)
     init_weights(model, 0)
@@ -46,7 +61,11 @@ def test_checkpoint_names_every_linear_left_unquantized(tmp_path, format):
     table = json.loads((tmp_path / "made" / "config.json").read_text())["quantization_config"]
     linears = [name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)]
     left = {name for name in linears if not is_quantized(f"{name}.weight")}
-    assert left == {"lm_head", "model.layers.0.mlp.gate", "model.layers.2.mlp.gate"}
+    sparse = [f"model.layers.{i}" for i in config.sparse_layers]
+    wanted = {"lm_head", *(f"{layer}.{name}" for layer in sparse for name in others)}
+    if config.delta:
+        wanted |= {f"model.layers.0.linear_attn.in_proj_{x}" for x in "ab"}
+    assert left == wanted
     assert set(table[LEFT_OUT[table["quant_method"]]]) == left
 
 
@@ -58,7 +77,7 @@ def test_experts_in_one_tensor_are_refused_unwritten(tmp_path, format):
     ends = [str(tmp_path / "source"), str(tmp_path / "made")]
     result = CliRunner().invoke(app, ["quantize", *ends, "--format", format])
     assert isinstance(result.exception, ConfigError)
-    assert "gpt_oss: its files have all experts of a layer in one tensor" in str(result.exception)
+    assert "gpt_oss: its files have matrices joined" in str(result.exception)
     assert not (tmp_path / "made").exists()
 
 

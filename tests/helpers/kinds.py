@@ -161,6 +161,9 @@ VARIANTS: dict[str, Callable[..., PreTrainedConfig]] = {
         rope_parameters=YARN | {"partial_rotary_factor": 0.5},
     ),
     "qwen2_moe": lambda **shape: Qwen2MoeConfig(**shape | NO_PAD, **SHARED, mlp_only_layers=[1]),
+    "qwen2_moe, no biases": lambda **shape: Qwen2MoeConfig(
+        **shape | NO_PAD, **SHARED, qkv_bias=False
+    ),
     "qwen3_next": lambda **shape: Qwen3NextConfig(
         **shape | NO_PAD,
         **WIDE_DELTA | SHARED,

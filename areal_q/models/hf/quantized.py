@@ -17,6 +17,7 @@ import msgspec
 from areal_q.errors import CheckpointError, QuantizationError
 from areal_q.models.config import DecoderConfig
 from areal_q.models.hf.weight_files import config_table, opened, shape_in, weight_files
+from areal_q.quant.linears import is_quantized
 from areal_q.system.files import save_tensors
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ QUANTIZATION_CONFIGS: dict[str, _Table | None] = {
     },
 }
 """The `quantization_config` of each format, without the list of layers that it excludes; bf16 needs none."""
-RELAID = "its files join tensors that formats are written one by one for"
+RELAID = "its files have matrices joined that a quantized checkpoint has one by one"
 LEFT_OUT = {
     "compressed-tensors": "ignore",
     "fp8": "ignored_layers",
@@ -117,9 +118,13 @@ def write_checkpoint(
     config["torch_dtype"] = str(rest).removeprefix("torch.")
     if (quantization := QUANTIZATION_CONFIGS[format]) is not None:
         left_out = LEFT_OUT[quantization["quant_method"]]
-        # In fp8 vLLM would not match the short name `gate` to any layer.
-        routers = [f"model.layers.{i}.mlp.gate" for i in shape.sparse_layers]
-        config["quantization_config"] = {**quantization, left_out: ["lm_head", *routers]}
+        # In fp8 vLLM would not match a short name, such as `gate`, to any layer.
+        others = [
+            name.removesuffix(".weight")
+            for name, size in shape.tensors().items()
+            if len(size) == 2 and ".layers." in name and not is_quantized(name)
+        ]
+        config["quantization_config"] = {**quantization, left_out: ["lm_head", *others]}
     target = Path(directory)
     (target / "config.json").write_bytes(msgspec.json.format(json.dumps(config).encode(), indent=2))
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
@@ -152,7 +157,6 @@ def check_quantized(path: str | Path, config: DecoderConfig, format: str) -> Non
     shape or of another dtype than the format's."""
     import torch
 
-    from areal_q.quant import is_quantized
     from areal_q.quant.state_dict import check_shapes, parts_of
 
     dtypes = {

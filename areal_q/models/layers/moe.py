@@ -12,8 +12,8 @@ through the gates.
 
 Weights have the names of Hugging Face's checkpoints, with a 2-D matrix for each linear layer of each expert, so
 that formats, UAQ, Muon and sharding can treat them as ordinary linear layers. transformers 5 fuses them when it
-loads a checkpoint, and splits them when it saves one; some families' files have
-them fused (areal_q/models/hf/stored_layout.py).
+loads a checkpoint, and splits them when it saves one; some families' files have them fused
+(areal_q/models/hf/stored_layout.py).
 
 Notation: T tokens, D width, E experts, K experts for each token, L sparse layers.
 """
@@ -61,7 +61,7 @@ class Routing:
         return taken
 
 
-class Scores(Linear):
+class ExactLinear(Linear):
     """A linear layer, with weight [E, D], that decides about experts: x [T, D] → float32 [T, E]. It computes in
     float32 whatever the model's dtype, and is never quantized."""
 
@@ -81,12 +81,12 @@ class SparseMlp(nn.Module):
         """Builds the mixture of sparse layer number `layer`, which counts the sparse layers alone."""
         super().__init__()
         self.shape, self.layer = experts, layer
-        self.gate = Scores(config.width, experts.count, bias=config.mlp_bias)
+        self.gate = ExactLinear(config.width, experts.count, bias=config.mlp_bias)
         of_each = config.width, experts.mlp, config.mlp_bias, config.activation
         self.experts = nn.ModuleList(Mlp(*of_each) for _ in range(experts.count))
         if experts.shared:
             self.shared_expert = Mlp(config.width, experts.shared)
-            self.shared_expert_gate = Scores(config.width, 1, bias=False)
+            self.shared_expert_gate = ExactLinear(config.width, 1, bias=False)
 
     def forward(self, x: Tensor, routing: Routing | None = None) -> Tensor:
         probs = self.gate(x).softmax(-1)
