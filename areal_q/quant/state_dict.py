@@ -113,11 +113,15 @@ def check_shapes(
     published: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], format: str
 ) -> None:
     """Raises QuantizationError, which names the tensor, unless `published` has every parameter of `shapes` in
-    its shape. What else is published does not matter."""
+    its shape, and a linear's s, if there is one, in float32 for each of its inputs. What else is published does
+    not matter."""
     for name, shape in shapes.items():
         if is_quantized(name):
-            parts = parts_of(published, name.removesuffix(".weight"), format)
-            fits = _fits(parts, shape, format)
+            linear = name.removesuffix(".weight")
+            fits = _fits(parts_of(published, linear, format), shape, format)
+            s = published.get(f"{linear}.{SMOOTHING}")
+            if s is not None and (s.dtype, *s.shape) != (torch.float32, shape[-1]):
+                raise QuantizationError(f"{linear}.{SMOOTHING} is not float32 [{shape[-1]}]")
         else:
             fits = name in published and published[name].shape == shape
         if not fits:

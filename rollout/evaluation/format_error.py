@@ -22,7 +22,7 @@ from areal_q.config import Smoothing
 from areal_q.linear.quantized_linear import FloatLinear
 from areal_q.models import Decoder, PackedLayout
 from areal_q.models.low_bit.engine_policy import engine_policy, perturbed
-from areal_q.models.low_bit.quantized_forward import QuantLinear, linears
+from areal_q.models.low_bit.quantized_forward import QuantLinear, Unfolded, linears
 from areal_q.models.smoothed_state import first_folds
 from areal_q.quant import quantize_state
 from areal_q.quant.rescaling import Fold
@@ -130,4 +130,6 @@ def quantize_only(
             linear.take(linear.parts)
         else:
             weight = f"{name}.weight"
-            linear.product = FloatLinear(folds.get(weight, Fold()).of(weights[weight]))
+            fold = folds.get(weight, Fold())
+            product = FloatLinear(fold.of(weights[weight]))
+            linear.product = Unfolded(product, fold) if fold.at_input else product

@@ -17,6 +17,7 @@ from helpers.strategies import grouped
 from torch import Tensor
 
 from areal_q.config import HfEngine, HfModel, Run, Smoothing
+from areal_q.errors import QuantizationError
 from areal_q.models import Decoder, PackedLayout, load_model, packed_layout, save_decoder
 from areal_q.models.low_bit.engine_policy import engine_policy
 from areal_q.models.smoothed_state import first_folds, measured_inputs
@@ -24,6 +25,7 @@ from areal_q.quant import dequantize_state, quantize_state
 from areal_q.quant.awq import AwqScales
 from areal_q.quant.rescaling import Fold
 from areal_q.quant.smoothing import SmoothingScales
+from areal_q.quant.state_dict import check_shapes
 from areal_q.weights.version import WeightVersion
 from learner import checkpoint
 from learner.backends.single_device import TorchPolicy
@@ -115,6 +117,19 @@ def by_hand(weights: Mapping[str, Tensor]) -> Product:
         return out if bias is None else out + bias
 
     return product
+
+
+@pytest.mark.parametrize("wrong", [torch.ones(3), torch.ones(32, dtype=torch.float64)])
+def test_scales_that_do_not_fit_are_refused(wrong: Tensor, tmp_path: Path) -> None:
+    outlying(tmp_path, "phi")
+    model = loaded(tmp_path)
+    state = model.state_dict()
+    weights = quantize_state(state, "int8", folds=folds_for(model))
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    check_shapes(weights, shapes, "int8")
+    name = next(n for n in weights if n.endswith(".smoothing"))
+    with pytest.raises(QuantizationError, match=f"{name} is not float32"):
+        check_shapes(weights | {name: wrong}, shapes, "int8")
 
 
 @every_family
