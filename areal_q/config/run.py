@@ -277,7 +277,7 @@ class BroadcastConfig(Settings, frozen=True, kw_only=True):
     """Chunks in flight to one worker: many, so that a busy machine need not wake both sides for each."""
     hold: Count = 3
     """Versions that can be fetched in full; each costs the learner's host the memory of its payload."""
-    hold_deltas: WholeNumber = 16
+    hold_deltas: WholeNumber = 8
     """Versions that a worker may be behind and still be brought up to date by deltas."""
     max_delta_bytes: WholeNumber = 64 << 20
     """A larger delta is not made use of, and all that are held together stay below it; 0: snapshots only."""

@@ -72,7 +72,7 @@ class RequestHandler:
         self._history.append(version.manifest)
 
     def answer_requests(self) -> None:
-        """Reads the requests that have arrived and answers those that can be answered at once."""
+        """Reads the requests that have arrived and answers them."""
         with suppress(zmq.Again):
             for _ in range(REQUESTS_PER_TURN):
                 peer, *frames = self._router.recv_multipart(zmq.NOBLOCK)

@@ -221,7 +221,7 @@ class WeightSubscriber:
 
     def _apply_deltas(self) -> None:
         """Applies the deltas that are there, one after the other, beginning with that of the version held."""
-        while held := self._held:
+        while (held := self._held) and not self._closing:
             key = held.manifest.epoch, held.manifest.version
             told, body = self._deltas.pop(key, (None, b""))
             if told is None or held.manifest.digest == self._distrusted:
