@@ -1,1 +1,1 @@
-"""Records and views of a run: metrics, Prometheus, service logs, summaries, plots."""
+"""Records and views of a run: metrics, Prometheus, service logs, summaries."""

@@ -48,7 +48,7 @@ def main(
     """Re-runs the learner steps of RUN and compares them with what was recorded.
 
     With --set, what would have happened on the same samples: both histories side by side, in
-    RUN/replay/ as a figure and as CSV. With --set reward.…, what the logged responses are worth
+    RUN/replay/ as CSV too. With --set reward.…, what the logged responses are worth
     under another reward, without any step.
     """
     if step is not None:

@@ -26,7 +26,8 @@ def context_of_prompt(tokenizer: Tokenizer, episode: Episode, prompt: str | list
         if prompt == known:
             return before
         begins = [s for s in episode.states if s.text is not None and prompt.startswith(s.text)]
-        if found := next((s for s in begins if s.text == prompt), _longest(begins)):
+        again = [s for s in reversed(begins) if s.text == prompt]
+        if found := min(again, key=lambda s: s.length, default=_longest(begins)):
             before, known = episode.ids(found), found.text or ""
         if prompt.startswith(known):
             return [*before, *tokenizer.encode(prompt[len(known) :])]

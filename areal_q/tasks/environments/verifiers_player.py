@@ -207,7 +207,9 @@ def main() -> None:
     os.dup2(2, 1)  # what a taskset prints is no answer
     logging.basicConfig(level=logging.WARNING, format="verifiers: %(message)s")
     sys.path.insert(0, told["path"])
-    os.environ["PYTHONPATH"] = told["path"]  # for the servers of its tools
+    # For the servers of its tools.
+    paths = [told["path"], os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     try:
         env = environment_of(told["env"])
         tasks = list(itertools.islice(env.taskset, told["problems"]))
