@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.engines import ask
-from helpers.kinds import config_of
+from helpers.kinds import close_to, config_of
 from helpers.policies import pack_state
 from transformers import AutoModelForCausalLM
 
@@ -85,7 +85,9 @@ def check(models: list[Any], prompt: np.ndarray, done: Completion) -> None:
         logits = models[span.version](ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
         want = logits.gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
         part = slice(begin, begin + span.tokens)
-        np.testing.assert_allclose(done.logprobs[part], want[part], atol=1e-4)
+        np.testing.assert_allclose(
+            done.logprobs[part], want[part], atol=close_to(models[span.version])
+        )
         begin += span.tokens
 
 
