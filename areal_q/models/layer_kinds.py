@@ -131,7 +131,7 @@ _EXPERTS: dict[str, dict[str, Any]] = {
     "qwen3_next": {"shared_expert_intermediate_size": 512, "norm_topk_prob": True},
     "qwen3_5_moe_text": {"shared_expert_intermediate_size": 512},
 }
-"""Of a family's experts, what config.json need not say"""
+"""What config.json need not say of a family's experts"""
 
 
 def delta_of(family: str, hf: dict[str, Any], layers: int) -> DeltaRule | None:

@@ -253,7 +253,7 @@ def test_peft_loads_the_adapter_onto_the_base(
             ["learner.lora={targets=[]}"],
             r"learner\.lora\.targets = \[\]: must be a list of at least 1",
         ),
-        (["rollout.engine.type=sglang"], "rollout.engine.type = 'torch' or 'vllm'"),
+        (["rollout.engine.type=sglang"], "rollout.engine.type = 'torch', 'hf' or 'vllm'"),
         (["rollout.engine.type=vllm", "rollout.format=nf4"], "mxfp4, int4-fp8, not 'nf4'"),
         (["rollout.engine.type=vllm", "learner.lora.rank=513"], "rank = 513: vLLM takes 512"),
         (["learner.reference_kl.path=x"], "no path"),
