@@ -202,7 +202,7 @@ def test_two_ranks_learn_layers_with_states_as_one_does(
         expected = [update_policy(alone, samples) for samples in steps]
         if part == "bfloat16":  # what is between two layers is rounded as well
             norms = [[one["train/grad_norm"] for one in some] for some in (metrics, expected)]
-            assert norms[0] == pytest.approx(norms[1], rel=0.03)
+            assert norms[0] == pytest.approx(norms[1], rel=0.1)
             continue
         assert_metrics(metrics, expected)
         assert_close(tmp_path / part / "checkpoints" / "step-000009", alone, 1e-4)
