@@ -299,8 +299,8 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
         if family not in FAMILIES:
             raise NotOurs(f"model_type {family!r} is none of {', '.join(FAMILIES)}")
         # A mixture without dense layers need not say how wide their MLPs are.
-        mlp = [hf[key] for key in ("moe_intermediate_size",) if key in hf]
-        usual = {"intermediate_size": mlp[0]} if mlp else {}
+        key = "moe_intermediate_size"
+        usual = {"intermediate_size": hf[key]} if key in hf else {}
         sizes = read(usual | _SIZES.get(family, {}) | hf, _Sizes)
         unknown = [name for name, asked in not_implemented(family, hf).items() if asked]
         if unknown:
