@@ -7,7 +7,7 @@ versions.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -56,15 +56,9 @@ class VersionPolicies:
             self.noisy = copy.deepcopy(self.learnt)
             state = with_noise(model.state_dict(), noise, settings.uaq_scale)
             folds = smoothing.folds(state) if smoothing else {}
-            left = {
-                n: f if f.at_input else Fold(clip=f.clip)
-                for n, f in folds.items()
-                if f.at_input or f.clip is not None
-            }
-            done = {n: f for n, f in folds.items() if not f.at_input}
-            self.noisy.load_state_dict(
-                {n: done[n].of(t) if n in done else t for n, t in state.items()}
-            )
+            left = _left_to_linears(folds)
+            done = {n: f.of(state[n]) for n, f in folds.items() if not f.at_input}
+            self.noisy.load_state_dict({**state, **done})
             fold(self.noisy, left)
         if adapted(self.noisy):  # a model with adapters runs on the published tensors already
             if noise and settings.rounds_rest:
@@ -83,6 +77,12 @@ class VersionPolicies:
                 linear.fold = left.get(f"{name}.weight")  # type: ignore[assignment]
                 linear.take(parts_of(published, name, format))  # type: ignore[attr-defined]
         round_rest(self.engine, settings.rounds_rest)
+
+
+def _left_to_linears(folds: Mapping[str, Fold]) -> dict[str, Fold]:
+    """Returns what linears do themselves of `folds`, whose other scales are in the weights already."""
+    own = {n: f if f.at_input else Fold(clip=f.clip) for n, f in folds.items()}
+    return {n: f for n, f in own.items() if f.at_input or f.clip is not None}
 
 
 @dataclass
