@@ -22,9 +22,8 @@ def _forget_current_directory() -> None:
 def main() -> None:
     """Runs the command. While it is being imported, for about a second, Ctrl-C ends it without a word."""
     before = signal.getsignal(signal.SIGINT)
-    usual = (
-        before is signal.default_int_handler
-    )  # and not ignored, as in the background of a script
+    # A script's command in the background ignores it.
+    usual = before is signal.default_int_handler
     if usual:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from areal_q.cli import app

@@ -12,8 +12,9 @@ from msgspec import json
 from areal_q.messages import Ticket
 from rollout.environments.base import Response
 
-EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
-PAGE = (EXAMPLES.parent / "verifiers.md").read_text("utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+EXAMPLES = DOCS / "examples" / "tasksets"
+PAGE = (DOCS / "verifiers.md").read_text("utf-8")
 
 
 @pytest.mark.parametrize("name", ["games.py", "puzzles.py"])
