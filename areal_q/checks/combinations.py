@@ -15,7 +15,6 @@ from areal_q.config import (
     VllmEngine,
 )
 from areal_q.config.engines import HfEngine
-from areal_q.config.run import EngineConfig
 from areal_q.errors import ConfigError
 from areal_q.models import DecoderConfig
 from areal_q.models.rope_scaling import turned_by
@@ -35,7 +34,7 @@ def check_family(run: Run, shape: DecoderConfig, rollouts: bool = True) -> None:
     with: an engine that does not know its experts, or what scales norms by their weights alone or a product
     that is clamped, or knows no second norms, no sinks or no layers with a state. `rollouts` is as for
     `check_foreign`."""
-    if rollouts and (why := _unknown_experts(run.rollout.engine, shape)):
+    if rollouts and (why := _unknown_experts(run, shape)):
         tag = run.rollout.engine.__struct_config__.tag
         raise ConfigError(f"rollout.engine.type = {tag!r}: not with this {shape.family}: {why}")
     if shape.delta:
@@ -88,12 +87,9 @@ def adaptable(shape: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
 
 def check_adapters(shape: DecoderConfig, lora: Lora | None) -> None:
-    """Raises ConfigError for adapters on a mixture of experts of ours, and on linear layers that a model of
-    this `shape` does not have."""
+    """Raises ConfigError for adapters on linear layers that a model of this `shape` does not have."""
     if lora is None:
         return
-    if shape.sparse_layers:
-        raise ConfigError("learner.lora: not with a mixture of experts")
     known = {name.split(".")[-2] for name in adaptable(shape)}
     if lora.every(shape.foreign is not None) and known:
         return
@@ -104,10 +100,13 @@ def check_adapters(shape: DecoderConfig, lora: Lora | None) -> None:
         )
 
 
-def _unknown_experts(engine: EngineConfig, shape: DecoderConfig) -> str:
+def _unknown_experts(run: Run, shape: DecoderConfig) -> str:
     """Returns why the engine would run other experts than the model's, or none; "" if it runs these."""
+    engine = run.rollout.engine
     if not shape.sparse_layers:
         return ""
+    if isinstance(engine, VllmEngine) and run.learner.lora:
+        return "its adapters of experts have not been tried; rollout.engine.type = 'torch'"
     if isinstance(engine, HfEngine):
         return "transformers joins the experts that are published one by one; rollout.engine.type = 'torch'"
     dense = sorted({*range(shape.layers)} - {*shape.sparse_layers})
@@ -187,6 +186,7 @@ def _check_megatron(cfg: LearnerConfig, backend: MegatronBackend, shape: Decoder
     for name, refused in {
         "learner.backend.tensor with learner.precision": backend.tensor > 1 and aligned,
         "learner.dtype": cfg.products == "bfloat16",
+        "learner.lora": cfg.lora is not None,
         "learner.recompute with learner.router_aux_coef": cfg.recompute and cfg.router_aux_coef > 0,
     }.items():
         if shape.sparse_layers and refused:

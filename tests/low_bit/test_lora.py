@@ -225,11 +225,16 @@ def test_the_merged_export_is_the_policy(
 @pytest.mark.peers
 @pytest.mark.timeout(60)
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # peft's own
+@pytest.mark.filterwarnings(
+    "ignore:.*rank_pattern keys:RuntimeWarning"
+)  # of experts, which it joins
+@pytest.mark.filterwarnings("ignore:.*alpha_pattern keys:RuntimeWarning")
+@pytest.mark.parametrize("model", ["model.experts=0", "model.experts=4"])
 def test_peft_loads_the_adapter_onto_the_base(
-    make_run: MakeRun, make_samples: MakeSamples, tmp_path: Path
+    make_run: MakeRun, make_samples: MakeSamples, tmp_path: Path, model: str
 ):
     peft = pytest.importorskip("peft", reason="peft is not installed: make test-peers")
-    run = make_run(*LORA, "rollout.format=nf4", "learner.uaq=1.5")
+    run = make_run(model, *LORA, "rollout.format=nf4", "learner.uaq=1.5")
     policy = learnt(run, make_samples(12))
     assert run.learner.lora
     save_adapted(
@@ -276,6 +281,9 @@ def test_settings_that_do_not_go_with_adapters_are_refused(
         "seed_oss, all biases",
         "gemma3_text",
         "qwen3_5_text",
+        "qwen2_moe",
+        "qwen3_5_moe_text",
+        "gpt_oss",
     ],
 )
 def test_families_learn_what_engine_and_transformers_run(

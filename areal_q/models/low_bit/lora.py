@@ -55,6 +55,7 @@ class LoraLinear(nn.Module):
     """A frozen linear layer in `format`, with an adapter. Its codes and scales are buffers."""
 
     bias: Tensor | None
+    rounds_rest = False  # what is frozen beside it is rounded once, by `round_frozen`
 
     def __init__(self, parts: Parts, format: str, bias: Tensor | None, cfg: Lora | None) -> None:
         """Builds the layer from its codes and scales `parts`; without an adapter if `cfg` is None."""

@@ -4,7 +4,7 @@ q, k and v are one GEMM, and so are gate and up. Quantized linear layers compute
 (areal_q/linear/quantized_linear.py), everything else is float32. Notation: T tokens, D width.
 """
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -113,9 +113,9 @@ class InferenceModel:
             self.norm = _factors(self.config, tensors, "model.norm")
             head = None if self.config.tied else tensors.get("lm_head.weight")
             self.embedding, self.head = ops.tables(tensors["model.embed_tokens.weight"], head)
-            names = self.config.tensors().keys()
+            shapes = self.config.tensors()
             self.layers = [
-                _LayerReader(self.config, names, ops, manifest, tensors, i).layer()
+                _LayerReader(self.config, shapes, ops, manifest, tensors, i).layer()
                 for i in range(self.config.layers)
             ]
             self.kv_scales = kv_scales_of(tensors, self.config.layers)
@@ -200,8 +200,8 @@ class _LayerReader:
     """Builds layer `index` out of a version's tensors. Names are those within the layer."""
 
     config: DecoderConfig
-    known: Set[str]
-    """Names of all tensors that the config names, those of the whole model"""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Those of all tensors that the config names, of the whole model"""
     ops: Ops
     manifest: Manifest
     tensors: Mapping[str, Tensor]
@@ -272,12 +272,12 @@ class _LayerReader:
         pairs = [adapter_of(self.tensors, name) for name in at]
         if not any(pairs):
             return run
-        outs = [self._out_features(name) for name in names]
+        outs = [self.shapes[f"{name}.weight"][0] for name in at]
         return AdaptedLinear(run, pairs, outs, float(self.manifest.extra[LORA_SCALE]))
 
     def _bias(self, *names: str) -> Tensor | None:
         """Returns the biases that the config names; None if the first linear has none."""
-        if f"{self._at}.{names[0]}.bias" not in self.known:
+        if f"{self._at}.{names[0]}.bias" not in self.shapes:
             return None
         return torch.cat([self._tensor(f"{name}.bias") for name in names])
 
@@ -290,10 +290,3 @@ class _LayerReader:
     @property
     def _at(self) -> str:
         return f"model.layers.{self.index}"
-
-    def _out_features(self, name: str) -> int:
-        c = self.config
-        mlp = c.experts.mlp if c.experts and ".experts." in name else c.mlp
-        by_name = {"q_proj": c.q_features, "gate_proj": mlp, "up_proj": mlp}
-        by_name |= dict.fromkeys(("k_proj", "v_proj"), c.kv_heads * c.head_dim)
-        return by_name.get(name.rpartition(".")[2], c.width)
