@@ -43,7 +43,7 @@ from learner.backends.data_parallel import ALONE, Ranks
 from learner.backends.single_device import TorchPolicy
 from learner.build_policy import build_policy
 from learner.checkpoint.async_writer import CheckpointWriter
-from learner.data.admission import Admission, AdmissionSettings
+from learner.data.admission import Admission
 from learner.data.eval_sets import problems_of_sets
 from learner.data.group_reader import GroupReader
 from learner.data.staleness import VersionHistory, forks_at
@@ -56,7 +56,7 @@ from learner.measure.replay_check import ReplayCheck
 from learner.measure.reward_check import RewardCheck
 from learner.measure.step_logs import StepLogs, note_beginning
 from learner.policy_update import PolicyUpdater, SingleProcessUpdater
-from learner.publishing.version_builder import VersionBuilder, VersionSettings
+from learner.publishing.version_builder import VersionBuilder
 from learner.publishing.weight_publisher import WeightPublisher
 from learner.teacher.build_teacher import build_teacher
 
@@ -76,7 +76,7 @@ def build_admission(
     `own_sets` has the problems of the evaluation sets that have their own. A fresh run deletes what an earlier
     run of the same name left in Redis."""
     prepare_redis(buffer, state)
-    new = partial(Admission, AdmissionSettings.of(run), task, tokenizer, buffer, own_sets=own_sets)
+    new = partial(Admission, run, task, tokenizer, buffer, own_sets=own_sets)
     if state is None:
         return new(0, set())
     cursor, before = buffer.cursor(), set(state.outstanding)
@@ -242,9 +242,8 @@ def _publisher(
         history.add(made.manifest.version, made.manifest.digest)
         server.publish(made)
 
-    settings, smoothing = VersionSettings.of(run), policy.smoothing
     builder = VersionBuilder(
-        settings, policy.sticky, buffer.run_id, smoothing=smoothing, shared=True
+        run, policy.sticky, buffer.run_id, smoothing=policy.smoothing, shared=True
     )
     return server, WeightPublisher(builder, hand_over)
 

@@ -18,7 +18,7 @@ from areal_q.quant.rescaling import apply_uaq
 from areal_q.quant.smoothing import SmoothingScales
 from areal_q.tasks import Task, Tokenizer, problem_at
 from learner import checkpoint
-from learner.backends.precision import PrecisionSettings, set_precision
+from learner.backends.precision import set_precision
 from learner.backends.single_device import TorchPolicy
 from learner.supervised.warm_start import warm_start
 
@@ -69,7 +69,7 @@ def build_policy(
         begin_smoothing(policy, policy.smoothing, run, task, tokenizer)
     if reference:
         policy.reference = build_reference(reference, model)
-        set_precision(policy.reference, PrecisionSettings.of(run))
+        set_precision(policy.reference, run)
         policy.fold()
     return policy, None
 

@@ -39,7 +39,6 @@ from learner.arithmetic import set_arithmetic
 from learner.backends.base import Shard
 from learner.backends.data_parallel import Ranks
 from learner.backends.messages import Begin, Collect, End, Message, Piece, Reset, Step
-from learner.backends.precision import PrecisionSettings
 from learner.backends.single_device import TorchPolicy
 from learner.checkpoint.files import write_share
 from learner.checkpoint.policy_state import forget_moments, moments_of
@@ -67,7 +66,7 @@ is asked for."""
 def _shard(begin: Begin, run: Run, ranks: Ranks, whole: TorchPolicy | None) -> Shard:
     """Returns this rank's part of rank 0's `whole` policy. Collective."""
     build = resolve_name(BACKENDS[type(run.learner.backend)])
-    return build(begin, run.learner, PrecisionSettings.of(run), ranks, whole)
+    return build(begin, run, ranks, whole)
 
 
 def join(run: Run) -> Ranks:

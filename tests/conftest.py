@@ -341,8 +341,8 @@ from areal_q.tasks import build_tokenizer
 from learner import checkpoint
 from learner.build_policy import build_model
 from learner.checkpoint.async_writer import CheckpointWriter
-from learner.backends.precision import PrecisionSettings, set_precision
-from learner.publishing.version_builder import VersionBuilder, VersionSettings
+from learner.backends.precision import set_precision
+from learner.publishing.version_builder import VersionBuilder
 from learner.backends.messages import Piece
 from learner.multi_process import MultiProcessUpdater, exit_process, follow, join
 from learner.backends.single_device import TorchPolicy
@@ -356,7 +356,7 @@ for job in sys.argv[1:]:
         follow(run, ranks)
         continue
     model = build_model(run.model, build_tokenizer(run.model, run.task), run.seed)
-    set_precision(model, PrecisionSettings.of(run))
+    set_precision(model, run)
     whole = TorchPolicy(model, run.learner, 0.7)
     if list(directory.glob("checkpoints/step-*")):
         checkpoint.restore(directory / "checkpoints", whole)
@@ -373,7 +373,7 @@ for job in sys.argv[1:]:
     writer.finish()
     writer.close()
     assert not whole.optimizer.state, "the moments are in the shards alone"
-    made = VersionBuilder(VersionSettings.of(run)).build(model, 1)
+    made = VersionBuilder(run).build(model, 1)
     updater.close()
     (directory / "found.json").write_text(json.dumps([found, made.manifest.digest]))
 exit_process()

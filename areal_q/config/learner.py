@@ -341,7 +341,7 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
         itself is read by learner/data/group_reader.py (which groups are too old), rollout/worker.py (whose
         responses a worker continues), areal_q/config/load.py (what workers are set up from),
         areal_q/observability/run_summary.py (which evaluations came too late), areal_q/plan/speed.py and
-        areal_q/plan/estimate.py (what is expected), learner/doctor/examine.py and
+        areal_q/plan/estimate.py (what is expected), learner/doctor/probe.py and
         learner/doctor/diagnosis/gap_rules.py."""
         return self.max_lag + 2
 

@@ -250,6 +250,11 @@ class RolloutConfig(Settings, frozen=True, kw_only=True):
         return self.smoothing if isinstance(self.smoothing, Smoothing) else None
 
     @property
+    def rounds_rest(self) -> bool:
+        """True if weights that the format does not apply to are rounded to bfloat16."""
+        return self.unquantized == "bf16"
+
+    @property
     def tokens_after_prompt(self) -> int:
         """Most tokens that can follow a prompt: a response's own, and what its environment adds.
 

@@ -17,7 +17,7 @@ from areal_q.config import Run, Sampling, TorchEngine
 from areal_q.models import load_decoder
 from areal_q.tasks import build_task, build_tokenizer
 from bench.common import ROOT, peer_env
-from learner.publishing.version_builder import VersionBuilder, VersionSettings
+from learner.publishing.version_builder import VersionBuilder
 from rollout.engines import build_engine
 from rollout.engines.base import Engine, Request
 
@@ -68,9 +68,7 @@ async def _ours(run: Run, model: Path, work: Workload) -> list[float]:
     engine = build_engine(TorchEngine(slots=SEQUENCES))
     await engine.start()
     try:
-        await engine.load_weights(
-            VersionBuilder(VersionSettings.of(run)).build(load_decoder(model), 0)
-        )
+        await engine.load_weights(VersionBuilder(run).build(load_decoder(model), 0))
         return [await _rate(engine, requests) for _ in range(REPEATS + 1)][1:]
     finally:
         await engine.close()

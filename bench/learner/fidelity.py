@@ -23,11 +23,11 @@ from bench.records import drawn_trajectory, make_group
 from buffer.sampling.replay_pool import SampledGroups
 from learner.backends.single_device import TorchPolicy
 from learner.build_policy import build_model
-from learner.data.admission import Admission, AdmissionSettings
+from learner.data.admission import Admission
 from learner.data.staleness import VersionHistory
 from learner.measure.fidelity import FidelityMeter
 from learner.policy_update import SingleProcessUpdater
-from learner.publishing.version_builder import VersionBuilder, VersionSettings
+from learner.publishing.version_builder import VersionBuilder
 from learner.train_step import train_step
 from rollout.engines import build_engine
 from rollout.engines.base import Engine, Request
@@ -74,12 +74,12 @@ async def measure(run: Run) -> dict[str, list[float]]:
     tokenizer = build_tokenizer(run.model, run.task)
     policy = TorchPolicy(build_model(run.model, tokenizer, run.seed), run.learner, 1.0)
     builder, history, tickets = (
-        VersionBuilder(VersionSettings.of(run)),
+        VersionBuilder(run),
         VersionHistory(3),
         Tickets(),
     )
-    settings, task = AdmissionSettings.of(run), build_task(run.task)
-    admission: Any = Admission(settings, task, tokenizer, tickets, 0, set())  # type: ignore
+    task = build_task(run.task)
+    admission: Any = Admission(run, task, tokenizer, tickets, 0, set())  # type: ignore
     shares = [load(QUICKSTART, [f"learner.fidelity.share={share}"]) for share in SHARES]
     meters = [FidelityMeter(each.learner, each.rollout.format) for each in shares]
     engine = build_engine(run.rollout.engine)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from areal_q.config import load
+from areal_q.config import Run, load
 from areal_q.models import load_decoder
 from areal_q.system.processes import keep_freed_memory
 from bench.learner.memory import resident_bytes
@@ -22,7 +22,7 @@ from bench.records import make_trajectory
 from learner.backends.single_device import TorchPolicy
 from learner.data.packing import Sample
 from learner.policy_update import update_policy
-from learner.publishing.version_builder import VersionBuilder, VersionSettings
+from learner.publishing.version_builder import VersionBuilder
 
 
 def measured(spec: dict[str, Any]) -> dict[str, Any]:
@@ -45,12 +45,12 @@ def measured(spec: dict[str, Any]) -> dict[str, Any]:
         norms.append(update_policy(policy, samples)["train/grad_norm"])
         seconds.append(time.process_time() - began)
     found = {"seconds": seconds, "norms": norms, "start": start, "peak": resident_bytes(peak=True)}
-    return found | {"version_s": version_seconds(VersionSettings.of(run), policy)}
+    return found | {"version_s": version_seconds(run, policy)}
 
 
-def version_seconds(settings: VersionSettings, policy: TorchPolicy) -> float:
+def version_seconds(run: Run, policy: TorchPolicy) -> float:
     """Returns the CPU seconds in which a version is made, when it is not the first."""
-    builder, seconds = VersionBuilder(settings), 0.0
+    builder, seconds = VersionBuilder(run), 0.0
     for version in range(2):
         began = time.process_time()
         builder.build(policy.model, version)

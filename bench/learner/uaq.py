@@ -27,10 +27,10 @@ from bench.common import ROOT, commit, device, publish, table, use_cores
 from bench.stability.lab import Drawer, Tickets, warm_model
 from buffer.sampling.replay_pool import SampledGroups
 from learner.backends.single_device import TorchPolicy
-from learner.data.admission import Admission, AdmissionSettings
+from learner.data.admission import Admission
 from learner.data.staleness import VersionHistory
 from learner.policy_update import SingleProcessUpdater
-from learner.publishing.version_builder import VersionBuilder, VersionSettings
+from learner.publishing.version_builder import VersionBuilder
 from learner.train_step import train_step
 from rollout.engines import build_engine
 
@@ -54,9 +54,9 @@ async def draw(run: Run) -> tuple[list[list[Group]], str]:
     """Groups for each step, all from the weights after the warm start, and those weights' digest."""
     task, tokenizer = build_task(run.task), build_tokenizer(run.model, run.task)
     tickets: Any = Tickets()  # what Admission needs of a buffer
-    admission = Admission(AdmissionSettings.of(run), task, tokenizer, tickets, 0, set())
+    admission = Admission(run, task, tokenizer, tickets, 0, set())
     admission.issue(range(run.steps * run.learner.groups), 0)
-    version = VersionBuilder(VersionSettings.of(run)).build(warm_model(run, task, tokenizer), 0)
+    version = VersionBuilder(run).build(warm_model(run, task, tokenizer), 0)
     engine = build_engine(run.rollout.engine)
     await engine.start()
     await engine.load_weights(version)

@@ -17,7 +17,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
@@ -41,14 +41,14 @@ from areal_q.weights.version import WeightVersion
 from bench.records import drawn_trajectory, make_group
 from buffer.redis_store import LearnerBuffer
 from buffer.sampling.replay_pool import SampledGroups
-from learner.backends.precision import PrecisionSettings, set_precision
+from learner.backends.precision import set_precision
 from learner.backends.single_device import TorchPolicy
 from learner.build_policy import begin_smoothing, build_model, prepare_for_rounding
-from learner.data.admission import Admission, AdmissionSettings
+from learner.data.admission import Admission
 from learner.data.staleness import VersionHistory
 from learner.measure.reward_check import RewardCheck
 from learner.policy_update import SingleProcessUpdater
-from learner.publishing.version_builder import VersionBuilder, VersionSettings
+from learner.publishing.version_builder import VersionBuilder
 from learner.supervised.warm_start import warm_start
 from learner.train_step import train_step
 from rollout.engines.base import Completion, Engine, Request
@@ -159,20 +159,21 @@ async def train(run: Run, flaky: Reward | None = None) -> AsyncIterator[Values]:
         build_reward(run),
     )
     model = warm_model(run, task, tokenizer)
-    set_precision(model, PrecisionSettings.of(run))
+    set_precision(model, run)
     policy = TorchPolicy(model, run.learner, run.rollout.sampling.temperature)
     if run.rollout.smooths:
         scales = scales_for(run.rollout.format, run.rollout.smooths, policy.model.config.head_dim)
         begin_smoothing(policy, scales, run, task, tokenizer)
     tickets = Tickets()
     buffer = cast(LearnerBuffer, tickets)
-    admission = Admission(AdmissionSettings.of(run), task, tokenizer, buffer, 0, set())
+    admission = Admission(run, task, tokenizer, buffer, 0, set())
     history, check = VersionHistory(run.learner.versions_kept), RewardCheck(run, tokenizer)
     # The numbers with which the policy itself computes
     own = "bf16" if run.learner.precision == "full" else run.rollout.format
+    as_it_computes = structs.replace(run, rollout=structs.replace(run.rollout, format=own))
     builders = (
-        VersionBuilder(VersionSettings.of(run), smoothing=policy.smoothing),
-        VersionBuilder(replace(VersionSettings.of(run), format=own), smoothing=policy.smoothing),
+        VersionBuilder(run, smoothing=policy.smoothing),
+        VersionBuilder(as_it_computes, smoothing=policy.smoothing),
     )
     engines = build_engines(run)
     drawer = Drawer(engines[0], tokenizer, flaky or reward, run.rollout.format)

@@ -24,7 +24,7 @@ from areal_q.quant.registry import FORMATS
 from areal_q.weights import delta
 from bench.common import commit, device, publish, say, table
 from learner import checkpoint
-from learner.publishing.version_builder import VersionBuilder, VersionSettings
+from learner.publishing.version_builder import VersionBuilder
 
 WAYS = {"fp32": ("fp32", 0.0), "bf16": ("bf16", 0.0), "bf16, sticky scales": ("bf16", 0.05)}
 
@@ -43,7 +43,7 @@ def models(directory: Path) -> list[Decoder]:
 
 def measure(run: Run, steps: list[Decoder]) -> dict[str, float]:
     """Means over the versions that follow the first."""
-    builder = VersionBuilder(VersionSettings.of(run))
+    builder = VersionBuilder(run)
     base = builder.build(steps[0], 0)
     sizes, moved = [], []
     for version, model in enumerate(steps[1:], 1):

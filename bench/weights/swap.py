@@ -30,7 +30,7 @@ from learner.backends.single_device import TorchPolicy
 from learner.build_policy import build_model
 from learner.data.packing import Sample
 from learner.policy_update import update_policy
-from learner.publishing.version_builder import VersionBuilder, VersionSettings
+from learner.publishing.version_builder import VersionBuilder
 from learner.publishing.weight_publisher import WeightPublisher
 from rollout.engines import build_engine
 from rollout.engines.base import Request
@@ -58,7 +58,7 @@ def learner_time(run: Run) -> dict[str, list[float]]:
     tokenizer = build_tokenizer(run.model, run.task)
     policy = TorchPolicy(build_model(run.model, tokenizer, run.seed), run.learner, 1.0)
     batch = samples(run, tokenizer.vocab_size)
-    publisher = WeightPublisher(VersionBuilder(VersionSettings.of(run)), lambda _: None)
+    publisher = WeightPublisher(VersionBuilder(run), lambda _: None)
     policy.readers.append(publisher.wait_until_read)
     version = 0
 
@@ -94,7 +94,7 @@ async def first_token(run: Run) -> dict[str, float]:
     the new version, and the pause of generation at the swap."""
     task, tokenizer = build_task(run.task), build_tokenizer(run.model, run.task)
     model = build_model(run.model, tokenizer, run.seed)
-    builder = VersionBuilder(VersionSettings.of(run))
+    builder = VersionBuilder(run)
     engine = build_engine(run.rollout.engine)
     made_ms, first_ms, pauses_ms = [], [], []
     seen: dict[int, float] = {}

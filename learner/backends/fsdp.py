@@ -24,7 +24,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from areal_q.config import LearnerConfig, TorchBackend
+from areal_q.config import LearnerConfig, Run, TorchBackend
 from areal_q.models import Decoder, DecoderConfig
 from areal_q.models.hf.checkpoint import new_decoder
 from areal_q.models.layers.gated_delta import GatedDelta
@@ -33,7 +33,7 @@ from areal_q.models.low_bit.quantized_forward import QuantLinear, linears, mater
 from learner.backends.critic import Critic
 from learner.backends.data_parallel import ALONE, Ranks
 from learner.backends.messages import Begin
-from learner.backends.precision import PrecisionSettings, set_precision
+from learner.backends.precision import set_precision
 from learner.backends.single_device import TorchPolicy
 from learner.optim.adamw_8bit import LARGEST, AdamW8bit, ParameterShard
 from learner.optim.dtensor import local
@@ -86,14 +86,9 @@ class FsdpShard(TorchPolicy):
         """Does nothing: with the group of all ranks those of some end, too."""
 
 
-def fsdp_shard(
-    begin: Begin,
-    cfg: LearnerConfig,
-    precision: PrecisionSettings,
-    ranks: Ranks,
-    whole: TorchPolicy | None,
-) -> FsdpShard:
+def fsdp_shard(begin: Begin, run: Run, ranks: Ranks, whole: TorchPolicy | None) -> FsdpShard:
     """Returns this rank's part of rank 0's `whole` policy. Collective."""
+    cfg = run.learner
     kind = "cuda" if cfg.device.startswith("cuda") else "cpu"
     if kind == "cuda":
         cfg = msgspec.structs.replace(cfg, device=f"cuda:{os.environ['LOCAL_RANK']}")
@@ -103,7 +98,7 @@ def fsdp_shard(
 
     def decoder() -> Decoder:
         model = new_decoder(DecoderConfig.from_hf(begin.model)).to(cfg.device)
-        set_precision(model, precision)
+        set_precision(model, run)
         return model
 
     model = decoder()

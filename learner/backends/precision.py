@@ -1,11 +1,7 @@
 """The precision in which the learner computes: full, or the rollouts' number format
 (areal_q/models/low_bit/quantized_forward.py)."""
 
-from typing import NamedTuple, Self
-
-from areal_q.config import Lora, Run
-from areal_q.config.learner import Precision
-from areal_q.config.run import FormatName
+from areal_q.config import Run
 from areal_q.models import Decoder
 from areal_q.models.layers.linear import Linear
 from areal_q.models.low_bit.bf16_rounding import round_frozen, round_rest
@@ -20,38 +16,17 @@ LINEARS: dict[str, type[Linear]] = {
 }
 
 
-class PrecisionSettings(NamedTuple):
-    """The settings that determine what numbers a model computes with."""
-
-    precision: Precision
-    """Forward and backward in full precision, or on the rollouts' numbers."""
-    lora: Lora | None
-    """Adapters on a frozen base; None where all weights are trained."""
-    format: FormatName
-    """Number format of the rollouts."""
-    rounds_rest: bool
-    """True if the rollouts' other weights are rounded to bfloat16."""
-    seed: int
-    """Seed of the run, from which the adapters begin."""
-
-    @classmethod
-    def of(cls, run: Run) -> Self:
-        """Returns these settings of `run`."""
-        cfg, rollout = run.learner, run.rollout
-        rounds_rest = rollout.unquantized == "bf16"
-        return cls(cfg.precision, cfg.lora, rollout.format, rounds_rest, run.seed)
-
-
-def set_precision(model: Decoder, settings: PrecisionSettings) -> None:
-    """Replaces the linears of `model` by those of its precision, with the same parameters; or, with LoRA, by
-    frozen ones with adapters. If they compute as in rollouts, all other layers do so too."""
-    if settings.lora:
+def set_precision(model: Decoder, run: Run) -> None:
+    """Replaces the linears of `model` by those of the run's precision, with the same parameters; or, with LoRA,
+    by frozen ones with adapters. If they compute as in rollouts, all other layers do so too."""
+    format, rounds_rest = run.rollout.format, run.rollout.rounds_rest
+    if run.learner.lora:
         if not adapted(model):
-            adapt(model, settings.format, settings.lora, settings.seed)
-        if settings.rounds_rest:
+            adapt(model, format, run.learner.lora, run.seed)
+        if rounds_rest:
             round_frozen(model)
         return
-    kind = LINEARS[settings.precision]
+    kind = LINEARS[run.learner.precision]
     if any(type(linear) is not kind for linear in linears(model).values()):
-        use(kind, model, settings.format)
-    round_rest(model, settings.rounds_rest and kind is not Linear)
+        use(kind, model, format)
+    round_rest(model, rounds_rest and kind is not Linear)

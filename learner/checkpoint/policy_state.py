@@ -11,7 +11,7 @@ from areal_q.models import Decoder
 from areal_q.models.low_bit.quantized_forward import materialise
 from areal_q.models.smoothed_state import scales_of
 from areal_q.system.files import clear_leftovers
-from learner.backends.precision import PrecisionSettings, set_precision
+from learner.backends.precision import set_precision
 from learner.backends.single_device import TorchPolicy
 from learner.checkpoint.files import (
     State,
@@ -22,7 +22,7 @@ from learner.checkpoint.files import (
     steps,
     write,
 )
-from learner.publishing.version_builder import VersionSettings
+from learner.publishing.version_builder import new_ranges
 
 KV, STICKY, SMOOTHING = "kv_scales.", "sticky.", "smoothing."
 
@@ -30,10 +30,10 @@ KV, STICKY, SMOOTHING = "kv_scales.", "sticky.", "smoothing."
 def policy_of(model: Decoder, run: Run) -> TorchPolicy:
     """Returns a policy of `model` with the settings of `run`, which begins anew, or into which a checkpoint can
     be loaded."""
-    set_precision(model, PrecisionSettings.of(run))
+    set_precision(model, run)
     policy = TorchPolicy(model, run.learner, run.rollout.sampling.temperature)
     policy.calibrate = run.rollout.kv_scales
-    policy.sticky = VersionSettings.of(run).new_ranges()
+    policy.sticky = new_ranges(run)
     if smooths := run.rollout.smooths:
         policy.smoothing = scales_of(model.config, run.rollout.format, smooths)
     return policy

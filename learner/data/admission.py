@@ -14,18 +14,13 @@ times is outstanding until its K-th use or until it is too old, so that samples 
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Self
 
 from msgspec.structs import replace
 
 from areal_q.config import (
-    EvalConfig,
     External,
-    OrderConfig,
     PythonEnvironment,
     Run,
-    Sampling,
     SingleTurn,
 )
 from areal_q.errors import BufferFull, RecordError
@@ -39,45 +34,6 @@ from learner.data.eval_sets import EvaluationSet, evaluation_sets
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class AdmissionSettings:
-    """The settings that determine the tickets and their number."""
-
-    run: str
-    """Name of the run."""
-    seed: int
-    """Seed of the run, from which the problems' order and each ticket's seed follow."""
-    max_outstanding: int
-    """Largest number of groups that are admitted and neither finished nor dropped: (η + 1) · B."""
-    group_size: int
-    """Responses to each training ticket."""
-    sampling: Sampling
-    """How training responses are drawn."""
-    order: OrderConfig
-    """The rule by which a training ticket asks for a problem."""
-    eval: EvalConfig
-    """What evaluations ask."""
-    own_prompts: bool
-    """True if an agent, or an environment with tools, may put another prompt before its first turn."""
-    episodes: bool
-    """True if agents, or an environment of several turns, play what is asked."""
-
-    @classmethod
-    def of(cls, run: Run) -> Self:
-        """Returns these settings of `run`."""
-        return cls(
-            run=run.name,
-            seed=run.seed,
-            max_outstanding=run.learner.max_outstanding,
-            group_size=run.learner.group_size,
-            sampling=run.rollout.sampling,
-            order=run.learner.order,
-            eval=run.eval,
-            own_prompts=isinstance(run.rollout.environment, External | PythonEnvironment),
-            episodes=not isinstance(run.rollout.environment, SingleTurn),
-        )
-
-
 class Admission:
     """Admits training tickets within the bound, and evaluation tickets without one.
 
@@ -86,7 +42,7 @@ class Admission:
 
     def __init__(
         self,
-        settings: AdmissionSettings,
+        run: Run,
         task: Task,
         tokenizer: Tokenizer,
         buffer: LearnerBuffer,
@@ -98,7 +54,7 @@ class Admission:
     ) -> None:
         """`order` is the state of the order in a checkpoint, `own_sets` has the problems of the evaluation sets
         that have their own. Raises ConfigError as `evaluation_sets` does."""
-        self._settings, self._buffer = settings, buffer
+        self._run, self._buffer = run, buffer
         self._task, self._tokenizer = task, tokenizer
         self.cursor = cursor
         """Number of the next ticket."""
@@ -106,21 +62,21 @@ class Admission:
         """Numbers of the tickets that were admitted and are neither finished nor dropped."""
         self.lost = lost or set()
         """Numbers of tickets that can no longer become groups; others were admitted in their place."""
-        self.order = Order(settings.order, task.train, settings.seed, order)
+        self.order = Order(run.learner.order, task.train, run.seed, order)
         """Chooses the problem of each ticket."""
-        self.sets = evaluation_sets(settings.eval, settings.sampling, task, own_sets or {})
+        self.sets = evaluation_sets(run.eval, run.rollout.sampling, task, own_sets or {})
         self.refused = 0
         """Number of admissions that were postponed because Redis was full."""
 
     @property
     def episodes(self) -> bool:
         """True if agents, or an environment of several turns, play what is asked."""
-        return self._settings.episodes
+        return not isinstance(self._run.rollout.environment, SingleTurn)
 
     @property
     def capacity_left(self) -> int:
         """Groups that may be admitted now: (η + 1) · B − outstanding."""
-        return self._settings.max_outstanding - len(self.outstanding)
+        return self._run.learner.max_outstanding - len(self.outstanding)
 
     def admit(self, version: int) -> int:
         """Admits tickets up to the capacity left; returns their number, which is 0 while Redis is full."""
@@ -160,7 +116,9 @@ class Admission:
         else:
             admitted = self._eval_ticket(self.set_of(found), found.number, found.step)
         # A run keeps its tickets under another name, or another version of this program.
-        free = ["schema", "run", "run_id", *["prompt_ids"] * self._settings.own_prompts]
+        # An agent, or an environment with tools, may put another prompt before its first turn.
+        own = isinstance(self._run.rollout.environment, External | PythonEnvironment)
+        free = ["schema", "run", "run_id", *["prompt_ids"] * own]
         same = {name: getattr(found, name) for name in free}
         if replace(admitted, **same) != found:
             raise RecordError(f"group of ticket {found.number}: its ticket is not the one admitted")
@@ -217,15 +175,15 @@ class Admission:
             number,
             version,
             purpose="train",
-            group_size=self._settings.group_size,
-            sampling=self._settings.sampling,
+            group_size=self._run.learner.group_size,
+            sampling=self._run.rollout.sampling,
             problem=chosen.place,
             why=chosen.why,
         )
 
     def _ticket_for(self, asked: Problem, number: int, version: int, **fields) -> Ticket:
         return Ticket(
-            run=self._settings.run,
+            run=self._run.name,
             run_id=self._buffer.run_id,
             number=number,
             step=version,
@@ -235,7 +193,7 @@ class Admission:
             columns=asked.columns,
             source=asked.source,
             prompt_ids=Array.of(self._tokenizer.encode_prompt(asked.asked), "int32"),
-            seed=ticket_seed(self._settings.seed, number),
+            seed=ticket_seed(self._run.seed, number),
             **fields,
         )
 

@@ -21,7 +21,6 @@ from buffer.logs.trajectory_log import iter_log, logged_steps
 from learner import checkpoint
 from learner.doctor.diagnosis import TERMS, Case, Finding, LogFacts, TokenTable, diagnose, look_at
 from learner.doctor.probe import Probe
-from learner.publishing.version_builder import VersionSettings
 from learner.replay.compare import compare
 from learner.replay.replay_steps import Replay
 
@@ -65,7 +64,7 @@ def examine(directory: Path, first: int | None, stop: int | None, console: Conso
     layout = checkpoint.read_state(checkpoints[-1]).model if checkpoints else {}
     model = DecoderConfig.from_hf(layout) if layout else None
     facts = look_at(logged, tuple(read_stops(directory)))
-    probe = Probe(VersionSettings.of(run), run.learner.max_lag, first)
+    probe = Probe(run, first)
     exact, note = None, ""
     if facts.missing or facts.positive:
         note = "the log breaks its contract, so its steps were not replayed"

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from areal_q.config import Run
 from areal_q.models import Decoder
 from areal_q.models.low_bit.bf16_rounding import round_frozen, round_rest
 from areal_q.models.low_bit.engine_policy import perturbed
@@ -30,7 +31,6 @@ from learner.data.packing import Sample, samples_of
 from learner.data.staleness import VersionHistory
 from learner.doctor.diagnosis import TERMS, TokenTable
 from learner.measure.rescore import Scorer
-from learner.publishing.version_builder import VersionSettings
 
 _UNKNOWN = -1
 
@@ -43,30 +43,30 @@ class VersionPolicies:
     def __init__(
         self,
         model: Decoder,
-        settings: VersionSettings,
+        run: Run,
         number: int,
         sticky: StickyRanges | None = None,
         smoothing: SmoothingScales | None = None,
     ) -> None:
-        format = settings.format
-        noise = noise_of(settings.aqn, number, settings.seed)
+        format, rollout = run.rollout.format, run.rollout
+        noise = noise_of(rollout.aqn, number, run.seed)
         self.learnt = copy.deepcopy(model).requires_grad_(False)
         self.noisy, left = self.learnt, dict[str, Fold]()  # what linears do themselves
         if noise or smoothing:
             self.noisy = copy.deepcopy(self.learnt)
-            state = with_noise(model.state_dict(), noise, settings.uaq_scale)
+            state = with_noise(model.state_dict(), noise, run.learner.uaq)
             folds = smoothing.folds(state) if smoothing else {}
             left = _left_to_linears(folds)
             done = {n: f.of(state[n]) for n, f in folds.items() if not f.at_input}
             self.noisy.load_state_dict({**state, **done})
             fold(self.noisy, left)
         if adapted(self.noisy):  # a model with adapters runs on the published tensors already
-            if noise and settings.rounds_rest:
+            if noise and rollout.rounds_rest:
                 round_frozen(self.noisy)
             self.dequantized = self.engine = self.noisy
             return
         published = published_state(self.noisy, format, sticky, folds=left)
-        if settings.rounds_rest:
+        if rollout.rounds_rest:
             published = rest_in_bf16(published, format)
         self.dequantized = copy.deepcopy(self.noisy)
         self.dequantized.load_state_dict(dequantize_state(published, format))
@@ -76,7 +76,7 @@ class VersionPolicies:
             for name, linear in linears(self.engine).items():
                 linear.fold = left.get(f"{name}.weight")  # type: ignore[assignment]
                 linear.take(parts_of(published, name, format))  # type: ignore[attr-defined]
-        round_rest(self.engine, settings.rounds_rest)
+        round_rest(self.engine, rollout.rounds_rest)
 
 
 def _left_to_linears(folds: Mapping[str, Fold]) -> dict[str, Fold]:
@@ -89,8 +89,7 @@ def _left_to_linears(folds: Mapping[str, Fold]) -> dict[str, Fold]:
 class Probe:
     """Measures the steps from `first` on. A replay calls it before every step (`Replay.steps`)."""
 
-    settings: VersionSettings
-    max_lag: int
+    run: Run
     first: int
     versions: dict[int, VersionPolicies] = field(default_factory=dict)
     parts: list[TokenTable] = field(default_factory=list)
@@ -101,11 +100,11 @@ class Probe:
     def __call__(
         self, policy: TorchPolicy, step: int, batch: SampledGroups, history: VersionHistory
     ) -> None:
-        keep = self.max_lag + 1
+        keep = self.run.learner.max_lag + 1
         self.versions = {v: self.versions[v] for v in self.versions if v > step - keep}
         if step > self.first - keep:
             self.versions[step] = VersionPolicies(
-                policy.model, self.settings, step, policy.sticky, policy.smoothing
+                policy.model, self.run, step, policy.sticky, policy.smoothing
             )
         if step >= self.first:
             cfg = policy.cfg

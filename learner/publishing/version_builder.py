@@ -3,12 +3,10 @@
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Self
 
 from torch import Tensor
 
-from areal_q.config import Aqn, Lora, Run
+from areal_q.config import Run
 from areal_q.models import Decoder
 from areal_q.models.low_bit.lora import LORA_SCALE
 from areal_q.models.low_bit.published_state import published_state
@@ -21,45 +19,11 @@ from areal_q.weights import version as weights
 from areal_q.weights.version import PayloadPool, WeightVersion
 
 
-@dataclass(frozen=True)
-class VersionSettings:
-    """The settings that determine the published form of the learner's parameters."""
-
-    run: str
-    """Name of the run."""
-    seed: int
-    """Seed of the run, from which the noise follows."""
-    format: str
-    """Number format of the linear weights."""
-    rounds_rest: bool
-    """True if the other weights are rounded to bfloat16."""
-    uaq_scale: float
-    """UAQ's scale, which the learner's weights contain already."""
-    sticky_drift: float
-    """Drift of the weights after which a sticky scale is computed anew; 0 does so for every version."""
-    aqn: Aqn | None
-    """Noise in what is published; None publishes without any."""
-    lora: Lora | None
-    """Adapters on a frozen base; None where all weights are trained."""
-
-    @classmethod
-    def of(cls, run: Run) -> Self:
-        """Returns these settings of `run`."""
-        return cls(
-            run=run.name,
-            seed=run.seed,
-            format=run.rollout.format,
-            rounds_rest=run.rollout.unquantized == "bf16",
-            uaq_scale=run.learner.uaq,
-            sticky_drift=run.rollout.sticky_scales,
-            aqn=run.rollout.aqn,
-            lora=run.learner.lora,
-        )
-
-    def new_ranges(self) -> StickyRanges | None:
-        """Returns empty sticky ranges, or None where scales are computed anew each time or cannot change."""
-        changes = self.format != "bf16" and not self.lora
-        return StickyRanges(self.sticky_drift) if self.sticky_drift and changes else None
+def new_ranges(run: Run) -> StickyRanges | None:
+    """Returns empty sticky ranges, or None where scales are computed anew each time or cannot change."""
+    drift = run.rollout.sticky_scales
+    changes = run.rollout.format != "bf16" and not run.learner.lora
+    return StickyRanges(drift) if drift and changes else None
 
 
 class VersionBuilder:
@@ -70,7 +34,7 @@ class VersionBuilder:
 
     def __init__(
         self,
-        settings: VersionSettings,
+        run: Run,
         sticky: StickyRanges | None = None,
         run_id: str = "",
         *,
@@ -80,10 +44,10 @@ class VersionBuilder:
         """`sticky` has the ranges of the version before, from a checkpoint; None begins without any.
         `smoothing` has the scales by channel of each version at the time when it is built. Each version's
         manifest names `run_id`. With `shared`, workers of this host can read the payloads."""
-        self._settings, self._run_id, self._smoothing = settings, run_id, smoothing
+        self._run, self._run_id, self._smoothing = run, run_id, smoothing
         self._pool = PayloadPool(shared=shared)
         self._epoch = uuid.uuid4().hex
-        self._ranges = sticky or settings.new_ranges()
+        self._ranges = sticky or new_ranges(run)
         self._last: WeightVersion | None = None
         self.codes_moved = 0.0
         """Share of the codes, 0 … 1, that differ between the last two versions built."""
@@ -103,20 +67,21 @@ class VersionBuilder:
         Raises QuantizationError naming a tensor that is not finite.
         """
         began = time.perf_counter()
-        settings, format, lora = self._settings, self._settings.format, self._settings.lora
-        noise = noise_of(settings.aqn, version, settings.seed)
-        state = with_noise(state or model.state_dict(), noise, settings.uaq_scale)
+        run, format, lora = self._run, self._run.rollout.format, self._run.learner.lora
+        noise = noise_of(run.rollout.aqn, version, run.seed)
+        # UAQ's scale is in the learner's weights already.
+        state = with_noise(state or model.state_dict(), noise, run.learner.uaq)
         folds = self._smoothing.folds(state) if self._smoothing else None
         published = published_state(model, format, self._ranges, state, folds)
-        if settings.rounds_rest:
+        if run.rollout.rounds_rest:
             published = rest_in_bf16(published, format)
         built = weights.pack_version(
             published | dict(sorted((beside or {}).items())),
-            run=settings.run,
+            run=run.name,
             epoch=self._epoch,
             version=version,
             format=format,
-            uaq_scale=settings.uaq_scale,
+            uaq_scale=run.learner.uaq,
             model=model.config.to_hf(),
             published_s=time.time(),
             run_id=self._run_id,

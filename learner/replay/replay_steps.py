@@ -35,13 +35,13 @@ from buffer.logs.trajectory_log import iter_log, logged_steps
 from buffer.sampling.replay_pool import SampledGroups
 from learner import checkpoint
 from learner.arithmetic import machine_name, set_arithmetic
-from learner.backends.precision import PrecisionSettings, set_precision
+from learner.backends.precision import set_precision
 from learner.backends.single_device import TorchPolicy
 from learner.data.invalid_rewards import judged
 from learner.data.staleness import VersionHistory
 from learner.measure.token_recorder import TokenRecorder
 from learner.policy_update import MICROBATCH, SingleProcessUpdater
-from learner.publishing.version_builder import VersionBuilder, VersionSettings
+from learner.publishing.version_builder import VersionBuilder
 from learner.train_step import train_step
 
 ROUNDING_ONLY = ("learner.device", "learner.threads", "learner.microbatch_tokens")
@@ -153,9 +153,7 @@ class Replay:
         """Yields one replayed step after the other, beginning at the checkpoint, which may be before
         `first`."""
         history = VersionHistory(self.present.learner.versions_kept, self.state.digests)
-        builder = VersionBuilder(
-            VersionSettings.of(self.run), self.policy.sticky, smoothing=self.policy.smoothing
-        )
+        builder = VersionBuilder(self.run, self.policy.sticky, smoothing=self.policy.smoothing)
         logged = iter_log(self.directory / "trajectories", self.state.step, self.stop)
         for record in self.records:
             groups = _groups_of(record, next(logged, None), self.directory)
@@ -208,9 +206,10 @@ class Replay:
 def with_settings(policy: TorchPolicy, run: Run) -> TorchPolicy:
     """Returns a policy with the weights and moments of `policy` and the settings of `run`.
 
-    A critic or a reference that `policy` lacks begins here, from the present policy.
+    A critic or a reference that `policy` lacks begins here, from the present policy; so do the moments of an
+    optimizer of another type.
     """
-    set_precision(policy.model, PrecisionSettings.of(run))
+    set_precision(policy.model, run)
     new = TorchPolicy(
         policy.model,
         run.learner,

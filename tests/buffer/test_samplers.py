@@ -261,8 +261,8 @@ def probed(policy: Any, drawn: SampledGroups, patch: pytest.MonkeyPatch) -> list
     patch.setattr(
         probe.Probe, "_measure", lambda self, policy, step, samples, *rest: seen.extend(samples)
     )
-    settings: Any = None
-    probe.Probe(settings, max_lag=0, first=1)(policy, 1, drawn, VersionHistory(4))
+    run = load(None, ["learner.max_lag=0"])
+    probe.Probe(run, first=1)(policy, 1, drawn, VersionHistory(4))
     return seen
 
 

@@ -26,7 +26,7 @@ from learner.backends.single_device import TorchPolicy
 from learner.checkpoint.files import State
 from learner.data.packing import Sample, masked
 from learner.policy_update import update_policy
-from learner.publishing.version_builder import VersionBuilder, VersionSettings
+from learner.publishing.version_builder import VersionBuilder
 
 build = partial(build_policy, temperature=0.7)
 OnRanks = Callable[..., list[tuple[list[dict[str, float]], str]]]
@@ -246,7 +246,7 @@ def test_two_ranks_learn_what_transformers_computes_as_one_does(
         checkpoint.restore(path, resumed)
         assert_moments_and_weights(resumed, alone)
         # What two ranks publish is, to the bit, what one does that goes on from their checkpoint.
-        weights = VersionBuilder(VersionSettings.of(run)).build(resumed.model, 1)
+        weights = VersionBuilder(run).build(resumed.model, 1)
         assert weights.manifest.digest == digest, family
 
 
@@ -356,9 +356,7 @@ def test_adapters_critic_and_references_are_equal_on_two_ranks(
             assert_close(path / "step-000009", alone, 1e-4 if rounded else 1e-5)
         # What two ranks publish is, to the bit, what one does that goes on from their checkpoint.
         checkpoint.restore(path, alone)
-        assert (
-            VersionBuilder(VersionSettings.of(run)).build(alone.model, 1).manifest.digest == digest
-        ), part
+        assert VersionBuilder(run).build(alone.model, 1).manifest.digest == digest, part
 
 
 def test_shares_are_whole_groups_of_about_as_many_tokens(make_samples: MakeSamples):

@@ -26,7 +26,7 @@ from learner.backends.megatron.tensor_names import TensorEntry, entries, padded
 from learner.backends.single_device import TorchPolicy
 from learner.data.packing import Sample
 from learner.policy_update import update_policy
-from learner.publishing.version_builder import VersionBuilder, VersionSettings
+from learner.publishing.version_builder import VersionBuilder
 
 needs_megatron = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None,
@@ -297,9 +297,7 @@ def test_adapters_on_a_packed_base_learn_what_torch_does(
         policy = policies[directory.name]
         check(run, policy, taken, values, directory)
         checkpoint.restore(directory / "checkpoints", policy)
-        assert (
-            VersionBuilder(VersionSettings.of(run)).build(policy.model, 1).manifest.digest == digest
-        ), directory.name
+        assert VersionBuilder(run).build(policy.model, 1).manifest.digest == digest, directory.name
 
 
 def with_routes(samples: list[Sample], layers: int) -> list[Sample]:
@@ -381,9 +379,7 @@ def test_forward_on_the_rollouts_numbers_is_that_of_torch(
         check(run, policy, steps, values, directory, tolerance)
         # What was published is, to the bit, what one process publishes that goes on from there.
         checkpoint.restore(directory / "checkpoints", policy)
-        assert (
-            VersionBuilder(VersionSettings.of(run)).build(policy.model, 1).manifest.digest == digest
-        ), directory.name
+        assert VersionBuilder(run).build(policy.model, 1).manifest.digest == digest, directory.name
 
 
 @pytest.mark.parametrize("shape", SHAPES)

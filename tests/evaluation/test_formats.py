@@ -19,7 +19,7 @@ from areal_q.quant import FORMATS, dequantize_state
 from areal_q.quant.smoothing import SmoothingScales
 from areal_q.tasks import CharTokenizer
 from learner.backends.single_device import TorchPolicy
-from learner.publishing.version_builder import VersionBuilder, VersionSettings
+from learner.publishing.version_builder import VersionBuilder
 from rollout.evaluation.format_error import Error, Reference, Text, quantize_only
 from rollout.evaluation.format_parts import outliers, parts
 from rollout.evaluation.format_texts import answered, read_conversations
@@ -133,7 +133,7 @@ def test_smoothed_rows_are_of_what_a_learner_publishes_first(model):
     policy.smoothing = SmoothingScales(Smoothing(), CONFIG.head_dim)
     prompts = torch.tensor([i for t in TEXTS for i in t.ids[: t.prompt]])
     policy.smooth(prompts, PackedLayout.of([t.prompt for t in TEXTS]))
-    first = VersionBuilder(VersionSettings.of(run), smoothing=policy.smoothing).build(model, 0)
+    first = VersionBuilder(run, smoothing=policy.smoothing).build(model, 0)
     found = reference.published("int8", reference.folds("int8", Smoothing()))
     assert {*found} == {*first.tensors}
     assert all(torch.equal(tensor, first.tensors[name]) for name, tensor in found.items())

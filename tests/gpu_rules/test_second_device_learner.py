@@ -29,7 +29,7 @@ from buffer.logs.step_log import StepLog, StepRecord
 from buffer.logs.trajectory_log import TrajectoryLog
 from buffer.sampling.replay_pool import SampledGroups
 from learner import checkpoint
-from learner.backends.precision import PrecisionSettings, set_precision
+from learner.backends.precision import set_precision
 from learner.backends.single_device import TorchPolicy
 from learner.build_policy import build_policy
 from learner.data.staleness import VersionHistory
@@ -38,7 +38,7 @@ from learner.measure.fidelity import FidelityMeter
 from learner.measure.rescore import Scorer
 from learner.measure.token_recorder import TokenRecorder
 from learner.policy_update import SingleProcessUpdater, update_policy
-from learner.publishing.version_builder import VersionBuilder, VersionSettings
+from learner.publishing.version_builder import VersionBuilder
 from learner.publishing.weight_publisher import WeightPublisher
 from learner.replay.compare import compare
 from learner.replay.replay_steps import Replay
@@ -79,7 +79,7 @@ def policies(run: Run) -> tuple[TorchPolicy, TorchPolicy]:
         cfg = msgspec.structs.replace(run.learner, device=device)
         placed = msgspec.structs.replace(run, learner=cfg)
         model = initial_model(run).to(device)
-        set_precision(model, PrecisionSettings.of(placed))
+        set_precision(model, placed)
         found.append(TorchPolicy(model, cfg, 1.0))
         found[-1].calibrate = run.rollout.kv_scales
     return found[0], found[1]
@@ -193,7 +193,7 @@ def test_what_is_published_has_the_same_bytes(
     digests = []
     for policy in policies(run):
         publisher, made = (
-            WeightPublisher(VersionBuilder(VersionSettings.of(run)), lambda made: None),
+            WeightPublisher(VersionBuilder(run), lambda made: None),
             [],
         )
         for version in range(3):
@@ -262,7 +262,7 @@ def test_run_logged_on_a_cpu_is_replayed_on_the_device(
     policy, history, builder = (
         policies(run)[1],
         VersionHistory(4),
-        VersionBuilder(VersionSettings.of(run)),
+        VersionBuilder(run),
     )
     versions = [builder.build(policy.model, 0)]
     history.add(0, versions[0].manifest.digest)
@@ -291,7 +291,7 @@ def test_run_logged_on_a_cpu_is_replayed_on_the_device(
     log.close()
     steps.close()
     replay = Replay(directory, ["learner.device=cuda"])
-    probe = Probe(VersionSettings.of(replay.run), replay.run.learner.max_lag, 0)
+    probe = Probe(replay.run, 0)
     replayed = list(replay.steps(probe))
     assert not replay.exact and not [d for one in replayed for d in compare(one, replay.exact)]
     assert isinstance(next(replay.policy.model.parameters()), Far)

@@ -17,7 +17,7 @@ from areal_q.config.run import EngineConfig
 from areal_q.messages import Ticket
 from areal_q.weights.version import WeightVersion
 from buffer.weight_sync import WeightSource
-from learner.publishing.version_builder import VersionBuilder, VersionSettings
+from learner.publishing.version_builder import VersionBuilder
 from rollout.build import EndpointAddress, serve
 from rollout.engines import build_engine
 from rollout.engines.base import Completion, Engine, Request
@@ -65,7 +65,7 @@ async def serving(engine: Engine, weights: WeightVersion) -> AsyncIterator[Any]:
 
 
 def initial_version(run: Run, version: int = 0) -> WeightVersion:
-    return VersionBuilder(VersionSettings.of(run)).build(initial_model(run), version)
+    return VersionBuilder(run).build(initial_model(run), version)
 
 
 def generate(

@@ -15,11 +15,11 @@ from areal_q.weights.version import WeightVersion, pack_version
 from buffer.redis_store import LearnerBuffer
 from buffer.sampling.replay_pool import ReplayPool
 from learner import checkpoint
-from learner.backends.precision import PrecisionSettings, set_precision
+from learner.backends.precision import set_precision
 from learner.backends.single_device import TorchPolicy
 from learner.build import build_admission
 from learner.build_policy import build_model
-from learner.data.admission import Admission, AdmissionSettings
+from learner.data.admission import Admission
 from learner.data.group_reader import GroupReader, WhileWaiting
 from learner.data.staleness import VersionHistory
 
@@ -32,7 +32,7 @@ def initial_model(run: Run) -> Decoder:
 def build_policy(run: Run, temperature: float = 1.0) -> TorchPolicy:
     """Returns the policy of `run` at its beginning, for rollouts at `temperature`."""
     model = initial_model(run)
-    set_precision(model, PrecisionSettings.of(run))
+    set_precision(model, run)
     return TorchPolicy(model, run.learner, temperature)
 
 
@@ -68,8 +68,7 @@ def new_admission(
         build_task(run.task, columns_for(run)),
         build_tokenizer(run.model, run.task),
     )
-    settings = AdmissionSettings.of(run)
-    return Admission(settings, task, tokenizer, buffer, cursor, outstanding or set())
+    return Admission(run, task, tokenizer, buffer, cursor, outstanding or set())
 
 
 def build_pool(run: Run, position: str = "0-0", uses: dict[int, int] | None = None) -> ReplayPool:

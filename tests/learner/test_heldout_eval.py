@@ -15,7 +15,7 @@ from areal_q.config import EvalConfig, LearnerConfig, Run
 from areal_q.messages import Array, Branch, Ticket, VersionSpan
 from areal_q.observability.metrics_log import MetricsLog, read_metrics
 from areal_q.tasks import Tokenizer, build_task, build_tokenizer, columns_for
-from learner.data.admission import Admission, AdmissionSettings
+from learner.data.admission import Admission
 from learner.data.eval_sets import problems_of_sets
 from learner.heldout_eval import BestVersion, HeldOutEvaluation, set_metrics
 
@@ -30,9 +30,7 @@ def metrics(tmp_path: Path):
 def heldout(make_run, buffers: Buffers, metrics: MetricsLog, monkeypatch) -> HeldOutEvaluation:
     run = make_run("eval.problems=3")
     learner, tokenizer = buffers.learner(), build_tokenizer(run.model, run.task)
-    admission = Admission(
-        AdmissionSettings.of(run), build_task(run.task), tokenizer, learner, 0, set()
-    )
+    admission = Admission(run, build_task(run.task), tokenizer, learner, 0, set())
     # The answers' tokens are of no vocabulary.
     monkeypatch.setattr(tokenizer, "decode", str)
     return HeldOutEvaluation(admission, learner, tokenizer, metrics)
@@ -216,7 +214,7 @@ def evaluation_of(run: Run, buffers: Buffers, metrics: MetricsLog, tokenizer) ->
     learner, task = buffers.learner(), build_task(run.task, columns_for(run))
     own = problems_of_sets(run, build_tokenizer(run.model, run.task), longest=20)
     admission = Admission(
-        AdmissionSettings.of(run), task, build_tokenizer(run.model, run.task), learner, 0, set(),
+        run, task, build_tokenizer(run.model, run.task), learner, 0, set(),
         own_sets=own,
     )  # fmt: skip
     return HeldOutEvaluation(admission, learner, tokenizer, metrics, BestVersion(run))

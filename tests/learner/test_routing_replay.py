@@ -41,7 +41,7 @@ from buffer.logs.trajectory_log import TrajectoryLog, read_log
 from buffer.logs.trajectory_schema import groups_from_table, groups_to_table
 from learner import checkpoint
 from learner.backends.data_parallel import ALONE
-from learner.backends.precision import PrecisionSettings, set_precision
+from learner.backends.precision import set_precision
 from learner.backends.routing_replay import balance_weights, routed, routing_for
 from learner.backends.single_device import TorchPolicy, token_logprobs
 from learner.data.packing import Sample, unlearnt_samples
@@ -533,7 +533,7 @@ def test_an_aligned_forward_runs_the_published_experts(format: str, config: Deco
         ["model.experts=8", "learner.precision=qarl", f"rollout.format={format}", "learner.uaq=1"],
     )
     model = decoder(config=config)
-    set_precision(model, PrecisionSettings.of(run))
+    set_precision(model, run)
     logprobs, _ = token_logprobs(model, pack_batch(found), 1.0, replay=True)
     gaps = (logprobs - pack_batch(found).behavior_logprobs).abs()
     assert gaps.median() < 1e-5 and gaps.mean() < 0.03
@@ -549,7 +549,7 @@ def test_sinks_and_biases_are_rounded_as_they_are_published() -> None:
             p.add_(torch.linspace(0.001, 0.002, len(p)))
     settings = ["rollout.format=int4", "rollout.unquantized=bf16", "learner.precision=qarl"]
     run = load(None, [*settings, "model.experts=8", "learner.uaq=1"])
-    set_precision(model, PrecisionSettings.of(run))
+    set_precision(model, run)
     published = published_state(model, "int4")
     rounded = rest_in_bf16(published, "int4")
     assert not torch.equal(rounded[SINKS].float(), published[SINKS])

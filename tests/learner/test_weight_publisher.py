@@ -14,7 +14,7 @@ from areal_q.config import Run
 from areal_q.errors import QuantizationError
 from areal_q.weights.version import WeightVersion
 from learner.policy_update import update_policy
-from learner.publishing.version_builder import VersionBuilder, VersionSettings
+from learner.publishing.version_builder import VersionBuilder
 from learner.publishing.weight_publisher import WeightPublisher
 
 
@@ -22,7 +22,7 @@ class Slow(VersionBuilder):
     """Makes a version only once it may."""
 
     def __init__(self, run: Run) -> None:
-        super().__init__(VersionSettings.of(run))
+        super().__init__(run)
         self.may = threading.Event()
 
     def build(self, *args: Any, **named: Any) -> WeightVersion:
@@ -47,7 +47,7 @@ def test_a_version_is_of_the_weights_it_began_with(
     publisher = WeightPublisher(builder, lambda _: None)
     policy.readers.append(publisher.wait_until_read)
     before = copy.deepcopy(policy.model.state_dict())
-    wanted = VersionBuilder(VersionSettings.of(run)).build(policy.model, 1)
+    wanted = VersionBuilder(run).build(policy.model, 1)
     publisher.begin(policy.model, 1, {})
     with ThreadPoolExecutor(1) as thread:
         step = thread.submit(update_policy, policy, make_samples(9, vocab=13))
@@ -70,7 +70,7 @@ def test_versions_are_handed_over_in_order_before_the_wait_ends(
     run = make_run()
     model, announced = build_policy(run).model, []
     publisher = WeightPublisher(
-        VersionBuilder(VersionSettings.of(run)),
+        VersionBuilder(run),
         lambda made: announced.append(made.manifest.version),
     )
     for version in range(5):
@@ -87,7 +87,7 @@ def test_weights_that_are_not_finite_are_handed_to_nobody(
 ) -> None:
     run = make_run()
     model, announced = build_policy(run).model, []
-    publisher = WeightPublisher(VersionBuilder(VersionSettings.of(run)), announced.append)
+    publisher = WeightPublisher(VersionBuilder(run), announced.append)
     with torch.no_grad():
         next(p for n, p in model.named_parameters() if "q_proj" in n).fill_(torch.nan)
     publisher.begin(model, 1, {})

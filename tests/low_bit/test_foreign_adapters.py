@@ -23,7 +23,7 @@ from areal_q.quant import is_quantized
 from learner import checkpoint
 from learner.backends.single_device import TorchPolicy
 from learner.policy_update import update_policy
-from learner.publishing.version_builder import VersionBuilder, VersionSettings
+from learner.publishing.version_builder import VersionBuilder
 
 IDS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
 SCALE = 2.0
@@ -123,7 +123,7 @@ def test_what_is_learnt_is_drawn_with_restored_and_exported(
     assert moved == {name for name, p in policy.model.named_parameters() if p.requires_grad}
     assert len(moved) == 2 * len(adapted(policy.model))
 
-    weights = VersionBuilder(VersionSettings.of(run)).build(policy.model, 1)
+    weights = VersionBuilder(run).build(policy.model, 1)
     ((drawn,),) = generate(weights, ask(IDS.tolist(), max_tokens=12), config=HfEngine(slots=4))
     ids = torch.cat((IDS, torch.from_numpy(drawn.response_ids).long()))
     with torch.no_grad():
@@ -138,10 +138,7 @@ def test_what_is_learnt_is_drawn_with_restored_and_exported(
     save_adapted(policy.model, tmp_path / "export", run.learner.lora, 1.0, None)
     told = [update_policy(one, make_samples(12, seed=1)) for one in (policy, again)]
     assert told[0] == told[1]
-    digests = [
-        VersionBuilder(VersionSettings.of(run)).build(one.model, 3).manifest.digest
-        for one in (policy, again)
-    ]
+    digests = [VersionBuilder(run).build(one.model, 3).manifest.digest for one in (policy, again)]
     assert digests[0] == digests[1]
 
     merged, base = (

@@ -20,7 +20,7 @@ from areal_q.models.low_bit.engine_policy import engine_policy
 from areal_q.quant import dequantize_state, is_quantized, quantize_state
 from learner import checkpoint
 from learner.policy_update import update_policy
-from learner.publishing.version_builder import VersionBuilder, VersionSettings
+from learner.publishing.version_builder import VersionBuilder
 
 IDS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
 
@@ -54,7 +54,7 @@ def test_a_learner_computes_bit_for_bit_what_it_publishes(
     )
     policy = build_policy(run)
     for _ in range(2):
-        weights = VersionBuilder(VersionSettings.of(run)).build(policy.model, 1)
+        weights = VersionBuilder(run).build(policy.model, 1)
         engine = engine_policy(policy.model.config, weights.tensors, format)
         with torch.no_grad():
             assert torch.equal(logits(policy.model), logits(engine))
@@ -69,7 +69,7 @@ def test_the_gradient_is_straight_through_that_of_transformers(
     net = write_foreign(tmp_path, family)
     run = run_of(make_run, tmp_path, family, "rollout.format=nvfp4", "learner.recompute=true")
     policy = build_policy(run)
-    weights = VersionBuilder(VersionSettings.of(run)).build(policy.model, 1)
+    weights = VersionBuilder(run).build(policy.model, 1)
     published = dequantize_state(weights.tensors, "nvfp4")
     masters = dict(net.named_parameters())
 
@@ -106,7 +106,7 @@ def test_what_the_engine_draws_has_the_learner_s_log_probs(
     run = run_of(make_run, tmp_path / "model", "gpt_neox", "rollout.format=nvfp4")
     policy, again = build_policy(run), build_policy(run)
     update_policy(policy, make_samples(12))
-    weights = VersionBuilder(VersionSettings.of(run)).build(policy.model, 1)
+    weights = VersionBuilder(run).build(policy.model, 1)
     ((drawn,),) = generate(weights, ask(IDS.tolist(), max_tokens=12), config=HfEngine(slots=4))
     ids = torch.cat((IDS, torch.from_numpy(drawn.response_ids).long()))
     with torch.no_grad():

@@ -31,7 +31,7 @@ from learner import checkpoint
 from learner.backends.single_device import TorchPolicy
 from learner.doctor.probe import VersionPolicies
 from learner.policy_update import update_policy
-from learner.publishing.version_builder import VersionBuilder, VersionSettings
+from learner.publishing.version_builder import VersionBuilder
 
 IDS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9], [3, 2], [3, 8, 4, 6]]
@@ -232,7 +232,7 @@ def policy_of(run: Run) -> TorchPolicy:
 
 
 def version_of(run: Run, policy: TorchPolicy) -> WeightVersion:
-    settings = VersionSettings.of(run)
+    settings = run
     builder = VersionBuilder(settings, policy.sticky, smoothing=policy.smoothing)
     return builder.build(policy.model, 1)
 
@@ -257,7 +257,7 @@ def test_an_aligned_learner_computes_what_it_publishes(
         assert torch.equal(logits(policy.model), logits(engine))
         update_policy(policy, make_samples(6))
         policy.calibrate_smoothing(make_samples(6), step)
-    settings = VersionSettings.of(run)
+    settings = run
     found = VersionPolicies(policy.model, settings, 1, smoothing=policy.smoothing)
     assert torch.equal(logits(found.engine), logits(policy.model))
 
@@ -292,7 +292,7 @@ def test_smoothing_leaves_the_learner_and_resumes(
     again = checkpoint.policy_of(initial_model(run), run)
     checkpoint.restore(tmp_path / "checkpoints", again)
     assert version_of(run, again).manifest.digest == last.manifest.digest
-    settings = VersionSettings.of(run)
+    settings = run
     found = VersionPolicies(policy.model, settings, 1, policy.sticky, policy.smoothing)
     engine = engine_policy(policy.shape, last.tensors, "int8")
     assert torch.equal(logits(found.engine), logits(engine))

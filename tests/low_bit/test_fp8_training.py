@@ -25,7 +25,7 @@ from areal_q.models.low_bit.quantized_forward import linears, use
 from areal_q.quant import FORMATS, quantize_state
 from areal_q.quant.activations import quantize_groups_e4m3
 from learner.policy_update import update_policy
-from learner.publishing.version_builder import VersionBuilder, VersionSettings
+from learner.publishing.version_builder import VersionBuilder
 
 JET = ["learner.precision=jet", "rollout.format=fp8"]
 SHAPES = [(7, 32, 48), (130, 160, 96), (256, 256, 128)]
@@ -97,7 +97,7 @@ def test_the_weights_of_the_flow_are_the_ones_published(make_run: MakeRun, make_
     run = make_run(*JET, "learner.optimizer.lr=0.01")
     policy = build_policy(run)
     model = policy.model
-    first = VersionBuilder(VersionSettings.of(run)).build(model, 0).manifest.digest
+    first = VersionBuilder(run).build(model, 0).manifest.digest
     update_policy(policy, make_samples(12))
     published = published_state(model, "fp8")
     for name, linear in linears(model).items():
@@ -108,7 +108,7 @@ def test_the_weights_of_the_flow_are_the_ones_published(make_run: MakeRun, make_
         torch.equal(fresh[k].contiguous().view(torch.uint8), v.contiguous().view(torch.uint8))
         for k, v in published.items()
     )
-    assert VersionBuilder(VersionSettings.of(run)).build(model, 1).manifest.digest != first
+    assert VersionBuilder(run).build(model, 1).manifest.digest != first
 
 
 def test_rows_of_an_operand_are_its_numbers_for_any_block_start():

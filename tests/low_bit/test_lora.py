@@ -21,11 +21,11 @@ from areal_q.quant.rescaling import apply_uaq
 from areal_q.tasks import build_tokenizer
 from areal_q.weights import delta
 from learner import checkpoint
-from learner.backends.precision import PrecisionSettings, set_precision
+from learner.backends.precision import set_precision
 from learner.backends.single_device import TorchPolicy, token_logprobs
 from learner.data.packing import Sample, pack_samples
 from learner.policy_update import prepare_minibatches, update_policy
-from learner.publishing.version_builder import VersionBuilder, VersionSettings
+from learner.publishing.version_builder import VersionBuilder
 from rollout.engines.reference.async_engine import Job
 from rollout.engines.reference.torch_engine import TorchStepper
 
@@ -40,7 +40,7 @@ def build(run: Run) -> TorchPolicy:
     model = initial_model(run)
     if run.learner.uaq > 1:
         apply_uaq(model, run.learner.uaq)
-    set_precision(model, PrecisionSettings.of(run))
+    set_precision(model, run)
     return TorchPolicy(model, run.learner, 1.0)
 
 
@@ -129,7 +129,7 @@ def test_the_engine_gives_the_learners_log_probs(
     run = make_run(*LORA, f"rollout.format={format}", *some)
     policy = learnt(run, make_samples(12))
     stepper = TorchStepper(TorchEngine(slots=8))
-    stepper.swap(stepper.prepare(VersionBuilder(VersionSettings.of(run)).build(policy.model, 1)))
+    stepper.swap(stepper.prepare(VersionBuilder(run).build(policy.model, 1)))
     recorded: list[tuple[int, float]] = []
     request = ask(IDS, max_tokens=12)
     import asyncio
@@ -149,7 +149,7 @@ def test_the_engine_gives_the_learners_log_probs(
 
 def test_a_delta_holds_the_adapters_alone(make_run: MakeRun, make_samples: MakeSamples):
     run = make_run(*LORA, "rollout.format=nvfp4")
-    policy, builder = build(run), VersionBuilder(VersionSettings.of(run))
+    policy, builder = build(run), VersionBuilder(run)
     update_policy(policy, make_samples(12))
     first = builder.build(policy.model, 1)
     update_policy(policy, make_samples(12))
@@ -194,10 +194,7 @@ def test_a_restored_checkpoint_goes_on_bit_for_bit(
     assert update_policy(policy, make_samples(12, seed=1)) == update_policy(
         resumed, make_samples(12, seed=1)
     )
-    a, b = (
-        VersionBuilder(VersionSettings.of(run)).build(t.model, 3).manifest.digest
-        for t in (policy, resumed)
-    )
+    a, b = (VersionBuilder(run).build(t.model, 3).manifest.digest for t in (policy, resumed))
     assert a == b
 
 
@@ -295,7 +292,7 @@ def test_families_learn_what_engine_and_transformers_run(
     run = make_run(model, *LORA, "rollout.format=nf4", "learner.uaq=1.0")
     policy = learnt(run, make_samples(12))
     assert all(x.lora_B.weight.any() for x in adapted(policy.model).values() if x.has_adapter)
-    weights = VersionBuilder(VersionSettings.of(run)).build(policy.model, 1)
+    weights = VersionBuilder(run).build(policy.model, 1)
     plain = TorchEngine(slots=64, fused=False)
     ((drawn,),) = generate(weights, ask(IDS, max_tokens=12), config=plain)
     ids = [*IDS, *drawn.response_ids.tolist()]

@@ -27,11 +27,11 @@ from areal_q.quant import FORMATS, is_quantized, quantize_state
 from areal_q.weights.version import WeightVersion
 from bench.records import drawn_trajectory
 from learner import checkpoint
-from learner.backends.precision import PrecisionSettings, set_precision
+from learner.backends.precision import set_precision
 from learner.backends.single_device import TorchPolicy, token_logprobs
 from learner.data.packing import Sample, pack_samples
 from learner.policy_update import update_policy
-from learner.publishing.version_builder import VersionBuilder, VersionSettings
+from learner.publishing.version_builder import VersionBuilder
 from rollout.engines.base import Completion
 from rollout.engines.reference.inference_model import InferenceModel
 from rollout.engines.reference.kv_cache import KVCache, Piece, PrefillAttention
@@ -96,9 +96,7 @@ LARGER = ["model.width=128", "model.mlp=384", "model.layers=3", "model.max_posit
 def test_aligned_learner_has_the_log_probs_of_the_engine(make_run: MakeRun, format: str, rest: str):
     run = make_run(QARL, f"rollout.format={format}", f"rollout.unquantized={rest}", *LARGER)
     policy = build_policy(run)
-    gap = gap_to_learner(
-        policy, drawn_tokens(VersionBuilder(VersionSettings.of(run)).build(policy.model, 0))
-    )
+    gap = gap_to_learner(policy, drawn_tokens(VersionBuilder(run).build(policy.model, 0)))
     assert gap.max() < 1e-4
 
 
@@ -126,9 +124,9 @@ def test_layers_with_a_state_have_the_log_probs_of_the_engine(
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(1)) * 0.1)
-    set_precision(model, PrecisionSettings.of(run))
+    set_precision(model, run)
     policy = TorchPolicy(model, run.learner, 1.0)
-    weights = VersionBuilder(VersionSettings.of(run)).build(policy.model, 0)
+    weights = VersionBuilder(run).build(policy.model, 0)
     prompts = [np.arange(n).astype(np.int32) % 13 for n in (1, 5, 20)]
     requests = [ask(prompt, 4, max_tokens=20) for prompt in prompts]
     plain = TorchEngine(slots=64, fused=False)
@@ -145,9 +143,7 @@ def test_unquantized_tensors_travel_in_bfloat16_if_asked(make_run: MakeRun):
     model = build_policy(make_run()).model
     kv = {"kv": torch.ones(2)}
     wide, narrow = (
-        VersionBuilder(VersionSettings.of(make_run(f"rollout.unquantized={rest}")))
-        .build(model, 0, kv)
-        .tensors
+        VersionBuilder(make_run(f"rollout.unquantized={rest}")).build(model, 0, kv).tensors
         for rest in ("fp32", "bf16")
     )
     assert wide.keys() == narrow.keys()
@@ -196,7 +192,7 @@ def test_each_format_runs_as_published_and_is_learnt(
             make_run(f"learner.precision={precision}", f"rollout.format={format}")
         return
     run = make_run(f"learner.precision={precision}", f"rollout.format={format}", *LARGER)
-    policy, builder = build_policy(run), VersionBuilder(VersionSettings.of(run))
+    policy, builder = build_policy(run), VersionBuilder(run)
     weights = builder.build(policy.model, 0)
     samples = drawn_tokens(weights)
     batch = pack_samples(samples)
@@ -215,7 +211,7 @@ def test_quantized_activations_differ_as_the_engine_from_itself(make_run: MakeRu
     # Where float32 rounding turns the code of an activation, no two orders of summation agree to 1e-4.
     run = make_run(QARL, f"rollout.format={format}", *LARGER)
     policy, plain = build_policy(run), build_policy(make_run(f"rollout.format={format}", *LARGER))
-    weights = VersionBuilder(VersionSettings.of(run)).build(policy.model, 0)
+    weights = VersionBuilder(run).build(policy.model, 0)
     samples = drawn_tokens(weights)
     aligned, engine = gap_to_learner(policy, samples), gap_to_plain_engine(weights, samples)
     unaligned = gap_to_learner(plain, samples)
@@ -233,9 +229,9 @@ def test_the_tensors_of_the_forward_are_the_ones_published(make_run: MakeRun, fo
         assert isinstance(linear, QuantLinear)
         for suffix, tensor in linear.parts.items():
             assert published[f"{name}.{suffix}"] is tensor
-    manifest = VersionBuilder(VersionSettings.of(run)).build(policy.model, 0).manifest
+    manifest = VersionBuilder(run).build(policy.model, 0).manifest
     plain = make_run(f"rollout.format={format}")
-    again = VersionBuilder(VersionSettings.of(plain)).build(build_policy(plain).model, 0).manifest
+    again = VersionBuilder(plain).build(build_policy(plain).model, 0).manifest
     assert (manifest.digest, manifest.nbytes) == (again.digest, again.nbytes)
 
 
@@ -294,10 +290,7 @@ def test_step_after_a_restore_is_bit_for_bit_the_step_without(
         update_policy(resumed, make_samples(12, seed=1)),
     )
     assert ours == theirs
-    a, b = (
-        VersionBuilder(VersionSettings.of(run)).build(t.model, 2).manifest.digest
-        for t in (policy, resumed)
-    )
+    a, b = (VersionBuilder(run).build(t.model, 2).manifest.digest for t in (policy, resumed))
     assert a == b
 
 
@@ -305,10 +298,10 @@ def test_a_learner_that_is_not_aligned_has_plain_linears(make_run: MakeRun):
     run = make_run()
     model = build_policy(run).model
     assert {type(linear) for linear in linears(model).values()} == {Linear}
-    set_precision(model, PrecisionSettings.of(make_run(QARL)))
+    set_precision(model, make_run(QARL))
     assert {type(linear) for linear in linears(model).values()} == {QuantLinear}
     weights = dict(model.named_parameters())
-    set_precision(model, PrecisionSettings.of(run))
+    set_precision(model, run)
     assert {type(linear) for linear in linears(model).values()} == {Linear}
     assert all(p is weights[n] for n, p in model.named_parameters())
 

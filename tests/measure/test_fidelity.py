@@ -22,7 +22,7 @@ from areal_q.weights.version import WeightVersion
 from bench.records import make_group, make_trajectory
 from learner.measure.fidelity import FidelityMeter, reach
 from learner.measure.rescore import Scorer
-from learner.publishing.version_builder import VersionBuilder, VersionSettings
+from learner.publishing.version_builder import VersionBuilder
 from rollout.engines import build_engine
 from rollout.engines.base import Completion
 
@@ -35,7 +35,7 @@ def make_versions(make_run: MakeRun) -> Callable[[Run], list[WeightVersion]]:
 
     def make(run: Run) -> list[WeightVersion]:
         model = initial_model(run)
-        builder = VersionBuilder(VersionSettings.of(run))
+        builder = VersionBuilder(run)
         first = builder.build(model, 0)
         with torch.no_grad():
             for p in model.parameters():
@@ -212,7 +212,7 @@ def test_a_wrong_scale_shows_beside_a_real_models_noise(make_run, make_ticket):
     """Engines: one that differs by rounding alone, and one with twice the scale in one of 210 linears."""
     run = make_run(EVERY, "rollout.format=int8")
     model = load_decoder(REAL_MODEL)
-    version = VersionBuilder(VersionSettings.of(run)).build(model, 0)
+    version = VersionBuilder(run).build(model, 0)
     meter = meter_of(run, [version])
     engine = engine_policy(model.config, version.tensors, "int8")
     prompt = torch.tensor(QUESTION)

@@ -32,7 +32,7 @@ from areal_q.tasks import (
 from areal_q.tasks.encoding.tokenizer import HFTokenizer
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
 from buffer.weight_sync import WeightServer, WeightSubscriber
-from learner.data.admission import Admission, AdmissionSettings
+from learner.data.admission import Admission
 from learner.heldout_eval import set_metrics
 from learner.measure.fidelity import FidelityMeter
 from rollout.engines import build_engine
@@ -508,9 +508,7 @@ async def playing(
     buffer.publish_run(dump_toml(run), ends._asdict())
     version = initial_version(run)
     weight_server.publish(version)
-    admission = Admission(
-        AdmissionSettings.of(run), build_task(run.task), tokenizer, buffer, 0, set()
-    )
+    admission = Admission(run, build_task(run.task), tokenizer, buffer, 0, set())
     admission.evaluate(0) if evaluates else admission.admit(0)
     engine = build_engine(run.rollout.engine)
     assert isinstance(run.rollout.environment, External)

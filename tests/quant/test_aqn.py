@@ -17,7 +17,7 @@ from areal_q.models.low_bit.published_state import published_state
 from areal_q.quant.aqn import noise_of, sigma_of, with_noise
 from areal_q.quant.rescaling import apply_uaq
 from learner.policy_update import update_policy
-from learner.publishing.version_builder import VersionBuilder, VersionSettings
+from learner.publishing.version_builder import VersionBuilder
 
 SCHEDULES = ("exponential", "exponential-attained", "linear", "cosine", "logarithmic")
 AQN = ["rollout.aqn={}", "steps=20", "learner.uaq=1.0"]
@@ -68,7 +68,7 @@ def test_only_published_norms_before_qkv_and_gate_up_are_noisy(
     run = make_run(*AQN)
     model = initial_model(run)
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    made = VersionBuilder(VersionSettings.of(run)).build(model, 5)
+    made = VersionBuilder(run).build(model, 5)
     quiet = published_state(model, run.rollout.format)
     noisy = {
         k
@@ -102,7 +102,7 @@ def test_noisy_version_is_rebuilt_bit_for_bit_from_its_manifest(
     run = make_run("rollout.aqn={}", "steps=20", "learner.uaq=1.5")
     model = initial_model(run)
     apply_uaq(model, 1.5)
-    made = VersionBuilder(VersionSettings.of(run)).build(model, 7)
+    made = VersionBuilder(run).build(model, 7)
     m = made.manifest
     again = with_noise(published_state(model, m.format), m.noise, m.uaq_scale)
     assert m.noise is not None and m.noise.sigma > 0
@@ -110,8 +110,8 @@ def test_noisy_version_is_rebuilt_bit_for_bit_from_its_manifest(
         torch.equal(again[k].view(torch.uint8), t.view(torch.uint8))
         for k, t in made.tensors.items()
     )
-    assert VersionBuilder(VersionSettings.of(run)).build(model, 7).manifest.digest == m.digest
-    assert VersionBuilder(VersionSettings.of(run)).build(model, 8).manifest.digest != m.digest
+    assert VersionBuilder(run).build(model, 7).manifest.digest == m.digest
+    assert VersionBuilder(run).build(model, 8).manifest.digest != m.digest
 
 
 def test_noise_is_normal_with_the_deviation_of_the_manifest():
@@ -145,7 +145,7 @@ def test_the_learners_step_is_the_same_with_noise_and_without(make_run: MakeRun,
     for settings in (AQN, AQN[1:]):
         run = make_run(*settings)
         policy = build_policy(run)
-        VersionBuilder(VersionSettings.of(run)).build(policy.model, 9)
+        VersionBuilder(run).build(policy.model, 9)
         found.append(update_policy(policy, make_samples(12)))
     assert found[0] == found[1]
 

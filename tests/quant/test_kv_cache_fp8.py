@@ -25,7 +25,7 @@ from areal_q.weights.version import WeightVersion
 from learner import checkpoint
 from learner.backends.calibration import kv_scales
 from learner.policy_update import update_policy
-from learner.publishing.version_builder import VersionBuilder, VersionSettings
+from learner.publishing.version_builder import VersionBuilder
 from rollout.engines import build_engine
 from rollout.engines.base import Completion, Request
 from rollout.engines.reference.kv_cache_fp8 import Fp8KVCache
@@ -126,7 +126,7 @@ def test_log_probs_are_of_attention_to_rounded_keys_and_values(
     run = make_run(*FP8)
     model = model_of(run)
     config = TorchEngine(slots=8, kv_cache="fp8", fused=fused)
-    drawn = generate([VersionBuilder(VersionSettings.of(run)).build(model, 0)], config)
+    drawn = generate([VersionBuilder(run).build(model, 0)], config)
     plain = [logprobs_of(model, c) for c in drawn]
     scales = list(measured(model))
     monkeypatch.setattr(decoder, "packed_attention", rounding(scales, []))
@@ -141,7 +141,7 @@ def test_log_probs_are_of_attention_to_rounded_keys_and_values(
 def test_every_version_has_its_own_scales_and_slots_keep_theirs(make_run: MakeRun, kv_on_update):
     run = make_run(*FP8)
     first, second = model_of(run, 0), model_of(run, 1)
-    builder = VersionBuilder(VersionSettings.of(run))
+    builder = VersionBuilder(run)
     config = TorchEngine(slots=8, kv_cache="fp8", kv_on_update=kv_on_update)
     versions = [builder.build(first, 0), builder.build(second, 1)]
     stepper = TorchStepper(config)
@@ -184,9 +184,7 @@ def test_the_cache_takes_a_quarter_of_the_memory(make_run: MakeRun):
     sizes = []
     for kind in ("auto", "fp8"):
         stepper = TorchStepper(TorchEngine(slots=8, kv_cache=kind))  # type: ignore[arg-type]
-        stepper.swap(
-            stepper.prepare(VersionBuilder(VersionSettings.of(run)).build(model_of(run), 0))
-        )
+        stepper.swap(stepper.prepare(VersionBuilder(run).build(model_of(run), 0)))
         _job(stepper)
         stepper.step()
         sizes.append(stepper.cache.nbytes)
@@ -223,7 +221,7 @@ def test_published_scales_reach_the_engine_and_the_checkpoint(
     run = make_run(*FP8, "rollout.kv_scales={}")
     policy = build_policy(run)
     policy.calibrate = run.rollout.kv_scales
-    builder = VersionBuilder(VersionSettings.of(run))
+    builder = VersionBuilder(run)
     first = builder.build(policy.model, 0, policy.kv_scales)
     assert kv_scales_of(first.tensors, 2) is None
     samples = make_samples(12)
@@ -241,7 +239,7 @@ def test_published_scales_reach_the_engine_and_the_checkpoint(
     save_at(1, tmp_path, policy)
     resumed = build_policy(run)
     checkpoint.restore(tmp_path, resumed)
-    again = VersionBuilder(VersionSettings.of(run)).build(resumed.model, 1, resumed.kv_scales)
+    again = VersionBuilder(run).build(resumed.model, 1, resumed.kv_scales)
     assert again.manifest.digest == made.manifest.digest
 
 

@@ -28,12 +28,12 @@ from areal_q.quant.rescaling import Fold, apply_uaq, pairs_of
 from areal_q.quant.smoothing import SmoothingScales, wanted_log2
 from areal_q.quant.sticky_scales import StickyRanges
 from learner import checkpoint
-from learner.backends.precision import PrecisionSettings, set_precision
+from learner.backends.precision import set_precision
 from learner.backends.single_device import TorchPolicy
 from learner.doctor.probe import VersionPolicies
 from learner.multi_process import join
 from learner.policy_update import update_policy
-from learner.publishing.version_builder import VersionBuilder, VersionSettings
+from learner.publishing.version_builder import VersionBuilder
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 31,
@@ -253,7 +253,7 @@ def test_smoothing_leaves_the_learner_and_resumes(
     run = make_run(*SMOOTH)
     policy = policy_of(run, tmp_path / "hf")
     plain = TorchPolicy(copy.deepcopy(policy.model), run.learner, 1.0)
-    builder = VersionBuilder(VersionSettings.of(run), smoothing=policy.smoothing)
+    builder = VersionBuilder(run, smoothing=policy.smoothing)
     samples = make_samples(12)
     for step in range(2):
         update_policy(policy, samples)
@@ -262,12 +262,12 @@ def test_smoothing_leaves_the_learner_and_resumes(
     made = builder.build(policy.model, 1)
     for name, tensor in plain.model.state_dict().items():
         assert torch.equal(policy.model.state_dict()[name], tensor), name
-    without = VersionBuilder(VersionSettings.of(run)).build(policy.model, 1)
+    without = VersionBuilder(run).build(policy.model, 1)
     assert made.manifest.digest != without.manifest.digest
     save_at(2, tmp_path / "checkpoints", policy)
     resumed = policy_of(run, tmp_path / "hf")
     checkpoint.restore(tmp_path / "checkpoints", resumed)
-    again = VersionBuilder(VersionSettings.of(run), smoothing=resumed.smoothing)
+    again = VersionBuilder(run, smoothing=resumed.smoothing)
     assert again.build(resumed.model, 1).manifest.digest == made.manifest.digest
 
 
@@ -277,9 +277,7 @@ def test_smoothing_composes_with_uaq_and_noise(make_run: MakeRun, tmp_path: Path
     run = make_run(*settings, "learner.uaq=2")
     apply_uaq(model, 2.0)
     scales = measured(model)
-    made, plain = (
-        VersionBuilder(VersionSettings.of(run), smoothing=s).build(model, 7) for s in (scales, None)
-    )
+    made, plain = (VersionBuilder(run, smoothing=s).build(model, 7) for s in (scales, None))
     name = "model.layers.0.input_layernorm"
     assert not torch.equal(plain.tensors[f"{name}.weight"], model.state_dict()[f"{name}.weight"])
     assert torch.equal(
@@ -291,7 +289,7 @@ def test_smoothing_composes_with_uaq_and_noise(make_run: MakeRun, tmp_path: Path
 def test_the_doctor_knows_the_smoothed_weights(format: str, make_run: MakeRun, tmp_path: Path):
     run = make_run(*SMOOTH[1:], f"rollout.format={format}")
     model = outlying("qwen2", tmp_path)
-    settings, scales = VersionSettings.of(run), measured(model, format)
+    settings, scales = run, measured(model, format)
     made = VersionBuilder(settings, smoothing=scales).build(model, 0)
     policies = VersionPolicies(model, settings, 0, smoothing=scales)
     published = dequantize_state(made.tensors, format)
@@ -328,7 +326,7 @@ def aligned(make_run: MakeRun, tmp_path: Path) -> Callable[..., tuple[Run, Torch
     def build(family: str, *settings: str) -> tuple[Run, TorchPolicy]:
         run = make_run(*ALIGNED, *settings)
         model = outlying(family, tmp_path / "hf")
-        set_precision(model, PrecisionSettings.of(run))
+        set_precision(model, run)
         policy = TorchPolicy(model, run.learner, 1.0)
         assert run.rollout.smooths
         policy.smoothing = scales_for(run.rollout.format, run.rollout.smooths, 8)
@@ -340,7 +338,7 @@ def aligned(make_run: MakeRun, tmp_path: Path) -> Callable[..., tuple[Run, Torch
 
 def as_published(run: Run, policy: TorchPolicy) -> Decoder:
     """Returns the policy that an engine runs with the version of `policy`."""
-    builder = VersionBuilder(VersionSettings.of(run), smoothing=policy.smoothing)
+    builder = VersionBuilder(run, smoothing=policy.smoothing)
     made = builder.build(policy.model, 0)
     return engine_policy(policy.shape, made.tensors, run.rollout.format)
 
@@ -376,7 +374,7 @@ def test_it_stays_so_through_updates_and_a_resumption(
 @pytest.mark.parametrize("format", ["int8", "int4-g32"])
 def test_the_doctors_engine_is_the_smoothed_forward(format: str, aligned):
     run, policy = aligned("qwen3", f"rollout.format={format}")
-    found = VersionPolicies(policy.model, VersionSettings.of(run), 0, smoothing=policy.smoothing)
+    found = VersionPolicies(policy.model, run, 0, smoothing=policy.smoothing)
     for model in (found.learnt, found.noisy, found.engine):
         assert torch.equal(logits(model), logits(policy.model))
 

@@ -21,7 +21,7 @@ from learner.backends.messages import Piece
 from learner.backends.single_device import TorchPolicy
 from learner.build_policy import build_policy
 from learner.policy_update import update_policy
-from learner.publishing.version_builder import VersionBuilder, VersionSettings
+from learner.publishing.version_builder import VersionBuilder, new_ranges
 
 STEPS, EVERY = 9, 3
 SETTINGS = ["rollout.sticky_scales=0.01", "learner.optimizer.lr=0.01"]
@@ -35,7 +35,7 @@ from areal_q.tasks import build_tokenizer
 from learner import checkpoint
 from learner.build_policy import build_model
 from learner.checkpoint.async_writer import CheckpointWriter
-from learner.publishing.version_builder import VersionBuilder, VersionSettings
+from learner.publishing.version_builder import VersionBuilder, new_ranges
 from learner.backends.messages import Piece
 from learner.policy_update import SingleProcessUpdater, update_policy
 from learner.backends.single_device import TorchPolicy
@@ -44,11 +44,11 @@ directory, killed_at = Path(sys.argv[1]), int(sys.argv[2])
 run = load(directory / "config.toml")
 model = build_model(run.model, build_tokenizer(run.model, run.task), run.seed)
 policy = TorchPolicy(model, run.learner, 1.0)
-policy.sticky = VersionSettings.of(run).new_ranges()
+policy.sticky = new_ranges(run)
 checkpoints, step = directory / "checkpoints", 0
 if checkpoint.steps(checkpoints):
     step = checkpoint.restore(checkpoints, policy).step
-builder = VersionBuilder(VersionSettings.of(run), policy.sticky)
+builder = VersionBuilder(run, policy.sticky)
 writer = CheckpointWriter(checkpoints, run.checkpoint)
 policy.readers.append(writer.wait_until_read)
 steps = msgspec.msgpack.decode((directory / "samples").read_bytes(), type=list[list[Piece]])
@@ -103,7 +103,7 @@ def test_killed_learner_goes_on_to_publish_the_same_versions(
 
 def build(run: Run) -> TorchPolicy:
     policy = TorchPolicy(initial_model(run), run.learner, 1.0)
-    policy.sticky = VersionSettings.of(run).new_ranges()
+    policy.sticky = new_ranges(run)
     return policy
 
 
@@ -117,7 +117,7 @@ def test_checkpoint_without_ranges_restores_with_a_warning(
 ):
     run = make_run(*SETTINGS)
     policy = build(run)
-    builder, digests = VersionBuilder(VersionSettings.of(run), policy.sticky), []
+    builder, digests = VersionBuilder(run, policy.sticky), []
     for seed in range(3):
         update_policy(policy, make_samples(6, seed, vocab=13))
         digests.append(builder.build(policy.model, seed + 1).manifest.digest)
@@ -131,21 +131,14 @@ def test_checkpoint_without_ranges_restores_with_a_warning(
     ):
         resumed, _ = build_policy(run, tmp_path, True, task, tokenizer, metrics, threading.Event())
     assert ("holds no ranges of sticky scales" in caplog.text) is not held
-    again = (
-        VersionBuilder(VersionSettings.of(run), resumed.sticky)
-        .build(resumed.model, 3)
-        .manifest.digest
-    )
+    again = VersionBuilder(run, resumed.sticky).build(resumed.model, 3).manifest.digest
     assert (again == digests[-1]) is held
 
 
 def test_where_no_scale_changes_there_are_no_ranges_to_keep(make_run: MakeRun):
     """Such settings are refused today; runs of before that may hold them."""
     run = make_run(*SETTINGS)
-    assert VersionSettings.of(run).new_ranges() is not None
+    assert new_ranges(run) is not None
     in_bf16 = replace(run, rollout=replace(run.rollout, format="bf16"))
     adapters = replace(run, learner=replace(run.learner, lora=Lora(rank=4)))
-    assert (
-        VersionSettings.of(in_bf16).new_ranges() is None
-        and VersionSettings.of(adapters).new_ranges() is None
-    )
+    assert new_ranges(in_bf16) is None and new_ranges(adapters) is None

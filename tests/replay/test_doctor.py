@@ -43,7 +43,7 @@ from learner.doctor.examine import Examined, empty, examine
 from learner.doctor.probe import VersionPolicies
 from learner.doctor.tables import bars, doctor_screen
 from learner.policy_update import SingleProcessUpdater
-from learner.publishing.version_builder import VersionBuilder, VersionSettings
+from learner.publishing.version_builder import VersionBuilder
 from learner.train_step import train_step
 
 GROUPS, SIZE, TOKENS, STEPS = 4, 4, 40, 4
@@ -92,7 +92,7 @@ class World:
                 if is_quantized(name):
                     weight[:, 0] *= self.outlier
         policy = TorchPolicy(model, self.run.learner, self.run.rollout.sampling.temperature)
-        history, builder = VersionHistory(4), VersionBuilder(VersionSettings.of(self.run))
+        history, builder = VersionHistory(4), VersionBuilder(self.run)
         history.add(0, builder.build(model, 0).manifest.digest)
         self.directory.mkdir()
         (self.directory / "config.toml").write_text(dump_toml(self.run))
@@ -103,7 +103,7 @@ class World:
         steps = StepLog(self.directory / "steps")
         versions: list[VersionPolicies] = []
         for step in range(STEPS):
-            versions.append(VersionPolicies(model, VersionSettings.of(self.run), step))
+            versions.append(VersionPolicies(model, self.run, step))
             drawn_by = max(0, step - self.lag)
             groups = [
                 self._group(policy, versions[drawn_by], history, drawn_by, step, n)

@@ -20,7 +20,7 @@ from learner.backends.single_device import TorchPolicy
 from learner.data.packing import Sample, pack_samples
 from learner.measure.rescore import Scorer
 from learner.policy_update import update_policy
-from learner.publishing.version_builder import VersionBuilder, VersionSettings
+from learner.publishing.version_builder import VersionBuilder
 from rollout.engines import build_engine
 from rollout.engines.base import Engine
 from rollout.engines.scripted import scripted_engine
@@ -121,7 +121,7 @@ def test_every_turns_log_probs_are_those_of_the_whole_recomputed(
     # A result is put in only after a well-formed call, so here the close alone is one turn.
     assert sum(r.turns > 1 for r in responses) > 5
     model = initial_model(run)
-    version = VersionBuilder(VersionSettings.of(run)).build(model, 0)
+    version = VersionBuilder(run).build(model, 0)
     policy = engine_policy(model.config, version.tensors, run.rollout.format)
     samples = [sample(ticket, i, r) for i, r in enumerate(responses)]
     found, _ = Scorer(run.learner)(policy, samples, 1.0)

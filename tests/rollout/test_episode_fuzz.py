@@ -22,7 +22,7 @@ from areal_q.tasks import build_task, build_tokenizer
 from buffer.redis_store import LearnerBuffer
 from buffer.redis_store.local_server import RedisServer
 from buffer.weight_sync import WeightServer, WeightSource
-from learner.data.admission import Admission, AdmissionSettings
+from learner.data.admission import Admission
 from learner.measure.fidelity import FidelityMeter
 from rollout.build import EndpointAddress, serve
 from rollout.openai_server.schema import BeginEpisode, ChatBody, CompletionBody, RewardBody
@@ -52,9 +52,7 @@ class Cluster:
         self.meter = FidelityMeter(run.learner, run.rollout.format)
         self.meter.remember(version)
         task = build_task(run.task)
-        self._admission = Admission(
-            AdmissionSettings.of(run), task, self.tokenizer, self.buffer, 0, set()
-        )
+        self._admission = Admission(run, task, self.tokenizer, self.buffer, 0, set())
         self.tickets = 0
         self.at = f"127.0.0.1:{free_ports(1)[0]}"
 

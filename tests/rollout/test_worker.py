@@ -55,7 +55,7 @@ from buffer.weight_sync import WeightServer, WeightSource, WeightSubscriber
 from learner.backends.single_device import token_logprobs
 from learner.data.packing import pack_samples, samples_of
 from learner.data.staleness import VersionHistory
-from learner.publishing.version_builder import VersionBuilder, VersionSettings
+from learner.publishing.version_builder import VersionBuilder
 from rollout.build import EndpointAddress, serve
 from rollout.engines import build_engine
 from rollout.engines.base import Completion, Engine
@@ -84,7 +84,7 @@ class LearnerSide:
         self.admission = new_admission(run, self.buffer)
         self.model: Decoder = initial_model(run)
         self.history = VersionHistory(keep=100)
-        self.builder = VersionBuilder(VersionSettings.of(run))
+        self.builder = VersionBuilder(run)
         self.weight_server = WeightServer(f"ipc://{sockets}/announce", f"ipc://{sockets}/fetch")
         self.buffer.publish_run(dump_toml(run), self.weight_server.endpoints._asdict())
 
@@ -892,7 +892,7 @@ async def test_a_worker_of_weights_that_diverged_says_so_in_a_line(
 
 def of_another_model(side: LearnerSide, version: int) -> WeightVersion:
     run = override(side.run, "model.mlp=80")
-    return VersionBuilder(VersionSettings.of(run)).build(initial_model(run), version)
+    return VersionBuilder(run).build(initial_model(run), version)
 
 
 async def test_weights_of_another_model_end_no_worker(

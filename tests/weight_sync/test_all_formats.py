@@ -10,7 +10,7 @@ from helpers.weight_sync import WeightSync, arrive
 from areal_q.config import BroadcastConfig
 from areal_q.config.run import FormatName
 from learner.policy_update import update_policy
-from learner.publishing.version_builder import VersionBuilder, VersionSettings
+from learner.publishing.version_builder import VersionBuilder
 
 CONFIG = BroadcastConfig()
 SETTINGS = {format: [f"rollout.format={format}"] for format in get_args(FormatName)} | {
@@ -27,7 +27,7 @@ def test_what_is_published_arrives_bit_for_bit_and_by_deltas(
     sync: WeightSync, make_run: MakeRun, make_samples: MakeSamples, what: str
 ) -> None:
     run = make_run("learner.optimizer.lr=1e-4", *SETTINGS[what])
-    policy, builder = build_policy(run), VersionBuilder(VersionSettings.of(run))
+    policy, builder = build_policy(run), VersionBuilder(run)
     policy.calibrate = run.rollout.kv_scales
     samples = make_samples(9, vocab=13)
     update_policy(policy, samples)

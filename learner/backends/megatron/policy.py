@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from areal_q.algorithms.reducers import Mean, Metrics
-from areal_q.config import AdamW, CriticConfig, LearnerConfig, MegatronBackend
+from areal_q.config import AdamW, CriticConfig, MegatronBackend, Run
 from areal_q.models import DecoderConfig
 from learner.backends.base import LossOf, Scores
 from learner.backends.context_parallel import SharedBatch
@@ -31,7 +31,6 @@ from learner.backends.data_parallel import Ranks
 from learner.backends.megatron.cuda_shim import cuda_or_cpu
 from learner.backends.megatron.tensor_names import entries
 from learner.backends.messages import Begin
-from learner.backends.precision import PrecisionSettings
 from learner.backends.single_device import TorchPolicy
 from learner.data.packing import PackedBatch
 
@@ -73,12 +72,11 @@ class MegatronShard:
         self,
         shape: DecoderConfig,
         begin: Begin,
-        cfg: LearnerConfig,
-        precision: PrecisionSettings,
+        run: Run,
     ) -> None:
-        backend = cfg.backend
+        cfg, backend = run.learner, run.learner.backend
         assert isinstance(cfg.optimizer, AdamW) and isinstance(backend, MegatronBackend)
-        self._format, self._rounds = precision.format, precision.rounds_rest
+        self._format, self._rounds = run.rollout.format, run.rollout.rounds_rest
         self.shape, self.cfg, self.temperature = shape, cfg, begin.temperature
         self.updates, self.skipped, self.skipped_in_row = begin.updates, begin.skipped, 0
         self.ranks = Ranks(
@@ -309,17 +307,14 @@ class MegatronShard:
 
 
 def megatron_shard(
-    begin: Begin,
-    cfg: LearnerConfig,
-    precision: PrecisionSettings,
-    ranks: Ranks,
-    whole: TorchPolicy | None,
+    begin: Begin, run: Run, ranks: Ranks, whole: TorchPolicy | None
 ) -> MegatronShard:
     """Returns this rank's part of rank 0's `whole` policy. Collective."""
-    backend = cfg.backend
+    cfg, backend = run.learner, run.learner.backend
     assert isinstance(backend, MegatronBackend)
     if cfg.device.startswith("cuda"):
         cfg = msgspec.structs.replace(cfg, device=f"cuda:{os.environ['LOCAL_RANK']}")
+        run = msgspec.structs.replace(run, learner=cfg)
         torch.cuda.set_device(cfg.device)
     with cuda_or_cpu():
         ps.initialize_model_parallel(
@@ -329,7 +324,7 @@ def megatron_shard(
             expert_model_parallel_size=backend.experts,
             expert_tensor_parallel_size=1,
         )
-        tensor_parallel.model_parallel_cuda_manual_seed(precision.seed)
-        shard = MegatronShard(DecoderConfig.from_hf(begin.model), begin, cfg, precision)
+        tensor_parallel.model_parallel_cuda_manual_seed(run.seed)
+        shard = MegatronShard(DecoderConfig.from_hf(begin.model), begin, run)
         shard.load(begin, ranks, whole)
     return shard
