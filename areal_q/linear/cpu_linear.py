@@ -54,29 +54,6 @@ def cpu_linear(linear: Linear) -> Linear:
             return linear
 
 
-class PackedInt8Linear:
-    """An Int8Linear whose weight is packed for cpu_gemm.gemm."""
-
-    def __init__(self, linear: Int8Linear) -> None:
-        codes = linear.codes_t.t()
-        self.words = cpu_gemm.pack_words(codes).numpy()
-        shift = codes.sum(1, dtype=torch.int32).mul_(-_OFFSET)
-        self.shift = F.pad(shift, (0, -len(shift) % PANEL)).numpy()
-        self.scale = linear.scale.numpy()
-        self.nothing = np.zeros((1, len(self.scale)), np.float32)
-
-    def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
-        rows, outs = len(x), len(self.scale)
-        codes = np.empty((rows, 4 * self.words.shape[1]), np.uint8)
-        x_scale, y = np.empty(rows, np.float32), np.empty((rows, outs), np.float32)
-        cpu_activations.int8_rows(x.numpy(), _OFFSET, codes, x_scale)
-        added = self.nothing if add is None else add.view(-1, outs).numpy()
-        words = codes.view(np.int32)[None]
-        weight = self.words, self.shift, self.scale
-        over_panels(cpu_gemm.gemm, words, *weight, x_scale, added, y)
-        return torch.from_numpy(y)
-
-
 def bf16_linear(weight: Bf16Weight, parts: int = 1) -> Linear:
     """Returns x ↦ x · Wᵀ with products of bfloat16 numbers and sums in float32. Activations that are no codes
     are the sum of so many `parts` (cpu_gemm.bf16_parts). Weights that bfloat16 does not hold are rounded to
@@ -95,11 +72,11 @@ def bf16_linear(weight: Bf16Weight, parts: int = 1) -> Linear:
 
 
 class PanelLinear:
-    """A layer of floats whose weight is packed for cpu_gemm.gemm, with a scale for each output."""
+    """A layer whose weight is packed for cpu_gemm.gemm, with a scale for each output."""
 
     def __init__(self, numbers: Tensor, scale: Tensor) -> None:
         self.words = cpu_gemm.pack_words(numbers).numpy()
-        self.no_shift = np.zeros(PANEL * len(self.words), np.float32)
+        self.shift = np.zeros(PANEL * len(self.words), np.float32)
         self.scale = scale.numpy()
         self.nothing = np.zeros((1, len(self.scale)), np.float32)
 
@@ -107,9 +84,25 @@ class PanelLinear:
         """Returns the layer's result for `words` of activations [parts, T, W], times `x_scale`."""
         y = np.empty((len(x_scale), len(self.scale)), np.float32)
         added = self.nothing if add is None else add.view(-1, y.shape[1]).numpy()
-        weight = self.words, self.no_shift, self.scale
+        weight = self.words, self.shift, self.scale
         over_panels(cpu_gemm.gemm, words, *weight, x_scale, added, y)
         return torch.from_numpy(y)
+
+
+class PackedInt8Linear(PanelLinear):
+    """An Int8Linear whose weight is packed."""
+
+    def __init__(self, linear: Int8Linear) -> None:
+        codes = linear.codes_t.t()
+        super().__init__(codes, linear.scale)
+        shift = codes.sum(1, dtype=torch.int32).mul_(-_OFFSET)
+        self.shift = F.pad(shift, (0, -len(shift) % PANEL)).numpy()
+
+    def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
+        codes = np.empty((len(x), 4 * self.words.shape[1]), np.uint8)
+        x_scale = np.empty(len(x), np.float32)
+        cpu_activations.int8_rows(x.numpy(), _OFFSET, codes, x_scale)
+        return self.product(codes.view(np.int32)[None], x_scale, add)
 
 
 class Float32Linear(PanelLinear):

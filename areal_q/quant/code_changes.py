@@ -1,8 +1,5 @@
-"""What quantizing costs, and how much of a step survives it.
-
-QuRL, appendix A (eq. 14): the quantization error relative to the weights, as squared Frobenius norms
-over all quantized parameters. Where the error is orders of magnitude larger than a step's update, most
-codes do not move: `codes_moved` counts those that did.
+"""How much of a step survives quantizing. Where the error of a format is orders of magnitude larger than a
+step's update (QuRL, appendix A), most codes do not move: `codes_moved` counts those that did.
 """
 
 from collections.abc import Mapping
@@ -12,17 +9,7 @@ import torch
 from torch import Tensor
 
 from areal_q.quant.registry import FORMATS
-from areal_q.quant.state_dict import codes_of, dequantize_state, is_quantized
-
-
-def normalized_error(
-    state: Mapping[str, Tensor], published: Mapping[str, Tensor], format: str
-) -> float:
-    """‖Q(θ) - θ‖² / ‖θ‖², `published` being `quantize_state(state, format)`."""
-    restored = dequantize_state(published, format)
-    names = [name for name in state if is_quantized(name)]
-    change = sum(float((restored[n].float() - state[n].float()).square().sum()) for n in names)
-    return change / sum(float(state[n].float().square().sum()) for n in names)
+from areal_q.quant.state_dict import codes_of
 
 
 def codes_moved(before: Mapping[str, Tensor], after: Mapping[str, Tensor], format: str) -> float:

@@ -20,6 +20,7 @@ from areal_q.messages import Group, Ticket
 from areal_q.tasks import build_task, build_tokenizer
 from bench.common import ROOT, commit, device, publish, say, table
 from bench.records import drawn_trajectory, make_group
+from bench.stability.lab import Tickets
 from buffer.sampling.replay_pool import SampledGroups
 from learner.backends.single_device import TorchPolicy
 from learner.build_policy import build_model
@@ -35,18 +36,6 @@ from rollout.engines.base import Engine, Request
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
 ROUNDS = 16  # of which the default share measures one
 SHARES = (0.015625, 1.0)
-
-
-class Tickets:
-    """The part of a buffer that admission uses."""
-
-    run_id = ""
-
-    def __init__(self) -> None:
-        self.new: list[Ticket] = []
-
-    def admit(self, tickets: list[Ticket], cursor: int) -> None:
-        self.new += tickets
 
 
 async def group(engine: Engine, ticket: Ticket) -> Group:
@@ -92,8 +81,8 @@ async def measure(run: Run) -> dict[str, list[float]]:
             meter.remember(version)
         await engine.load_weights(version)
         admission.issue(range(step * run.learner.groups, (step + 1) * run.learner.groups), step)
-        groups = await asyncio.gather(*(group(engine, t) for t in tickets.new))
-        tickets.new.clear()
+        issued = tickets.next(run.learner.groups)
+        groups = await asyncio.gather(*(group(engine, ticket) for ticket in issued))
         updater = SingleProcessUpdater(policy)
         step_s, _ = timed(partial(train_step, updater, SampledGroups(groups), history, step))
         found["step"].append(step_s)

@@ -9,7 +9,7 @@ Speed is bytes of float32 weights per CPU second on one thread, the best of inte
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from unittest import mock
 
 import torch
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from areal_q.kernels.quantize import dispatch
 from areal_q.quant import FORMATS, quantize_state
-from areal_q.quant.code_changes import codes_moved, normalized_error
+from areal_q.quant.code_changes import codes_moved
+from areal_q.quant.state_dict import dequantize_state, is_quantized
 from areal_q.quant.sticky_scales import StickyRanges
 from areal_q.weights import delta
 from areal_q.weights import version as weights
@@ -134,6 +135,16 @@ def follow(name: str, drift: float) -> tuple[float, float, float]:
         moved += codes_moved(before.tensors, now.tensors, name)
         before = now
     return nbytes / STEPS, moved / STEPS, normalized_error(state, before.tensors, name)
+
+
+def normalized_error(
+    state: Mapping[str, Tensor], published: Mapping[str, Tensor], format: str
+) -> float:
+    """‖Q(θ) - θ‖² / ‖θ‖² (QuRL, appendix A, eq. 14), `published` being `quantize_state(state, format)`."""
+    restored = dequantize_state(published, format)
+    names = [name for name in state if is_quantized(name)]
+    change = sum(float((restored[n].float() - state[n].float()).square().sum()) for n in names)
+    return change / sum(float(state[n].float().square().sum()) for n in names)
 
 
 def version(

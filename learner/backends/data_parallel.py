@@ -100,11 +100,6 @@ def shares(samples: Sequence[Sample], size: int) -> list[list[Sample]]:
     return [[sample for i in sorted(own) for sample in groups[i]] for own in members]
 
 
-def summed(loss: Tensor, ranks: int) -> Tensor:
-    """Returns `loss` scaled so that FSDP, which averages gradients over so many ranks, gives their sum."""
-    return loss * ranks
-
-
 def reshard(model: torch.nn.Module) -> None:
     """Frees the parameters that FSDP2 gathered for a forward without backward, and would use again after an
     update."""

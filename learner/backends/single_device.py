@@ -21,7 +21,7 @@ from learner.backends.base import LossOf, Scores
 from learner.backends.calibration import first_of, kv_scales
 from learner.backends.context_parallel import scores_over
 from learner.backends.critic import Critic
-from learner.backends.data_parallel import ALONE, Ranks, reshard, summed
+from learner.backends.data_parallel import ALONE, Ranks, reshard
 from learner.backends.microbatch_threads import MicrobatchThreads
 from learner.backends.routing_replay import routed, routing_for
 from learner.data.packing import PackedBatch, Sample, pack_samples
@@ -179,7 +179,8 @@ class TorchPolicy:
         metrics = []
         for number in range(len(batches)):
             value, measured = loss(number)
-            summed(value, self.ranks.size * self.context.size).backward()
+            # FSDP averages gradients over the ranks, whose sum is wanted.
+            (value * (self.ranks.size * self.context.size)).backward()
             metrics.append(measured)
         return metrics
 

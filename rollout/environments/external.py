@@ -18,14 +18,15 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from areal_q.config import External, LearnerConfig
+from areal_q.config import External, Run
 from areal_q.errors import ContextExceeded, RecordError
 from areal_q.messages import MOST_BRANCHES, FailureCause, Ticket, mean_of_turns
-from areal_q.tasks import Score
+from areal_q.tasks import Score, unscored
 from areal_q.tasks.base import Message, Tool
 from rollout.engines.base import Completion, TokenCallback
 from rollout.environments.base import Environment, Response
@@ -100,17 +101,10 @@ class Episodes(Environment):
 
     at_endpoint = True
 
-    def __init__(
-        self,
-        client: EngineClient,
-        cfg: External,
-        learner: LearnerConfig,
-        failed: Callable[[FailureCause], Score] = Score.failed,
-    ) -> None:
-        """Begins without episodes. The settings of the learner say how many tokens, prompt included, an episode
-        may have. `failed` returns the score of an episode that failed for a given cause."""
-        self._client, self._cfg, self._learner = client, cfg, learner
-        self._failed = failed
+    def __init__(self, run: Run, client: EngineClient, cfg: External) -> None:
+        """Begins without episodes. The learner's settings say how many tokens one may have, prompt included."""
+        self._client, self._cfg, self._learner = client, cfg, run.learner
+        self._failed = partial(unscored, cfg=run.reward)
         self._free: list[Episode] = []
         self._played: dict[str, Episode] = {}
         self._changed = asyncio.Event()

@@ -8,14 +8,12 @@ import asyncio
 import logging
 import os
 from contextlib import suppress
-from functools import partial
 
 from areal_q.checks.hub import fetched
 from areal_q.config import PretrainedModel, Run, VerifiersEnvironment, VerifiersTask
 from areal_q.decode_errors import in_words
 from areal_q.system.local_requests import environment_without_proxy
 from areal_q.system.processes import die_with_parent
-from areal_q.tasks import unscored
 from areal_q.tasks.environments.verifiers_rows import command_of, python_of, told_of
 from rollout.environments.engine_client import EngineClient
 from rollout.environments.external import Episodes
@@ -31,7 +29,7 @@ class PlayedEpisodes(Episodes):
     plays_itself = True
 
     def __init__(self, run: Run, client: EngineClient, cfg: VerifiersEnvironment) -> None:
-        super().__init__(client, cfg, run.learner, partial(unscored, cfg=run.reward))
+        super().__init__(run, client, cfg)
         self._run, self._player = run, cfg
         self._keeper: asyncio.Task[None] | None = None
         self.process: asyncio.subprocess.Process | None = None

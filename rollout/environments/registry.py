@@ -1,12 +1,10 @@
 """Chooses the environment of a run by the type of its settings, `rollout.environment`."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from areal_q.config import CalculatorTool, External, PythonEnvironment, Run, VerifiersEnvironment
 from areal_q.config import SingleTurn as SingleTurnConfig
-from areal_q.tasks import unscored
 from rollout.environments.base import Environment
 from rollout.environments.calculator import Calculator
 from rollout.environments.engine_client import EngineClient
@@ -18,9 +16,7 @@ from rollout.environments.single_turn import SingleTurn
 ENVIRONMENTS: dict[type, Callable[[Run, EngineClient, Any], Environment]] = {
     SingleTurnConfig: lambda run, client, config: SingleTurn(client),
     CalculatorTool: lambda run, client, config: Calculator(client, config),
-    External: lambda run, client, config: Episodes(
-        client, config, run.learner, partial(unscored, cfg=run.reward)
-    ),
+    External: Episodes,
     VerifiersEnvironment: PlayedEpisodes,
     PythonEnvironment: OwnTurns,
 }

@@ -512,7 +512,7 @@ async def playing(
     admission.evaluate(0) if evaluates else admission.admit(0)
     engine = build_engine(run.rollout.engine)
     assert isinstance(run.rollout.environment, External)
-    episodes = Episodes(EngineClient(engine, tokenizer), run.rollout.environment, run.learner)
+    episodes = Episodes(run, EngineClient(engine, tokenizer), run.rollout.environment)
     subscriber = WeightSubscriber(ends.announce, ends.fetch, run=run.name)
     mine = WorkerBuffer(redis_url, run.name, "w")
     worker = Worker(
@@ -677,7 +677,7 @@ async def test_an_episode_given_up_begins_again_with_whoever_asks_next(
     await engine.start()
     await engine.load_weights(initial_version(run))
     client = EngineClient(engine, build_tokenizer(run.model, run.task))
-    episodes = Episodes(client, External(episode_timeout_s=600), run.learner)
+    episodes = Episodes(run, client, External(episode_timeout_s=600))
     ticket = make_ticket(group_size=1, sampling=run.rollout.sampling)
     task = asyncio.create_task(responses(episodes, ticket))
     first = await episodes.begin(5.0)

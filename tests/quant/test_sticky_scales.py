@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from areal_q.errors import QuantizationError
 from areal_q.quant import FORMATS, quantize_state
-from areal_q.quant.code_changes import codes_moved, normalized_error
+from areal_q.quant.code_changes import codes_moved
 from areal_q.quant.format import Ranges
 from areal_q.quant.state_dict import fused_name
 from areal_q.quant.sticky_scales import StickyRanges
+from bench.weights.quantize import normalized_error
 
 LAYER = "model.layers.0"
 SCALED = [name for name in FORMATS if name != "bf16"]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from areal_q.config import External, LearnerConfig, Sampling
+from areal_q.config import External, Sampling, load
 from areal_q.errors import RecordError
 from areal_q.messages import Ticket, VersionSpan
 from areal_q.tasks import CharTokenizer
@@ -67,9 +67,8 @@ def ticket(make_ticket: Callable[..., Ticket]) -> Ticket:
 
 @asynccontextmanager
 async def offered(ticket: Ticket, engine: Any) -> AsyncIterator[tuple[Episodes, list[Response]]]:
-    episodes = Episodes(
-        EngineClient(engine, CharTokenizer()), External(), LearnerConfig(microbatch_tokens=8 * MANY)
-    )
+    run = load(None, [f"learner.microbatch_tokens={8 * MANY}"])
+    episodes = Episodes(run, EngineClient(engine, CharTokenizer()), External())
     responses = [Response()]
     task = asyncio.create_task(episodes(ticket, responses))
     try:

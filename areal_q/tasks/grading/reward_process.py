@@ -17,6 +17,7 @@ from areal_q.messages.trajectories import FailureCause
 from areal_q.sandbox.run_code import bare_environment
 from areal_q.system.processes import die_with_parent, supervised_command
 from areal_q.tasks.base import Completed, Problem, Score
+from areal_q.tasks.grading.child_process import frame
 from areal_q.tasks.grading.graders import is_confined
 
 TIMED_OUT = "took too long"
@@ -66,7 +67,6 @@ class Ready(msgspec.Struct, frozen=True):
     """These are as in Scorer (own_reward.py)"""
 
 
-_encoder = msgspec.msgpack.Encoder()
 _answers = msgspec.msgpack.Decoder(Answer)
 _readiness = msgspec.msgpack.Decoder(Ready)
 
@@ -160,10 +160,9 @@ class RewardProcess:
             reply.set_result(outcome)
 
     def _send(self, ask: Ask, timeout_s: float) -> None:
-        frame = _encoder.encode(ask)
         if self._listener is None:  # which waits without a limit on the same socket
             self._socket.settimeout(timeout_s)
-        self._socket.sendall(len(frame).to_bytes(4, "little") + frame)
+        self._socket.sendall(frame(ask))
 
     def _frame(self, deadline: float | None) -> bytes:
         size = int.from_bytes(self._receive(4, deadline), "little")

@@ -104,7 +104,7 @@ class InlineReward:
         pass
 
 
-class IsolatedReward:
+class IsolatedReward(Isolated):
     """A slow grader or a user's own, which runs in processes that are killed after `reward.timeout_s`.
     `zero_on` are the failures that the response itself causes."""
 
@@ -115,19 +115,12 @@ class IsolatedReward:
         max_tokens: int,
         zero_on: tuple[FailureCause, ...] = (),
     ) -> None:
-        self._isolated = Isolated(source, cfg.timeout_s, cfg.processes, cfg.memory_mib)
+        super().__init__(source, cfg.timeout_s, cfg.processes, cfg.memory_mib)
         self._cfg, self._max_tokens = cfg, max_tokens
         self._zero_on = {*zero_on, *cfg.zero_on}
 
-    @property
-    def failure(self) -> str:
-        return self._isolated.failure
-
-    async def start(self) -> None:
-        await self._isolated.start()
-
     async def __call__(self, problem: Problem, responses: Sequence[Completed]) -> list[Score]:
-        asked = range(min(1, len(responses)) if self._isolated.whole else len(responses))
+        asked = range(min(1, len(responses)) if self.whole else len(responses))
         found = await asyncio.gather(*(self._asked(problem, responses, i) for i in asked))
         scores = [score for some in found for score in some]
         return [self._valued(score, of) for score, of in zip(scores, responses, strict=True)]
@@ -142,19 +135,16 @@ class IsolatedReward:
     async def _asked(
         self, problem: Problem, responses: Sequence[Completed], index: int
     ) -> list[Score]:
-        """Returns what `Isolated.score` does. After a failure that a retry may cure, it is retried as often as
-        the settings say."""
-        scores = await self._isolated.score(problem, responses, index)
+        """Returns what `score` does. After a failure that a retry may cure, it is retried as often as the
+        settings say."""
+        scores = await self.score(problem, responses, index)
         retries = self._cfg.retries if self._cfg.on_error == "retry" else 0
         for retry in range(retries):
             if all(s.failure is None or s.failure in self._zero_on for s in scores):
                 break
             await asyncio.sleep(self._cfg.retry_pause_s * 2**retry)
-            scores = await self._isolated.score(problem, responses, index)
+            scores = await self.score(problem, responses, index)
         return scores
-
-    async def close(self) -> None:
-        await self._isolated.close()
 
 
 def unscored(cause: FailureCause, cfg: RewardConfig) -> Score:

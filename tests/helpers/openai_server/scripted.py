@@ -11,7 +11,7 @@ import numpy as np
 import openai
 from helpers.chain_models import byte_tokenizer
 
-from areal_q.config import Chat, External, LearnerConfig, Sampling
+from areal_q.config import Chat, External, Sampling, load
 from areal_q.messages import Array, Ticket, VersionSpan
 from areal_q.tasks import Tokenizer, load_tokenizer
 from rollout.engines.base import Completion, Request, ResponseCallback, TokenCallback
@@ -84,11 +84,8 @@ class World:
         byte_tokenizer(template=TEMPLATE).save_pretrained(path)
         self.tokenizer = load_tokenizer(path, Chat())
         self.engine: Any = Scripted(self.tokenizer, script)
-        self.episodes = Episodes(
-            EngineClient(self.engine, self.tokenizer),
-            External(),
-            LearnerConfig(microbatch_tokens=5000),
-        )
+        run = load(None, ["learner.microbatch_tokens=5000"])
+        self.episodes = Episodes(run, EngineClient(self.engine, self.tokenizer), External())
         prompt = Array.of(self.tokenizer.encode_prompt("what?"), "int32")
         sampling = Sampling(max_tokens=2000)
         self.ticket = make_ticket(
