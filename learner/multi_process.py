@@ -31,8 +31,9 @@ from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from areal_q.config import AdamW, MegatronBackend, Run, TorchBackend
-from areal_q.errors import ConfigError, RankLost
+from areal_q.checks.combinations import check_processes
+from areal_q.config import MegatronBackend, Run, TorchBackend
+from areal_q.errors import RankLost
 from areal_q.system.processes import end_with_parent
 from areal_q.system.stop_request import StopRequest, ended_by_signals
 from learner.arithmetic import set_arithmetic
@@ -44,7 +45,6 @@ from learner.checkpoint.files import write_share
 from learner.checkpoint.policy_state import forget_moments, moments_of
 from learner.data.packing import Sample
 from learner.measure.token_recorder import TokenRecorder
-from learner.policy_advantages import needs_policy
 from learner.policy_update import update_policy
 
 LOST_WORDS = ("gloo", "Connection closed by peer", "Connection reset by peer")
@@ -74,10 +74,7 @@ def join(run: Run) -> Ranks:
     settings that this number of processes, or the backend, does not support."""
     cfg = run.learner
     size, device = int(os.environ.get("WORLD_SIZE", "1")), cfg.device
-    for name, asked in _refused(run, size).items():
-        if asked:
-            kind = cfg.backend.__struct_config__.tag
-            raise ConfigError(f"{name}: not with {size} processes of backend {kind} on {device}")
+    check_processes(run, size)
     if isinstance(cfg.backend, MegatronBackend):
         from learner.backends.megatron import require
 
@@ -110,31 +107,6 @@ def _of_this_start(store: Store) -> Store:
     if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
         return store
     return PrefixStore(f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-
-
-def _refused(run: Run, size: int) -> dict[str, bool]:
-    """Returns for some settings, by name, whether they are set and not supported here."""
-    cfg, backend = run.learner, run.learner.backend
-    sharing = size // cfg.context
-    if isinstance(backend, MegatronBackend):
-        sharing //= backend.tensor * backend.pipeline
-    # If advantages need the policy, each rank computes its own, from at least one whole group.
-    too_few = needs_policy(cfg) and cfg.groups // cfg.minibatches < sharing
-    found = {
-        "learner.groups / learner.minibatches": too_few,
-        # A quantized forward computes in the numbers of the format.
-        "learner.dtype": cfg.products == "bfloat16"
-        and (cfg.precision != "full" or cfg.lora is not None),
-        # Rank 0 alone has the scales by channel, which every rank's forward pass would need.
-        "rollout.smoothing with learner.precision": run.rollout.smooths is not None
-        and cfg.precision != "full"
-        and size > 1,
-    }
-    if isinstance(backend, TorchBackend):
-        found["learner.backend.offload"] = backend.offload and not cfg.device.startswith("cuda")
-    else:
-        found["learner.optimizer.type"] = not isinstance(cfg.optimizer, AdamW)
-    return found
 
 
 def send(ranks: Ranks, message: Message) -> None:

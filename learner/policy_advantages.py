@@ -18,12 +18,6 @@ from learner.data.packing import Sample
 from learner.data.turn_rewards import has_turns, turn_advantages
 
 
-def needs_policy(cfg: LearnerConfig) -> bool:
-    """Returns True if advantages can be computed only after the learner's own forward pass."""
-    in_reward = cfg.reference_kl is not None and cfg.reference_kl.place == "reward"
-    return in_reward or isinstance(cfg.advantage, Gae)
-
-
 def with_advantages(
     inputs: Sequence[LossInputs],
     samples: Sequence[Sample],

@@ -34,7 +34,7 @@ from learner.backends.routing_replay import balance_weights
 from learner.backends.single_device import TorchPolicy
 from learner.data.packing import PackedBatch, Sample, masked, pack_samples, paths_of
 from learner.measure.token_recorder import TokenRecorder
-from learner.policy_advantages import needs_policy, with_advantages
+from learner.policy_advantages import with_advantages
 
 MICROBATCH = "train/microbatch_tokens"
 """The metric that records the size of micro-batches. If a resumed run changes it, sums round differently, which
@@ -151,7 +151,7 @@ def prepare_minibatches(
         _with_scores(backend, cuts, graph=n == 0, defer=defer and (n == 0 or loglinear))
         for n, cuts in enumerate(packed)
     ]
-    if not needs_policy(backend.cfg):
+    if not backend.cfg.advantages_need_policy:
         return minibatches
     own = [sample for cuts in packed for cut, batch in cuts if batch.counts for sample in cut]
     inputs = [x for minibatch in minibatches for batch, x in minibatch if batch.counts]
@@ -172,7 +172,7 @@ def cut_minibatches(samples: Sequence[Sample], cfg: LearnerConfig) -> list[list[
     If advantages within groups are still to be computed, a rank must have whole groups: then the lists have
     equally many groups instead, some of which may lack responses that could not be scored.
     """
-    if needs_policy(cfg) and not isinstance(cfg.advantage, Gae):
+    if cfg.advantages_need_policy and not isinstance(cfg.advantage, Gae):
         groups = groupby(samples, key=lambda sample: sample.ticket)
         units = [list(members) for _, members in groups]
     else:

@@ -4,6 +4,7 @@ models of ours of some families do not combine with."""
 from collections.abc import Iterator
 
 from areal_q.config import (
+    AdamW,
     LearnerConfig,
     Lora,
     MegatronBackend,
@@ -151,9 +152,11 @@ def _refused(run: Run) -> Iterator[tuple[str, str]]:
 
 def check_backend(run: Run, shape: DecoderConfig, ranks: int = 0) -> None:
     """Raises ConfigError if a model of this `shape` is none for the Megatron backend, or if that shape, or so
-    many `ranks` (0: not known yet), cannot share micro-batches as `learner.backend.context` asks."""
+    many `ranks` (0: not known yet), cannot do what other settings ask for."""
     if isinstance(backend := run.learner.backend, MegatronBackend):
         _check_megatron(run.learner, backend, shape)
+    if ranks > 1:
+        check_processes(run, ranks)
     size = run.learner.context
     if size == 1:
         return
@@ -167,8 +170,38 @@ def check_backend(run: Run, shape: DecoderConfig, ranks: int = 0) -> None:
         if has:
             raise ConfigError(f"{setting}: not with {what}; learner.backend.context = 1")
     if ranks % size:
-        several = f"torchrun --nproc-per-node {size} -m learner"
-        raise ConfigError(f"{setting} does not divide {ranks} processes of the learner; {several}")
+        several = f"learner.processes = {size}, or torchrun --nproc-per-node {size} -m learner"
+        raise ConfigError(f"{setting} does not divide {ranks} processes of the learner: {several}")
+
+
+def check_processes(run: Run, size: int) -> None:
+    """Raises ConfigError for a setting that `size` processes of the learner do not support."""
+    cfg, backend = run.learner, run.learner.backend
+    sharing = size // cfg.context
+    if isinstance(backend, MegatronBackend):
+        sharing //= backend.tensor * backend.pipeline
+    found = {
+        # If advantages need the policy, each rank computes its own, from at least one whole group.
+        "learner.groups / learner.minibatches": cfg.advantages_need_policy
+        and cfg.groups // cfg.minibatches < sharing,
+        # A quantized forward computes in the numbers of the format.
+        "learner.dtype": cfg.products == "bfloat16"
+        and (cfg.precision != "full" or cfg.lora is not None),
+        # Rank 0 alone has the scales by channel, which every rank's forward pass would need.
+        "rollout.smoothing with learner.precision": run.rollout.smooths is not None
+        and cfg.precision != "full"
+        and size > 1,
+    }
+    if isinstance(backend, TorchBackend):
+        found["learner.backend.offload"] = backend.offload and not cfg.device.startswith("cuda")
+    else:
+        found["learner.optimizer.type"] = not isinstance(cfg.optimizer, AdamW)
+    for name, asked in found.items():
+        if asked:
+            kind = backend.__struct_config__.tag
+            raise ConfigError(
+                f"{name}: not with {size} processes of backend {kind} on {cfg.device}"
+            )
 
 
 def _check_megatron(cfg: LearnerConfig, backend: MegatronBackend, shape: DecoderConfig) -> None:

@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from areal_q.checks.automatic import cpu_flags
@@ -92,6 +93,14 @@ def _cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def visible_gpus() -> list[str]:
+    """Returns the GPUs that a process may use here, as CUDA_VISIBLE_DEVICES names them."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [name.strip() for name in named.split(",") if name.strip()]
+    return [str(number) for number, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
 
 
 def check_device(setting: str, device: str) -> None:

@@ -27,6 +27,8 @@ PROCESS_BYTES = 520 << 20
 PAYLOADS, LAID_OUT = 4, 3
 """Versions that a worker holds as they were published: in use, received, the next, a spare; and as its kernels
 take them: in use, the next, and what the C library keeps of the one before"""
+FIRST_ALONE = ("copy on the host", "published versions", "fidelity meter", "teacher")
+"""Parts that the first of several processes of the learner has alone"""
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -34,6 +36,11 @@ _CGROUP = Path("/sys/fs/cgroup")
 def total(parts: Iterable[Part], on_gpu: bool = False) -> int:
     """Returns the bytes of the parts on the host, or of those on a GPU."""
     return int(sum(part.nbytes for part in parts if part.on_gpu == on_gpu))
+
+
+def of_others(learner: Iterable[Part]) -> list[Part]:
+    """Returns the parts that each other of the learner's processes has as well."""
+    return [part for part in learner if part.name not in FIRST_ALONE]
 
 
 def available_bytes() -> int | None:
@@ -200,11 +207,17 @@ def memory_of(run: Run, shape: DecoderConfig, prompt: int) -> Iterator[CheckResu
     if not isinstance(run.model, PretrainedModel) or free is None:
         return
     lengths, workers = Lengths(prompt, run.rollout.tokens_after_prompt), run.rollout.workers
-    learner = total(learner_memory(run, shape, lengths))
+    ranks = run.learner.processes
+    parts = list(learner_memory(run, shape, lengths, ranks))
+    learner, beside = total(parts), ""
+    if ranks > 1:
+        other = total(of_others(parts))
+        beside = f", {size(other)} for each other of its {ranks} processes"
+        learner += (ranks - 1) * other
     worker = total(worker_memory(run, shape, lengths))
     says = (
-        f"about {size(learner)} for the learner, {size(worker)} for each of {plural(workers, 'worker')}; "
-        f"{size(free)} available"
+        f"about {size(total(parts))} for the learner{beside}, {size(worker)} for each of "
+        f"{plural(workers, 'worker')}; {size(free)} available"
     )
     if learner + workers * worker <= free:
         yield CheckResult("memory", "ok", says)

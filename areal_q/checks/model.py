@@ -98,7 +98,8 @@ def check_model(run: Run) -> FoundModel:
         reference = load_config(kl.path)
         check_reference(reference, shape, kl.path)
         check_tensors(kl.path, reference)
-    kept = check_fit(run, shape, tokenizer, task)
+    processes = run.learner.processes
+    kept = check_fit(run, shape, tokenizer, task, processes if processes > 1 else 0)
     if isinstance(run.learner.teacher, ModelTeacher):
         check_teacher(run.learner.teacher.path, tokenizer)
     environment, tools = run.rollout.environment, []

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
+from areal_q.checks.machine import visible_gpus
 from areal_q.checks.packages import check_packages
 from areal_q.config import (
     External,
@@ -65,11 +66,12 @@ def check_directories(run: Run) -> None:
 
 
 def without_effect(run: Run) -> list[str]:
-    """Returns a sentence for each setting that does nothing in a run whose learner is one process."""
+    """Returns a sentence for each setting that does nothing in a run as it is."""
     backend, said = run.learner.backend, []
-    if run.checkpoint.sharded:
+    alone = run.learner.processes == 1
+    if alone and run.checkpoint.sharded:
         said.append("checkpoint.sharded does nothing: the learner is one process, with no ranks")
-    if getattr(backend, "offload", False):
+    if alone and getattr(backend, "offload", False):
         said.append(
             "learner.backend.offload does nothing: the learner is one process, with no ranks"
         )
@@ -94,6 +96,11 @@ def preflight(run: Run) -> None:
         raise ConfigError(
             "rollout.serve: rollout.environment.type = 'external' needs an endpoint for its agents, "
             "such as rollout.serve=8000"
+        )
+    processes, gpus = run.learner.processes, len(visible_gpus())
+    if processes > max(1, gpus) and run.learner.device.startswith("cuda"):
+        raise ConfigError(
+            f"learner.processes = {processes}: each needs a GPU of its own, and there are {gpus}"
         )
     check_packages(run, serves or played)
     for address in filter(None, (served_at(run.rollout.serve, i) for i in range(workers))):

@@ -8,9 +8,9 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
@@ -36,6 +36,8 @@ class Program:
     threads: int = 1
     beside: bool = False
     """Its end, however it comes, is no end of the run"""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """What its environment has beside that of the launcher"""
 
 
 class ChildProcesses:
@@ -63,7 +65,14 @@ class ChildProcesses:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**self._defaults, **os.environ, **threads, **PLAIN_LOGS, **began},
+                env={
+                    **self._defaults,
+                    **os.environ,
+                    **threads,
+                    **PLAIN_LOGS,
+                    **began,
+                    **program.env,
+                },
                 start_new_session=True,
                 preexec_fn=die_with_parent(signal.SIGKILL),
             )

@@ -20,14 +20,12 @@ A worker checks at its start whether it can do what the settings ask for, while 
 warm start.
 """
 
-import os
 import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -36,11 +34,10 @@ import msgspec
 from areal_q.checks.automatic import settled, why_dtype, why_smoothing
 from areal_q.checks.disk_use import disk_use
 from areal_q.checks.hub import fetched
-from areal_q.checks.packages import learner_python, worker_python
-from areal_q.checks.settings import preflight, served_at, without_effect
-from areal_q.cli.child_processes import DRAIN_S, ChildProcesses, Interrupts, Program
+from areal_q.checks.settings import preflight, without_effect
+from areal_q.cli.child_processes import DRAIN_S, ChildProcesses, Interrupts
+from areal_q.cli.programs import TRACKER, Plan, plan
 from areal_q.config import PretrainedModel, PythonEnvironment, Run, dump_toml
-from areal_q.config.trackers import labelled
 from areal_q.errors import BufferUnavailable, ChildDied, ConfigError, UserError
 from areal_q.observability.run_end import note_failure
 from areal_q.observability.trackers.described import keep_commit
@@ -56,7 +53,6 @@ KILLED = 130
 _POLL_S = 0.2
 _START_S = 30.0
 """Seconds within which Redis must answer, also if it loads a large append-only file"""
-TRACKER = "tracker-"
 STOP_S = 10.0
 """Seconds from SIGTERM to SIGKILL for workers and Redis"""
 TRACKERS_STOP_S = 60.0
@@ -93,63 +89,6 @@ class QuietView:
 
     def stop(self) -> None: ...
     def finish(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The processes to start. `redis` is None if REDIS_URL names a server that runs already."""
-
-    redis: Program | None
-    redis_url: str
-    learner: Program
-    workers: list[Program]
-    trackers: list[Program] = field(default_factory=list)
-
-
-def plan(run: Run, run_dir: Path, sockets: Path, resume: bool) -> Plan:
-    """Returns the processes that `run` asks for; `sockets` is a directory with a short path."""
-    # The children inherit REDIS_URL, since every user of the machine can read the arguments of a process.
-    redis, url, where = None, os.environ.get("REDIS_URL", ""), []
-    if not url:
-        socket = sockets / "redis"
-        url = f"unix://{socket}"
-        where = ["--redis", url]
-        argv = ["--dir", str(run_dir / "redis"), "--socket", str(socket)]
-        redis = Program("redis", module_command("buffer.redis_store.local_server", *argv))
-    announce = run.broadcast.announce or f"ipc://{sockets / 'announce'}"
-    fetch = run.broadcast.fetch or f"ipc://{sockets / 'fetch'}"
-    python = learner_python(run)
-    learner = module_command("learner", *where, "--run-dir", str(run_dir), python=python)
-    learner += ["--announce", announce, "--fetch", fetch, *(["--resume"] if resume else [])]
-    worker = module_command("rollout", *where, "--run", run.name, python=worker_python(run))
-    # Workers wait without a limit, since the learner of this launch resumes a finished run.
-    worker += ["--config", str(run_dir / "config.toml"), "--finished-wait", "inf"]
-    names = [f"rollout-{i}" for i in range(run.rollout.workers)]
-    return Plan(
-        redis,
-        url,
-        Program("learner", learner, run.learner.threads),
-        [
-            Program(name, [*worker, "--id", name, *_serve(run, i)], run.rollout.threads)
-            for i, name in enumerate(names)
-        ],
-        [
-            Program(
-                f"{TRACKER}{label}",
-                module_command("areal_q", "track", str(run_dir), "--to", label, "--follow"),
-                beside=True,
-            )
-            for label in labelled(run.trackers)
-        ],
-    )
-
-
-def _serve(run: Run, index: int) -> list[str]:
-    address = served_at(run.rollout.serve, index)
-    if address is None:
-        return []
-    host, port = address
-    return ["--serve", f"{host}:{port}" if host else str(port)]
 
 
 def launch(

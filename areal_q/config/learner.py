@@ -286,9 +286,13 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
     on with that anywhere."""
     device: str = "cpu"
     """Device of the learner, such as cpu or cuda:0."""
+    processes: Count = 1
+    """Processes of the learner that `areal-q run` starts on this machine, by torchrun: they share the backend's
+    work, each on a GPU of its own if `device` is cuda. Whoever starts them otherwise says how many there."""
     threads: Threads = 1
-    """Threads of the learner's process. On a CPU those of a model of at most 8 million weights compute
-    micro-batches side by side, and share `microbatch_tokens`; those of a larger one divide each product."""
+    """Threads of each of the learner's processes. On a CPU those of a model of at most 8 million weights
+    compute micro-batches side by side, and share `microbatch_tokens`; those of a larger one divide each
+    product."""
 
     @property
     def has_own_code(self) -> bool:
@@ -319,13 +323,18 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
         return self.backend.context
 
     @property
+    def advantages_need_policy(self) -> bool:
+        """True if advantages can be computed only after the learner's own forward pass."""
+        in_reward = self.reference_kl is not None and self.reference_kl.place == "reward"
+        return in_reward or isinstance(self.advantage, Gae)
+
+    @property
     def update_scores_itself(self) -> bool:
         """True if nothing needs the learner's scores of a micro-batch before its update's own forward pass:
         neither advantages, nor counts of the whole step, nor Megatron's schedule."""
-        kl_in_reward = self.reference_kl is not None and self.reference_kl.place == "reward"
         return (
             isinstance(self.backend, TorchBackend)
-            and not (kl_in_reward or isinstance(self.advantage, Gae) or self.critic)
+            and not (self.advantages_need_policy or self.critic)
             and not self.router_aux_coef
             and getattr(self.objective, "denominator", "all_tokens") == "all_tokens"
         )

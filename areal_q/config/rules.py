@@ -175,6 +175,12 @@ def _lengths(run: Run) -> Iterator[str]:
         )
 
 
+def _processes(run: Run) -> Iterator[str]:
+    processes, device = run.learner.processes, run.learner.device
+    if processes > 1 and ":" in device:
+        yield f"learner.device = {device!r}: learner.processes = {processes} take GPUs from 0 on: 'cuda'"
+
+
 def _engine(run: Run) -> Iterator[str]:
     rollout, size = run.rollout, run.learner.group_size
     engine, cache = rollout.engine, getattr(rollout.engine, "kv_cache", "auto")
@@ -298,7 +304,7 @@ def _addresses(run: Run) -> Iterator[str]:
 
 RULES: tuple[Callable[[Run], Iterator[str]], ...] = (
     _groups, _sampling, _advantages, _tasks, _verifiers, _evaluation_sets, _best_version, _curriculum, _lengths,
-    _engine, _lora, _small_model, _published_weights, _scores, _addresses,
+    _processes, _engine, _lora, _small_model, _published_weights, _scores, _addresses,
 )  # fmt: skip
 
 

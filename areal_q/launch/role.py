@@ -43,13 +43,12 @@ from areal_q.observability.supervisor import Supervisor
 from areal_q.system.command import run_command
 from areal_q.system.ports import free_ports
 from areal_q.system.processes import die_with_parent, end_with_parent, module_command
+from areal_q.system.torchrun import by_torchrun
 
 logger = logging.getLogger("role")
 PORTS = (6379, 5551, 5552, 29_500)
 """Ports of Redis, announcements, weights and the ranks among themselves, where none are said to be free"""
 MEND = "exit code 2, see the line above: it has to be mended; then launch again"
-_SHUTDOWN_S = 280
-"""Seconds that torchrun leaves its ranks for their step and a checkpoint"""
 _START_S, _STOP_S = 60.0, 20.0
 """Seconds that Redis may take to answer, and to end"""
 _FAREWELL_S = 15.0
@@ -185,8 +184,7 @@ def _learner(place: Path, at: Endpoint, nodes: int, rank: int, ranks: int) -> li
     hosts = [f"--nnodes={nodes}", f"--nproc-per-node={ranks}", f"--node-rank={rank}"]
     first = at.host if nodes > 1 else "127.0.0.1"
     meeting = [f"--master-addr={first}", f"--master-port={at.ranks}"]
-    rest = [f"--shutdown-timeout={_SHUTDOWN_S}", "-m", "learner"]
-    return ["areal_q.system.torchrun", *hosts, *meeting, *rest, *arguments]
+    return [*by_torchrun(*hosts, *meeting), *arguments]
 
 
 def _become(python: str, module: str, *arguments: str) -> None:

@@ -17,8 +17,16 @@ from areal_q.system.command import accept_any_text
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+SHUTDOWN_S = 280
+"""Seconds that torchrun leaves its ranks for their step and a checkpoint"""
 _REPORTERS = ("multiprocessing.api", "agent.server.api")
 """Loggers of torch.distributed.elastic: of a process that failed, and of another host that has ended"""
+
+
+def by_torchrun(*where: str, shutdown_s: int = SHUTDOWN_S) -> list[str]:
+    """Returns the module and the arguments that start several processes of the learner, but for its own;
+    `where` says how many, and where they meet."""
+    return ["areal_q.system.torchrun", *where, f"--shutdown-timeout={shutdown_s}", "-m", "learner"]
 
 
 def torchrun(arguments: Sequence[str]) -> int:

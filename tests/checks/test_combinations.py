@@ -13,8 +13,9 @@ from areal_q.checks.automatic import settled
 from areal_q.checks.combinations import check_backend
 from areal_q.checks.memory import trained_weights
 from areal_q.checks.model import check_model
+from areal_q.checks.settings import preflight
 from areal_q.config import HfEngine, HfModel, PretrainedModel, Run, TorchEngine, load
-from areal_q.errors import UserError
+from areal_q.errors import ConfigError, UserError
 from areal_q.models import load_config
 from areal_q.models.shape import shape_of
 from areal_q.quant.rescaling import pairs_of
@@ -137,7 +138,7 @@ def test_an_fp8_cache_is_refused_by_the_engine(path: Path) -> None:
 
 
 SHARING = {
-    "context = 2 does not divide 3 processes of the learner; torchrun --nproc-per-node 2": (
+    "context = 2 does not divide 3 processes of the learner: learner.processes = 2, or torch": (
         2,
         3,
         "",
@@ -237,3 +238,16 @@ def test_what_feeds_gemma_s_further_norms_is_not_known(tmp_path: Path) -> None:
     write_foreign(tmp_path, "gemma3_text")
     with pytest.raises(ValueError, match=r"what feeds .*feedforward_layernorm\.weight is not know"):
         pairs_of(load_config(tmp_path).tensors())
+
+
+def test_what_several_processes_cannot_do_is_said_early(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    two = "learner.processes=2"
+    with pytest.raises(ConfigError, match="offload: not with 2 processes of backend torch on cpu"):
+        check_model(load(None, [two, "learner.backend.offload=true"]))
+    with pytest.raises(ConfigError, match="take GPUs from 0 on"):
+        load(None, [two, "learner.device=cuda:1"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(ConfigError, match="processes = 2: each needs a GPU of its own, and there"):
+        preflight(load(None, [two, "learner.device=cuda"]))

@@ -13,7 +13,7 @@ from helpers.paths import EXECUTABLE
 
 import areal_q
 from areal_q.cli.app import ELSEWHERE, GROUPS, app
-from areal_q.cli.launcher import plan
+from areal_q.cli.programs import plan
 from areal_q.config import Python, Run, faults, load
 from areal_q.config.load import shipped
 from areal_q.errors import ConfigError

@@ -21,8 +21,8 @@ from rich.console import Console
 
 from areal_q.cli import launcher
 from areal_q.cli.app import asked_for
-from areal_q.cli.launcher import plan
 from areal_q.cli.live_view import PlainView, awaited
+from areal_q.cli.programs import Plan, Program, plan
 from areal_q.config import Python, Run, TorchBackend, dump_toml, load
 from areal_q.errors import CheckpointError, ConfigError, TaskError, UserError
 from areal_q.observability.progress import History
@@ -75,16 +75,16 @@ while True:
 # The real command line, with the plan's learner and worker replaced.
 DRIVER = """
 import functools, sys
-from areal_q.cli import app as cli, launcher as launch
+from areal_q.cli import app as cli, launcher as launch, programs
 
 def fake(run, run_dir, sockets, resume):
-    real = launch.plan(run, run_dir, sockets, resume)
+    real = programs.plan(run, run_dir, sockets, resume)
     with open("endpoints", "a") as file:
         print(*(a for a in real.learner.argv if "://" in a), file=file)
     def child(name, mode):
-        return launch.Program(name, [sys.executable, CHILD, name, mode, EVENTS, str(sockets)])
+        return programs.Program(name, [sys.executable, CHILD, name, mode, EVENTS, str(sockets)])
     workers = [child("rollout-0", WORKER)]
-    return launch.Plan(real.redis, real.redis_url, child("learner", LEARNER), workers)
+    return programs.Plan(real.redis, real.redis_url, child("learner", LEARNER), workers)
 
 launch.launch = functools.partial(launch.launch, plan=fake)
 cli.main()
@@ -281,8 +281,8 @@ def test_a_full_disk_is_said_while_the_run_goes_on(tmp_path, short_dir, monkeypa
     run = load(None, [f"root={tmp_path}", "name=demo"])
     said = StringIO()
     with RedisServer.start(tmp_path / "redis", short_dir / "redis") as server:
-        learner = launcher.Program("learner", [sys.executable, "-c", ""])
-        planned = launcher.Plan(None, server.url, learner, [])
+        learner = Program("learner", [sys.executable, "-c", ""])
+        planned = Plan(None, server.url, learner, [])
         console = Console(file=said, width=200)
         view_of = partial(PlainView, console=console)
         assert launcher.launch(run, False, view_of, lambda *given: planned) == 0
@@ -469,6 +469,66 @@ def test_plan_starts_modules_with_the_threads_of_the_settings(tmp_path, monkeypa
     assert made.learner.threads == 3 and "--resume" in made.learner.argv
     assert [(w.name, w.threads) for w in made.workers] == [("rollout-0", 2), ("rollout-1", 2)]
     assert made.learner.argv[-4:-1] == [f"ipc://{tmp_path}/s/announce", "--fetch", f"ipc://{tmp_path}/s/fetch"]  # fmt: skip  # noqa: E501
+
+
+def test_several_processes_of_the_learner_run_under_torchrun(tmp_path):
+    argv = plan(load(None, ["learner.processes=2"]), tmp_path, tmp_path, resume=True).learner.argv
+    started = argv[argv.index("-m") + 1 :]
+    assert started[:2] == ["areal_q.system.torchrun", "--standalone"]
+    assert "--nproc-per-node=2" in started and "--local-addr=127.0.0.1" in started
+    rest = started[started.index("-m") :]
+    assert rest[:2] == ["-m", "learner"] and "--run-dir" in rest and rest[-1] == "--resume"
+
+
+ON_CUDA = ["learner.device=cuda", "rollout.engine.device=cuda"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "gpus", "seen"),
+    [
+        # one GPU, or none: whoever asks for it has it
+        (ON_CUDA, 1, [None, None]),
+        ([], 4, [None, None]),
+        # the first are the learner's
+        (ON_CUDA, 4, ["1", "2", "3", "1"]),
+        ([*ON_CUDA, "learner.processes=2"], 4, ["2", "3", "2", "3"]),
+        # a learner that names its GPU, or is on the CPU, leaves the others
+        (["learner.device=cuda:1", "rollout.engine.device=cuda"], 3, ["0", "2", "0"]),
+        (["rollout.engine.device=cuda"], 2, ["0", "1", "0"]),
+        # all are the learner's: they are shared
+        ([*ON_CUDA, "learner.processes=2"], 2, ["0", "1", "0"]),
+        # an engine whose device is named has it
+        (["learner.device=cuda", "rollout.engine.device=cuda:3"], 4, [None, None]),
+        (
+            [
+                "learner.device=cuda",
+                "rollout.engine={type='vllm', tensor_parallel=2}",
+                "rollout.format=bf16",
+            ],
+            5,
+            ["1,2", "3,4", "1,2"],
+        ),
+        # too few are left for one engine: they are shared
+        (
+            [
+                "learner.device=cuda",
+                "rollout.engine={type='vllm', tensor_parallel=2}",
+                "rollout.format=bf16",
+            ],
+            2,
+            ["0,1", "0,1"],
+        ),
+        # too few are there: vLLM says so
+        (["rollout.engine={type='vllm', tensor_parallel=4}", "rollout.format=bf16"], 2, [None]),
+    ],
+)
+def test_workers_see_the_gpus_that_the_learner_leaves(
+    tmp_path, monkeypatch, settings: list[str], gpus: int, seen: list[str | None]
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus))))
+    run = load(None, [*settings, f"rollout.workers={len(seen)}"])
+    workers = plan(run, tmp_path, tmp_path, resume=False).workers
+    assert [worker.env.get("CUDA_VISIBLE_DEVICES") for worker in workers] == seen
 
 
 def test_a_redis_that_is_there_already_is_not_started(tmp_path, monkeypatch):

@@ -143,3 +143,37 @@ def test_forged_records_end_neither_of_two_ranks(
         g.ticket.number for _, groups in read_log(tmp_path / "two/trajectories") for g in groups
     ]
     assert len(taken) == len({*taken}) == STEPS * run.learner.groups
+
+
+def areal_q(place: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "ignore", "-m", "areal_q", "run", *args]
+    return subprocess.run(command, cwd=place, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(420)
+def test_a_run_has_as_many_processes_as_its_settings_say(
+    make_run: Callable[..., Run], tmp_path: Path
+):
+    run = make_run("name=here", "eval.every=1000", "eval.problems=4", "checkpoint.sharded=true")
+    (tmp_path / "here.toml").write_text(dump_toml(run))
+    began = areal_q(tmp_path, "here.toml", "learner.processes=2", "steps=2")
+    assert began.returncode == 0, began.stderr
+    directory = tmp_path / "runs" / "here"
+    newest = checkpoint.steps(directory / "checkpoints")[-1]
+    assert (newest / "tensors-00001.safetensors").exists(), "each process wrote its share"
+    alone = areal_q(tmp_path, "runs/here", "--resume", "learner.processes=1", "steps=4")
+    assert alone.returncode == 0, alone.stderr
+    assert steps_in(directory) == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_what_several_processes_cannot_do_is_said_in_one_line(
+    make_run: Callable[..., Run], tmp_path: Path
+):
+    (tmp_path / "odd.toml").write_text(dump_toml(make_run("name=odd")))
+    refused = areal_q(tmp_path, "odd.toml", "learner.processes=3", "learner.backend.context=2")
+    assert refused.returncode == 2
+    assert "learner.backend.context = 2 does not divide 3 processes" in refused.stderr
+    assert "Traceback" not in refused.stdout + refused.stderr

@@ -10,6 +10,7 @@ from rich.console import Console
 from areal_q.cli import launcher
 from areal_q.cli.child_processes import Program
 from areal_q.cli.live_view import PlainView
+from areal_q.cli.programs import Plan, plan
 from areal_q.config import load
 from buffer.redis_store.local_server import RedisServer
 
@@ -66,7 +67,7 @@ def test_a_run_ends_well_whatever_its_tracker_does(
 
     with RedisServer.start(tmp_path / "redis", short_dir / "redis") as server:
         tracker = program("tracker-wandb", BEGIN + code, beside=True)
-        planned = launcher.Plan(None, server.url, program("learner", LEARNER), [], [tracker])
+        planned = Plan(None, server.url, program("learner", LEARNER), [], [tracker])
         view = PlainView(run, Console(file=out, width=300))
         assert launcher.launch(run, False, lambda _: view, lambda *given: planned) == 0
     assert (tmp_path / "demo" / "learnt").exists()
@@ -78,7 +79,7 @@ def test_a_run_ends_well_whatever_its_tracker_does(
 
 def test_each_tracker_of_the_settings_is_a_process(tmp_path: Path) -> None:
     run = load(None, ['trackers=[{type="wandb"}, {type="trackio"}, {type="wandb", project="b"}]'])
-    planned = launcher.plan(run, tmp_path / "demo", tmp_path, False)
+    planned = plan(run, tmp_path / "demo", tmp_path, False)
     assert [one.name for one in planned.trackers] == [
         f"tracker-{n}" for n in ("wandb", "trackio", "wandb-2")
     ]
@@ -121,8 +122,6 @@ def test_ctrl_c_leaves_a_wait_for_trackers(
     until_deaf = f"while not pathlib.Path({str(tmp_path / 'deaf')!r}).exists(): time.sleep(0.02)"
     learner = Program("learner", [sys.executable, "-c", f"import pathlib, time\n{until_deaf}"])
     with RedisServer.start(tmp_path / "redis", short_dir / "redis") as server:
-        planned = launcher.Plan(
-            None, server.url, learner, [], [Program("tracker-x", hang, beside=True)]
-        )
+        planned = Plan(None, server.url, learner, [], [Program("tracker-x", hang, beside=True)])
         assert launcher.launch(run, False, lambda _: View(), lambda *given: planned) == 0
     assert finished[-1] == "finish" and "tracker-x has not ended" in finished[-2]
