@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from areal_q.config import Sampling
 from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan, WorkerStatus
+from areal_q.messages.tokens import mask_array
 
 
 def make_ticket(number: int = 0, **fields: Any) -> Ticket:
@@ -38,10 +39,11 @@ def drawn_trajectory(index: int, completion: Any, **fields: Any) -> Trajectory:
     """Returns what an engine has completed (rollout/engines/base.py), not scored."""
     c = completion
     told = {"spans": c.spans, "finish_reason": c.finish_reason or "length"}
-    routes = None if c.routes is None else Array.of(c.routes)
-    return make_trajectory(
-        index, c.response_ids, c.logprobs, **(told | {"routes": routes} | fields)
-    )
+    told |= {
+        "routes": None if c.routes is None else Array.of(c.routes),
+        "sampling_mask": mask_array(c.sampling_mask or []),
+    }
+    return make_trajectory(index, c.response_ids, c.logprobs, **(told | fields))
 
 
 def make_group(ticket: Ticket | None = None, **fields: Any) -> Group:

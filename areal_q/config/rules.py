@@ -13,7 +13,14 @@ from areal_q.config.engines import ScriptedEngine, SglangEngine, VllmEngine, no_
 from areal_q.config.environments import SingleTurn, VerifiersEnvironment
 from areal_q.config.learner import MegatronBackend, PassRate, ServerTeacher
 from areal_q.config.objectives import BySource, Gae
-from areal_q.config.run import ROUNDS_ACTIVATIONS, WEIGHT_SCALES, Run, SmallModel
+from areal_q.config.run import (
+    LARGEST_MASK,
+    LARGEST_MASKS,
+    ROUNDS_ACTIVATIONS,
+    WEIGHT_SCALES,
+    Run,
+    SmallModel,
+)
 from areal_q.config.tasks import Chat, Choice, Gsm8k, Math, Mix, Python, VerifiersTask, chat_of
 from areal_q.config.trackers import Mlflow, labelled
 
@@ -49,11 +56,26 @@ def _sampling(run: Run) -> Iterator[str]:
     sampling = run.rollout.sampling
     if sampling.temperature == 0:
         yield "rollout.sampling.temperature = 0 draws the same response for a whole group"
-    if sampling.top_p < 1 or sampling.top_k or sampling.min_p:
+    if not sampling.truncated:
+        return
+    names = "rollout.sampling.top_p, top_k and min_p"
+    if not 0 < sampling.top_k <= LARGEST_MASK:
         yield (
-            "rollout.sampling.top_p, top_k and min_p must be 1.0, 0 and 0.0 in training: the learner scores "
-            "the whole distribution, as a teacher does, so a truncated one would bias every ratio; a "
-            "temperature below 1 narrows what is drawn, and is scored as well"
+            f"{names}: in training rollout.sampling.top_k must be from 1 to {LARGEST_MASK}, as each token is "
+            "recorded with all that it was drawn from"
+        )
+    size = 4 * sampling.top_k * sampling.max_tokens * run.learner.group_size
+    if size > LARGEST_MASKS:
+        yield (
+            f"rollout.sampling.top_k = {sampling.top_k}: a group's record may take {size >> 20} MiB for what "
+            f"tokens were drawn from, more than {LARGEST_MASKS >> 20}"
+        )
+    if run.learner.teacher:
+        yield f"{names} must be 1.0, 0 and 0.0: learner.teacher scores the whole distribution"
+    if isinstance(run.learner.backend, MegatronBackend) or run.learner.context > 1:
+        yield (
+            f"{names} must be 1.0, 0 and 0.0: neither Megatron nor learner.backend.context scores a part of "
+            "the distribution"
         )
 
 

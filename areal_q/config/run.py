@@ -143,6 +143,10 @@ class Sft(Settings, frozen=True, kw_only=True):
 
 
 LARGEST_TEMPERATURE = 1000.0
+LARGEST_MASK = 512
+"""Most tokens that one token is drawn from in training, where sampling is truncated: they are recorded"""
+LARGEST_MASKS = 128 << 20
+"""Most bytes that these may take of a group, half of the largest record"""
 MOST_STOPS, LONGEST_STOP = 64, 1000
 """Each stop is compared with the end of a response at every token."""
 StopText = Annotated[str, Meta(min_length=1, max_length=LONGEST_STOP)]
@@ -157,7 +161,7 @@ class Sampling(Settings, frozen=True, kw_only=True):
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Keeps the most probable tokens whose probabilities add up to this share; 1 keeps all."""
     top_k: WholeNumber = 0
-    """0 keeps the whole vocabulary."""
+    """0 keeps the whole vocabulary. In training with a `top_p`, `top_k` or `min_p` it is from 1 to 512."""
     min_p: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     """Drops tokens less probable than this share of the most probable one; 0 drops none."""
     max_tokens: Count = 16
@@ -165,6 +169,11 @@ class Sampling(Settings, frozen=True, kw_only=True):
     stop: Annotated[tuple[StopText | StopIds, ...], Meta(max_length=MOST_STOPS)] = ()
     """A response ends with the token that completes one of these strings in its text, or one of these
     sequences of ids; both are part of it."""
+
+    @property
+    def truncated(self) -> bool:
+        """True if these settings leave tokens out."""
+        return bool(self.top_k or self.top_p < 1 or self.min_p)
 
 
 class KvScales(Settings, frozen=True, kw_only=True):
@@ -245,14 +254,14 @@ class RolloutConfig(Settings, frozen=True, kw_only=True):
     """Threads of each worker's process."""
 
     @property
-    def smooths(self) -> Smoothing | None:
-        """The settings of smoothing if it is on; a run settles what `auto` is when it starts."""
-        return self.smoothing if isinstance(self.smoothing, Smoothing) else None
-
-    @property
     def rounds_rest(self) -> bool:
         """True if weights that the format does not apply to are rounded to bfloat16."""
         return self.unquantized == "bf16"
+
+    @property
+    def smooths(self) -> Smoothing | None:
+        """The settings of smoothing if it is on; a run settles what `auto` is when it starts."""
+        return self.smoothing if isinstance(self.smoothing, Smoothing) else None
 
     @property
     def tokens_after_prompt(self) -> int:

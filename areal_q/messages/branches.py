@@ -21,6 +21,7 @@ from areal_q.messages.tokens import (
     Tokens,
     TurnReward,
     VersionSpan,
+    validate_sampling_mask,
     validate_tokens,
     validate_turn_rewards,
 )
@@ -51,15 +52,21 @@ class Branch(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     routes: Array | None = None
     """uint8 or uint16 [N, L, K]: the experts of the first N of its own tokens, as a trajectory has them of all
     of the first path, N ≤ T - 1"""
+    sampling_mask: Array | None = None
     turn_rewards: tuple[TurnReward, ...] = ()
 
 
 def validate_branches(
-    first: Tokens, branches: Sequence[Branch], prompt_tokens: int, budget: int, where: str
+    first: Tokens,
+    branches: Sequence[Branch],
+    prompt_tokens: int,
+    budget: int,
+    masked: bool,
+    where: str,
 ) -> None:
     """Raises RecordError, which begins with `where` and names the branch, unless each of the `branches` beside
     the `first` path hangs at tokens of an earlier one and has some of its own, at least one of them drawn. An
-    episode draws at most `budget` tokens on all of its paths."""
+    episode draws at most `budget` tokens on all of its paths. `masked` is Ticket.masked."""
     if len(branches) > MOST_BRANCHES:
         raise RecordError(f"{where}: {len(branches)} branches, more than {MOST_BRANCHES}")
     lengths = [prompt_tokens + first.response_ids.shape[0]]
@@ -74,6 +81,7 @@ def validate_branches(
                 f"{lengths[branch.parent]}"
             )
         validate_tokens(branch, place)
+        validate_sampling_mask(branch, masked, place)
         validate_turn_rewards(branch, place)
         if not (own := _drawn(branch.loss_mask)):
             raise RecordError(f"{place}: none of its tokens was drawn")

@@ -43,7 +43,10 @@ def encode_group(group: Group) -> list[bytes | memoryview]:
         arrays.append(array.data)
         return Array(array.dtype, array.shape, _PLACEHOLDER)
 
-    if not any(t.routes or len(t.response_ids.data) >= LONG_BYTES for t in group.trajectories):
+    if not any(
+        t.routes or t.sampling_mask or len(t.response_ids.data) >= LONG_BYTES
+        for t in group.trajectories
+    ):
         return [encode(group)]
     trajectories = [
         replace(
@@ -52,6 +55,7 @@ def encode_group(group: Group) -> list[bytes | memoryview]:
             behavior_logprobs=taken_out(t.behavior_logprobs),
             loss_mask=taken_out(t.loss_mask),
             routes=t.routes and taken_out(t.routes),
+            sampling_mask=t.sampling_mask and taken_out(t.sampling_mask),
         )
         for t in group.trajectories
     ]

@@ -32,6 +32,7 @@ def parts(prompt: np.ndarray, t: Trajectory) -> Iterator[tuple[np.ndarray, Traje
                 finish_reason=branch.finish_reason,
                 teacher_logprobs=branch.teacher_logprobs,
                 turn_rewards=branch.turn_rewards,
+                sampling_mask=branch.sampling_mask,
                 routes=None if routes[-1] is None else Array.of(routes[-1]),
                 reward_notes={},
                 branches=(),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, get_args
 import msgspec
 import numpy as np
 
+from areal_q.config.run import LARGEST_MASK
 from areal_q.errors import RecordError
 
 LARGEST_LOGPROB = 1e-3
@@ -95,19 +96,58 @@ class TurnReward(msgspec.Struct, frozen=True, array_like=True, gc=False):
     reward: float
 
 
-class Tokens(Protocol):
-    """Tokens with all that was recorded of each: a trajectory's own, or a branch's."""
+class Drawn(Protocol):
+    """Tokens, which of them were drawn, and what from."""
 
     @property
     def response_ids(self) -> Array: ...
     @property
-    def behavior_logprobs(self) -> Array: ...
-    @property
     def loss_mask(self) -> Array: ...
+    @property
+    def sampling_mask(self) -> Array | None: ...
+
+
+class Tokens(Drawn, Protocol):
+    """Tokens with all that was recorded of each: a trajectory's own, or a branch's."""
+
+    @property
+    def behavior_logprobs(self) -> Array: ...
     @property
     def spans(self) -> list[VersionSpan]: ...
     @property
     def turn_rewards(self) -> tuple[TurnReward, ...]: ...
+
+
+NOTHING = np.empty(0, np.int32)
+"""What is told of a token that was not drawn, or could have been any"""
+
+
+def mask_array(rows: Sequence[np.ndarray]) -> Array | None:
+    """Returns the ids that each token was drawn from, int32 [T, K], filled with -1; None if there are none."""
+    if all(row is NOTHING for row in rows):
+        return None
+    return padded(np.array([len(row) for row in rows]), np.concatenate(rows))
+
+
+def padded(lengths: np.ndarray, ids: np.ndarray) -> Array:
+    """Returns the same from the number of ids of each token and all ids, one after the other."""
+    out = np.full((len(lengths), lengths.max()), -1, np.int32)
+    out[np.arange(out.shape[1]) < lengths[:, None]] = ids
+    return Array.of(out)
+
+
+def unpadded(array: Array) -> tuple[np.ndarray, np.ndarray]:
+    """Returns what `padded` was given."""
+    there = array.numpy() >= 0
+    return there.sum(1), array.numpy()[there]
+
+
+def mask_rows(array: Array | None, tokens: int) -> list[np.ndarray]:
+    """Returns what `mask_array` was given for so many `tokens`."""
+    if array is None:
+        return [NOTHING] * tokens
+    lengths, ids = unpadded(array)
+    return [row if len(row) else NOTHING for row in np.split(ids, lengths.cumsum()[:-1])]
 
 
 _COLUMNS = (("response_ids", "int32"), ("behavior_logprobs", "float32"), ("loss_mask", "uint8"))
@@ -138,6 +178,31 @@ def validate_tokens(t: Tokens, where: str) -> None:
     if any(s.tokens < 1 for s in t.spans) or sum(s.tokens for s in t.spans) != ids.size:
         raise RecordError(
             f"{where}: version spans cover {sum(s.tokens for s in t.spans)} of {ids.size} tokens"
+        )
+
+
+def validate_sampling_mask(t: Drawn, wanted: bool, where: str) -> None:
+    """Raises RecordError, which begins with `where`, unless it is told what drawn tokens were drawn from where
+    that is `wanted`, and nowhere else: different ids in order, with that of the token among them."""
+    drawn, size = t.loss_mask.numpy() != 0, t.response_ids.shape[0]
+    if t.sampling_mask is None:
+        if wanted and drawn.any():
+            raise RecordError(f"{where}: it is not told what its tokens were drawn from")
+        return
+    shape = t.sampling_mask.shape
+    fits = t.sampling_mask.dtype == "int32" and len(shape) == 2 and shape[0] == size
+    if not (wanted and fits and 0 < shape[1] <= LARGEST_MASK):
+        raise RecordError(
+            f"{where}: sampling_mask {t.sampling_mask.dtype}{list(shape)} is not int32 [{size}, 1 to "
+            f"{LARGEST_MASK}] of a truncated distribution"
+        )
+    rows = t.sampling_mask.numpy()
+    before, after = rows[:, :-1], rows[:, 1:]
+    in_order = ((after == -1) | ((before >= 0) & (after > before))).all(1) & (rows[:, 0] >= -1)
+    among = (rows == t.response_ids.numpy()[:, None]).any(1) | ~drawn
+    if len(wrong := np.flatnonzero(~(in_order & among))):
+        raise RecordError(
+            f"{where}, token {wrong[0]}: sampling_mask has not different ids in order, its own among them"
         )
 
 

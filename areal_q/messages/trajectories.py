@@ -18,6 +18,7 @@ from areal_q.messages.tokens import (
     FinishReason,
     TurnReward,
     VersionSpan,
+    validate_sampling_mask,
     validate_tokens,
     validate_turn_rewards,
 )
@@ -81,6 +82,11 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     why: str = ""
     """Why the order chose it then, in words; "" where the number says it."""
 
+    @property
+    def masked(self) -> bool:
+        """True if it is recorded what each token was drawn from: in training, of a truncated distribution."""
+        return self.purpose == "train" and self.sampling.truncated
+
     def validate(self) -> "Ticket":
         """This ticket, if its prompt keeps the contract. Raises RecordError."""
         prompt = self.prompt_ids
@@ -124,6 +130,9 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     and response to, N ≤ P + T - 1; None: no experts, or not recorded. L · K bytes a token: 6 for the small
     model of configs/quickstart-moe.toml, 384 for Qwen3-30B-A3B, 700k tokens of which fill MAX_RECORD_BYTES."""
 
+    sampling_mask: Array | None = None
+    """int32 [T, K]: the ids that each token was drawn from, ascending, where sampling was truncated; -1 fills
+    the rows. None where all could be drawn. 4 · K bytes a token."""
     teacher_logprobs: Array | None = None
     """float32 [T] nats: log π_T of `learner.teacher`, which the learner adds; None without one."""
     branches: tuple[Branch, ...] = ()
@@ -163,6 +172,7 @@ class PartialResponse(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens at the end that belong to one that has not."""
     ended: bool
     routes: Array | None = None
+    sampling_mask: Array | None = None
 
     def validate(self, ticket: Ticket) -> "PartialResponse":
         """This, if it is the beginning of a response to `ticket`. Raises RecordError."""
@@ -190,6 +200,7 @@ class PartialResponse(msgspec.Struct, frozen=True, kw_only=True):
         if self.routes is not None:
             prompt = ticket.prompt_ids.shape[0]
             _validate_routes(self.routes, prompt + size, "partial response")
+        validate_sampling_mask(self, ticket.masked, "partial response")
         return self
 
 
@@ -235,12 +246,13 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
             if t.routes is not None:
                 tokens = prompt.shape[0] + t.num_tokens
                 _validate_routes(t.routes, tokens, f"{where}, trajectory {t.index}")
+            validate_sampling_mask(t, self.ticket.masked, f"{where}, trajectory {t.index}")
             if t.turn_rewards:
                 validate_turn_rewards(t, f"{where}, trajectory {t.index}")
             if t.branches:
-                budget = self.ticket.sampling.max_tokens
                 place = f"{where}, trajectory {t.index}"
-                validate_branches(t, t.branches, prompt.shape[0], budget, place)
+                budget, masked = self.ticket.sampling.max_tokens, self.ticket.masked
+                validate_branches(t, t.branches, prompt.shape[0], budget, masked, place)
                 for number, branch in enumerate(t.branches, 1):
                     _validate_branch_routes(branch, t.routes, f"{place}, branch {number}")
         return self

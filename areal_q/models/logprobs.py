@@ -10,6 +10,7 @@ Notation: T tokens, D model width, V vocabulary, B columns of a block; l = logit
 better whatever the model's dtype. H is a token's entropy, and lse its log Σ exp l.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -153,6 +154,75 @@ class _Blockwise(torch.autograd.Function):
             None,
             None,
         )
+
+
+def masked_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    mask: Tensor,
+    temperature: float,
+    entropy_learns: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Returns what `head_logprobs` does, of the distribution over each token's ids `mask` int64 [T, K], of
+    which -1 is none, and the target is one. Sampling was truncated to these ids, and so an importance ratio
+    must be (arXiv 2512.02556, §3.1). No logits of other ids are computed."""
+    way: Any = _Masked.apply
+    logprobs, entropy = way(hidden, weight, targets, mask, temperature)
+    return logprobs, entropy if entropy_learns else entropy.detach()
+
+
+class _Masked(torch.autograd.Function):
+    """Takes as many tokens at once as have BLOCK numbers in the rows of the head that they need."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, mask: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        ctx.temperature = temperature
+        found = [_Masked.among(*block, weight, temperature)[1:] for block in _blocks(hidden, mask)]
+        logp, entropy = (torch.cat(parts) for parts in zip(*found, strict=True))
+        ctx.save_for_backward(hidden, weight, targets, mask)
+        return logp.masked_fill(mask != targets[:, None], 0.0).sum(-1), entropy
+
+    @staticmethod
+    def among(
+        hidden: Tensor, mask: Tensor, weight: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the rows of the head [R, K, D], log-probs [R, K], of -1 below any other, and entropies."""
+        rows = wide(weight[mask.clamp(min=0)])
+        logits = torch.einsum("rkd,rd->rk", rows, wide(hidden)) / temperature
+        logp = torch.log_softmax(logits.masked_fill(mask < 0, -1e30), dim=-1)
+        return rows, logp, -(logp.exp() * logp).sum(-1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
+        """Uses the same derivatives as above, over the ids of the mask."""
+        hidden, weight, targets, mask = ctx.saved_tensors
+        to_hidden, to_weight = ctx.needs_input_grad[:2]
+        grad_weight = torch.zeros_like(weight) if to_weight else None
+        of_hidden, begin = [], 0
+        for part, ids in _blocks(hidden, mask):
+            here = slice(begin, begin := begin + len(part))
+            of_logp, of_entropy = (grad[here, None] for grad in grads)
+            rows, logp, entropy = _Masked.among(part, ids, weight, ctx.temperature)
+            chosen = (ids == targets[here, None]).to(logp.dtype)
+            p = logp.exp()
+            grad = of_logp * (chosen - p) - of_entropy * p * (logp + entropy[:, None])
+            grad /= ctx.temperature
+            if to_hidden:
+                of_hidden.append(torch.einsum("rk,rkd->rd", grad, rows))
+            if grad_weight is not None:
+                each = (grad[:, :, None] * wide(part)[:, None]).flatten(0, 1)
+                grad_weight.index_add_(0, ids.clamp(min=0).flatten(), each.to(weight.dtype))
+        grad_hidden = torch.cat(of_hidden).to(hidden.dtype) if to_hidden else None
+        return grad_hidden, grad_weight, None, None, None
+
+
+def _blocks(hidden: Tensor, mask: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    rows = max(1, BLOCK // (mask.shape[1] * hidden.shape[1]))
+    return zip(hidden.split(rows), mask.split(rows), strict=True)
 
 
 def _logits(hidden: Tensor, part: Tensor, temperature: float) -> Tensor:

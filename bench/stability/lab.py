@@ -100,6 +100,7 @@ class Drawer:
                 sampling=ticket.sampling,
                 seed=ticket.seed,
                 stop_ids=frozenset(self.tokenizer.stops),
+                masked=ticket.masked,
             )
         )
         problem = Problem.of_ticket(ticket)

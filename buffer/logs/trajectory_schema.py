@@ -8,7 +8,8 @@ Of the group:       group_schema, worker, engine, weight_format, started_s, fini
 Of the trajectory:  index, response_ids, behavior_logprobs, loss_mask, spans, finish_reason, reward,
                     reward_parts, reward_notes, routes (raw little-endian bytes, empty where there are none),
                     routes_shape ([N, L, K]; [] where there are none), valid, failure (the cause; empty where
-                    the reward did not fail), teacher_logprobs (empty without a teacher)
+                    the reward did not fail), teacher_logprobs (empty without a teacher), sampling_mask (a
+                    list of ids for each token; empty where all could be drawn)
 Of an agent's:      branches and turn_rewards, lists of structs; left out while no episode of the run has either
 
 The names are those of areal_q.messages, which gives their units and shapes. After the first release a column
@@ -28,6 +29,7 @@ from areal_q.config import Sampling
 from areal_q.decode_errors import in_words
 from areal_q.errors import RecordError
 from areal_q.messages import Array, Branch, Group, Ticket, Trajectory, TurnReward, VersionSpan
+from areal_q.messages.tokens import NOTHING, mask_array, mask_rows, padded, unpadded
 from buffer.logs.parquet_log import LogFormat
 
 _SCHEMA_VERSION = 1
@@ -45,6 +47,7 @@ _SAMPLING = pa.struct(
 _SPANS = pa.list_(
     pa.struct([("version", pa.int64()), ("tokens", pa.int64()), ("digest", pa.string())])
 )
+_SAMPLING_MASK = pa.list_(pa.large_list(pa.int32()))
 TRAJECTORY_SCHEMA = pa.schema(
     [
         ("step", pa.int64()),
@@ -88,6 +91,7 @@ TRAJECTORY_SCHEMA = pa.schema(
         ("problem", pa.int64()),
         ("why", pa.string()),
         ("teacher_logprobs", pa.list_(pa.float32())),
+        ("sampling_mask", _SAMPLING_MASK),
     ],
     metadata={_METADATA_KEY: str(_SCHEMA_VERSION)},
 )
@@ -106,6 +110,7 @@ _BRANCHES = pa.list_(
             ("turn_rewards", _TURN_REWARDS),
             ("routes", pa.binary()),
             ("routes_shape", pa.list_(pa.int32())),
+            ("sampling_mask", _SAMPLING_MASK),
         ]
     )
 )
@@ -157,6 +162,7 @@ def groups_to_table(
         "routes": [bytes(t.routes.data) if t.routes else b"" for _, _, t in rows],
         "routes_shape": [list(t.routes.shape) if t.routes else [] for _, _, t in rows],
         "teacher_logprobs": [_numbers(t.teacher_logprobs) for _, _, t in rows],
+        "sampling_mask": _mask_column([t.sampling_mask for _, _, t in rows]),
     }
     columns |= {name: [getattr(t, name) for t in tickets] for name in _TICKET_FIELDS}
     columns |= {name: [getattr(g, name) for _, g, _ in rows] for name in _GROUP_FIELDS}
@@ -178,10 +184,11 @@ def has_episodes(groups: Sequence[Group]) -> bool:
 def groups_from_table(table: pa.Table, validate: bool = True) -> list[Group]:
     """Returns the groups of one step's rows. Raises RecordError for rows that do not make a valid group;
     without `validate`, only for rows that cannot be decoded."""
-    arrays = {
+    arrays: dict[str, Sequence[Array | None]] = {
         name: _arrays(table.column(name).combine_chunks())
         for name in ("prompt_ids", *_TOKEN_FIELDS)
     }
+    arrays |= {"sampling_mask": _masks(table.column("sampling_mask").combine_chunks())}
     rows = table.drop_columns(list(arrays)).to_pylist()
     for i, row in enumerate(rows):
         row.update({name: values[i] for name, values in arrays.items()})
@@ -235,6 +242,7 @@ def _trajectory(row: dict[str, Any]) -> Trajectory:
         routes=_routes(row),
         failure=row["failure"] or None,
         teacher_logprobs=Array.of(given, "float32") if given else None,
+        sampling_mask=row["sampling_mask"],
         branches=tuple(_branch(branch) for branch in row.get("branches", ())),
         turn_rewards=_turn_rewards(row.get("turn_rewards", ())),
         **{name: row[name] for name in (*_TRAJECTORY_FIELDS, *_TOKEN_FIELDS)},
@@ -251,6 +259,7 @@ def _branch_row(branch: Branch) -> dict[str, Any]:
         "turn_rewards": _turn_rewards_row(branch.turn_rewards),
         "routes": bytes(branch.routes.data) if branch.routes else b"",
         "routes_shape": list(branch.routes.shape) if branch.routes else [],
+        "sampling_mask": _mask_row(branch),
         **{name: getattr(branch, name).numpy() for name in _TOKEN_FIELDS},
     }
 
@@ -269,6 +278,7 @@ def _branch(row: dict[str, Any]) -> Branch:
             teacher_logprobs=Array.of(given, "float32") if given else None,
             turn_rewards=_turn_rewards(row["turn_rewards"]),
             routes=_routes(row),
+            sampling_mask=_sampling_mask(row),
         )
     except (TypeError, ValueError) as error:
         raise RecordError(f"a branch lacks values: {error}") from error
@@ -282,6 +292,39 @@ def _turn_rewards(rows: Sequence[dict[str, Any]]) -> tuple[TurnReward, ...]:
     if any(None in row.values() for row in rows):
         raise RecordError("a turn's reward lacks values")
     return tuple(TurnReward(**row) for row in rows)
+
+
+def _mask_row(branch: Branch) -> list[np.ndarray]:
+    mask = branch.sampling_mask
+    return [] if mask is None else mask_rows(mask, branch.response_ids.shape[0])
+
+
+def _mask_column(masks: Sequence[Array | None]) -> pa.ListArray:
+    """Returns a list of ids for each token of each row; no list for a row without a mask."""
+    told = [unpadded(mask) for mask in masks if mask]
+    lengths, ids = (
+        np.concatenate([NOTHING, *parts]) for parts in zip(*told, ([], []), strict=True)
+    )
+    tokens = [mask.shape[0] if mask else 0 for mask in masks]
+    ends, places = np.cumsum([0, *tokens], dtype=np.int32), np.cumsum([0, *lengths])
+    inner = pa.LargeListArray.from_arrays(pa.array(places), pa.array(ids, pa.int32()))
+    return pa.ListArray.from_arrays(pa.array(ends), inner)
+
+
+def _masks(lists: pa.ListArray) -> list[Array | None]:
+    """Returns what `_mask_column` was given."""
+    places, ids = lists.values.offsets.to_numpy(), lists.values.values.to_numpy()
+    return [
+        padded(np.diff(places[a : b + 1]), ids[places[a] : places[b]])
+        if places[b] > places[a]
+        else None
+        for a, b in pairwise(lists.offsets.to_numpy())
+    ]
+
+
+def _sampling_mask(row: dict[str, Any]) -> Array | None:
+    told = row["sampling_mask"]
+    return mask_array([np.array(ids, np.int32) if ids else NOTHING for ids in told])
 
 
 def _routes(row: dict[str, Any]) -> Array | None:

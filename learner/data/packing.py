@@ -122,6 +122,9 @@ class PackedBatch:
     """False if every advantage is 0: then the tokens are counted and measured, but have no gradient."""
     routes: torch.Tensor | None = None
     """int16 [N, L, K]: the experts to which the rollout sent each token, or UNRECORDED; None if all are."""
+    sampling_mask: torch.Tensor | None = None
+    """int64 [T, K]: the ids that each token was drawn from, -1 for none; one that was not drawn has itself
+    alone. None where all ids could be drawn."""
     teacher_logprobs: torch.Tensor | None = None
     """float32 [T]: log π_T in nats; None unless a teacher scored all the responses."""
     counts: bool = True
@@ -308,7 +311,7 @@ def pack_samples(
         sequence_ids=tensor(spread(np.arange(len(samples))), torch.int64),
         responses=tuple((s.ticket, s.trajectory.index, s.branch) for s in samples),
         learns=learns or any(sample.learns for sample in samples),
-        routes=_routes(samples, layout, device),
+        routes=_routes(samples, layout, device), sampling_mask=_sampling_mask(trajectories, device),
         teacher_logprobs=tensor(joined("teacher_logprobs"), torch.float32) if taught else None,
         share=tensor(spread(shares), torch.float32) if any(x != 1 for x in shares) else None,
     )  # fmt: skip
@@ -339,6 +342,22 @@ def _inputs(
     paths = np.frombuffer(bytearray().join(chain(*pairs)), "<i4")
     own, at = (np.array(x) for x in zip(*((s.tokens, s.at) for s in segments), strict=True))
     return paths[ranges(lengths.cumsum() - lengths + at, own)]
+
+
+def _sampling_mask(trajectories: Sequence[Trajectory], device: str) -> torch.Tensor | None:
+    """Returns PackedBatch.sampling_mask of these trajectories; None if none of them tells it."""
+    if not any(t.sampling_mask for t in trajectories):
+        return None
+    arrays = [
+        t.sampling_mask.numpy() if t.sampling_mask else np.full((t.num_tokens, 1), -1)
+        for t in trajectories
+    ]
+    widest = max(array.shape[1] for array in arrays)
+    rows = [np.pad(a, ((0, 0), (0, widest - a.shape[1])), constant_values=-1) for a in arrays]
+    kept = np.concatenate(rows).astype(np.int64)
+    ids = Array.concatenate([t.response_ids for t in trajectories])
+    kept[:, 0] = np.where(kept[:, 0] < 0, ids, kept[:, 0])
+    return torch.from_numpy(kept).to(device, non_blocking=True)
 
 
 def _routes(samples: Sequence[Sample], layout: PackedLayout, device: str) -> torch.Tensor | None:

@@ -38,6 +38,11 @@ def fits(config: DecoderConfig, learner: LearnerConfig) -> Callable[[Group], Non
                     f"{where}, trajectory {t.index}: {tokens} tokens with the prompt, more than "
                     f"the {most} that {learner.pass_limit} and the model's positions leave"
                 )
+            for mask in (path.sampling_mask for path in (t, *t.branches) if path.sampling_mask):
+                if mask.numpy().max() >= config.vocab_size:
+                    raise RecordError(
+                        f"{where}, trajectory {t.index}: drawn from ids outside of {config.vocab_size}"
+                    )
             for routes in (path.routes for path in (t, *t.branches) if path.routes):
                 if not experts or routes.shape[1:] != (layers, experts.per_token):
                     raise RecordError(

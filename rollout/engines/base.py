@@ -8,6 +8,7 @@ import numpy as np
 from msgspec import Struct
 
 from areal_q.config import RolloutConfig, Sampling
+from areal_q.config.run import LARGEST_MASK
 from areal_q.errors import ContextExceeded, EngineDied, RecordError
 from areal_q.messages import FinishReason, VersionSpan
 
@@ -31,6 +32,8 @@ class Capabilities(Struct, frozen=True):
     """True if the engine takes the scales of an FP8 cache from the learner."""
     routes: bool = False
     """True if the engine records the experts that tokens were sent to."""
+    sampling_mask: bool = False
+    """True if the engine tells which tokens each one was drawn from, where sampling is truncated."""
     of_experts: frozenset[str] | None = None
     """Those of `formats` that it computes a mixture of experts in; None: all of them."""
 
@@ -57,6 +60,10 @@ class Capabilities(Struct, frozen=True):
             return "rollout.kv_scales: it measures the scales of its KV cache itself"
         if routes and not self.routes:
             return "learner.routing_replay: it does not tell which experts tokens were sent to"
+        if asked.sampling.truncated and not self.sampling_mask:
+            return (
+                "rollout.sampling.top_p, top_k, min_p: it does not tell what tokens were drawn from"
+            )
         return None
 
 
@@ -79,6 +86,8 @@ class Request(Struct, frozen=True, kw_only=True):
     With the same seed this request goes on as the earlier one would have done."""
     timeout_s: float = 0.0
     """Seconds after which a response ends with the tokens that it has, at least one; 0 means no limit."""
+    masked: bool = False
+    """True if what each token was drawn from is to be told, of a `sampling` with a top_k"""
 
 
 class Completion(Struct, frozen=True, kw_only=True):
@@ -94,6 +103,8 @@ class Completion(Struct, frozen=True, kw_only=True):
     """Experts to which each of the L sparse layers sent each of the N tokens of prompt and response, K of them,
     uint8 or uint16 [N, L, K]. N leaves out the last token drawn, which was not computed. None if they were not
     recorded, or no layer is sparse."""
+    sampling_mask: list[np.ndarray] | None = None
+    """The ids that each token was drawn from, ascending, int32; None unless the request asks for them"""
 
 
 TokenCallback = Callable[[int, int, float], None]
@@ -230,5 +241,10 @@ def _check_shape(request: Request, slots: int) -> None:
         or not 1 <= request.sampling.max_tokens < _LARGEST
     ):
         raise RecordError(f"top_k is negative, max_tokens below 1, or one not below {_LARGEST}")
+    bounded = request.sampling.temperature and 0 < request.sampling.top_k <= LARGEST_MASK
+    if request.masked and not bounded:
+        raise RecordError(
+            f"a sampling mask needs a temperature, and a top_k from 1 to {LARGEST_MASK}"
+        )
     if request.decode is None and any(isinstance(s, str) for s in request.sampling.stop):
         raise RecordError("stop strings need a tokenizer, which this request has not")

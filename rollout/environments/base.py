@@ -6,7 +6,7 @@ response. Drawn tokens are never decoded and encoded again, which could change t
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -23,6 +23,7 @@ from areal_q.messages import (
     VersionSpan,
     merge_spans,
 )
+from areal_q.messages.tokens import NOTHING, mask_array, mask_rows
 from areal_q.tasks import Completed, Problem, Reward, Score, Tokenizer, judged_text
 from rollout.engines.base import Completion
 
@@ -49,6 +50,8 @@ class Response:
     routes: np.ndarray | None = None
     """Experts of the tokens of prompt and response, turn after turn, as in Completion.routes; a branch's are of
     its own tokens"""
+    sampling_mask: list[np.ndarray] = field(default_factory=list)
+    """The ids that each token was drawn from, as in Completion.sampling_mask; NOTHING where that is not told"""
     prompt: list[int] | None = None
     """The tokens before the response, where an agent brought its own; None means the ticket's"""
     turn_rewards: dict[int, float] = field(default_factory=dict)
@@ -89,6 +92,7 @@ class Response:
         self.ids += completion.response_ids.tolist()
         self.logprobs += completion.logprobs.tolist()
         self.mask += [1] * len(completion.response_ids)
+        self.sampling_mask += completion.sampling_mask or [NOTHING] * len(completion.response_ids)
         self.spans = merge_spans([*self.spans, *completion.spans])
         if completion.routes is not None:
             # Tokens keep the experts they had when later tokens were drawn after them, so earlier turns' stay.
@@ -109,6 +113,7 @@ class Response:
         self.ids += ids
         self.logprobs += [0.0] * len(ids)
         self.mask += [0] * len(ids)
+        self.sampling_mask += [NOTHING] * len(ids)
         span = VersionSpan(version.version, len(ids), version.digest)
         self.spans = merge_spans([*self.spans, span])
 
@@ -127,6 +132,7 @@ class Response:
             valid=score.valid,
             failure=score.failure,
             routes=_routes(self) if routes else None,
+            sampling_mask=mask_array(self.sampling_mask),
             turn_rewards=_turn_rewards(self),
             branches=tuple(
                 Branch(
@@ -139,6 +145,7 @@ class Response:
                     finish_reason=branch.finish_reason,
                     turn_rewards=_turn_rewards(branch),
                     routes=_routes(branch) if routes else None,
+                    sampling_mask=mask_array(branch.sampling_mask),
                 )
                 for branch in self.branches
             ),
@@ -157,6 +164,7 @@ class Response:
             pending=self.pending,
             ended=self.ended,
             routes=None if self.routes is None else Array.of(self.routes),
+            sampling_mask=mask_array(self.sampling_mask),
         )
 
     @classmethod
@@ -172,6 +180,7 @@ class Response:
             pending=partial.pending,
             ended=partial.ended,
             routes=None if partial.routes is None else partial.routes.numpy(),
+            sampling_mask=mask_rows(partial.sampling_mask, partial.response_ids.shape[0]),
         )
 
 
@@ -208,11 +217,15 @@ def with_shared_prompt(ticket: Ticket, responses: list[Response]) -> tuple[Ticke
 def _after(ids: list[int], response: Response) -> Response:
     """Returns the response with `ids` before it, of the version that drew its first token."""
     moved = {len(ids) + place: reward for place, reward in response.turn_rewards.items()}
-    out = replace(response, ids=[], logprobs=[], mask=[], spans=[], prompt=None, turn_rewards=moved)
+    empty: dict[str, Any] = {
+        name: [] for name in ("ids", "logprobs", "mask", "spans", "sampling_mask")
+    }
+    out = replace(response, **empty, prompt=None, turn_rewards=moved)
     out.add_given(ids, response.spans[0])
     out.ids += response.ids
     out.logprobs += response.logprobs
     out.mask += response.mask
+    out.sampling_mask += response.sampling_mask
     out.spans = merge_spans([*out.spans, *response.spans])
     return out
 

@@ -42,6 +42,7 @@ class EngineClient:
                 stop_ids=self.stop_ids,
                 decode=self.tokenizer.decode,
                 timeout_s=self.timeout_s,
+                masked=ticket.masked,
             ),
             on_response=take,
         )
@@ -79,6 +80,7 @@ class EngineClient:
                 decode=self.tokenizer.decode,
                 drawn=response.pending,
                 timeout_s=self.timeout_s,
+                masked=ticket.masked,
             ),
             on_token,
             take,

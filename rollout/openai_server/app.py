@@ -300,6 +300,7 @@ class Endpoint:
                 seed=body.seed if body.seed is not None else uuid.uuid4().int >> 66,
                 stop_ids=stops,
                 decode=self._tokenizer.decode,
+                masked=getattr(body, "return_sampling_mask", False),
             )
             return await self._engine.generate(asked, on_token)
 

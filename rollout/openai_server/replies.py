@@ -100,6 +100,7 @@ class Reply:
             versions=[s.version for s in completion.spans for _ in range(s.tokens)],
             finish_reason=stopped if completion.finish_reason == "stop" else "length",
             routes=completion.routes,
+            sampling_mask=completion.sampling_mask,
         )
 
     def message(self, completion: Completion) -> Message:

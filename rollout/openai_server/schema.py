@@ -208,7 +208,8 @@ class Told(Struct, frozen=True, kw_only=True):
     """Version of the weights that drew each token"""
     finish_reason: str | None
     routes: np.ndarray | None = None
-    """Those of the Completion, with the whole of a choice"""
+    sampling_mask: list[np.ndarray] | None = None
+    """Both are those of the Completion, with the whole of a choice"""
     parts: list[Part] = []
     """The text of a chat, or what is new of it, as its parser reads it"""
     calls: int = 0

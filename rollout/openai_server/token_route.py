@@ -18,6 +18,8 @@ _NOT_SAMPLING = ("model", "prompt", "stream", "stream_options")
 class TokensBody(CompletionBody, kw_only=True):
     routed_experts_prompt_start: Annotated[int, Meta(ge=0)] = 0
     """Number of tokens at the beginning of the prompt whose experts are not told"""
+    return_sampling_mask: bool = False
+    """True if what each token was drawn from is to be told"""
 
 
 class _Body(Struct):
@@ -47,6 +49,7 @@ class TokenReply(Reply):
     def __init__(self, body: TokensBody, *args: Any) -> None:
         super().__init__(body, *args)
         self._start = body.routed_experts_prompt_start
+        self._tells_mask = body.return_sampling_mask
 
     def whole(self, told: list[Told]) -> dict[str, Any]:
         whole = super().whole(told)
@@ -62,7 +65,7 @@ class TokenReply(Reply):
             {"token": f"token_id:{token}", "logprob": logprob}
             for token, logprob in zip(told.ids, told.logprobs, strict=True)
         ]
-        routes = told.routes
+        routes, mask = told.routes, told.sampling_mask if self._tells_mask else None
         return {
             "index": told.index,
             "token_ids": told.ids,
@@ -70,6 +73,7 @@ class TokenReply(Reply):
             "logprobs": {"content": content},
             "versions": told.versions,
             **({} if routes is None else {"routed_experts": _experts(routes, self._start)}),
+            **({} if mask is None else {"sampling_mask": [ids.tolist() for ids in mask]}),
         }
 
 

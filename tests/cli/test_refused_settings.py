@@ -240,7 +240,7 @@ def test_sglang_refuses_a_missing_directory_before_it_starts():
         build_engine(run.rollout.engine)
 
 
-FILE = "learner.groups = 5\nrollout.sampling.top_k = 3\n"
+FILE = "learner.groups = 5\nrollout.sampling.top_p = 0.9\n"
 
 
 def test_all_faults_are_reported_each_on_a_line(tmp_path: Path):
@@ -251,9 +251,8 @@ def test_all_faults_are_reported_each_on_a_line(tmp_path: Path):
         "areal-q: error: run.toml: learner.groups = 5 is not a multiple of learner.minibatches = 2",
         "areal-q: error: on the command line: rollout.sampling.temperature = 0 draws the same response for a "
         "whole group",
-        "areal-q: error: run.toml: rollout.sampling.top_p, top_k and min_p must be 1.0, 0 and 0.0 in training: "
-        "the learner scores the whole distribution, as a teacher does, so a truncated one would bias every "
-        "ratio; a temperature below 1 narrows what is drawn, and is scored as well",
+        "areal-q: error: run.toml: rollout.sampling.top_p, top_k and min_p: in training rollout.sampling.top_k "
+        "must be from 1 to 512, as each token is recorded with all that it was drawn from",
         "areal-q: error: on the command line: model.heads = 4 is not a multiple of model.kv_heads = 3",
     ]
 

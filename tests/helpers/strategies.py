@@ -20,6 +20,7 @@ from areal_q.messages import (
     TurnReward,
     VersionSpan,
 )
+from areal_q.messages.tokens import NOTHING, mask_array
 from areal_q.models import PackedLayout
 from areal_q.models.packed_layout import Segment
 from learner.data.packing import Sample
@@ -88,6 +89,18 @@ def rewarded(draw, t: Trajectory) -> Trajectory:
 
 
 @st.composite
+def truncated(draw, path: Any) -> Any:
+    """The trajectory or branch `path` with what its drawn tokens were drawn from."""
+    others = st.sets(st.integers(0, 2**31 - 1), max_size=3)
+    ids, mask = path.response_ids.numpy().tolist(), path.loss_mask.numpy().tolist()
+    rows = [
+        np.array(sorted({i, *draw(others)}), np.int32) if drawn else NOTHING
+        for i, drawn in zip(ids, mask, strict=True)
+    ]
+    return replace(path, sampling_mask=mask_array(rows))
+
+
+@st.composite
 def groups(draw, numbers=INT64, purposes=PURPOSES, branches: bool = False) -> Group:
     """Groups of any valid content, their tickets of these numbers and purposes."""
     size = draw(st.integers(1, 3))
@@ -119,6 +132,11 @@ def groups(draw, numbers=INT64, purposes=PURPOSES, branches: bool = False) -> Gr
     found = [draw(trajectories(i)) for i in range(size)]
     if branches:
         found = [draw(branched(ticket.prompt_ids.shape[0], t)) for t in found]
+    if ticket.masked:
+        found = [
+            replace(draw(truncated(t)), branches=tuple(draw(truncated(b)) for b in t.branches))
+            for t in found
+        ]
     return Group(
         ticket=ticket,
         worker=draw(st.text(max_size=5)),

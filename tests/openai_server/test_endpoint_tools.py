@@ -293,6 +293,20 @@ async def test_the_experts_of_tokens_are_told(world: Callable[..., World], start
     assert found.tolist() == here.engine.routes[first:computed].tolist() and told["start"] == first
 
 
+@pytest.mark.parametrize("asks", [False, True])
+async def test_what_tokens_were_drawn_from_is_told_if_asked(
+    world: Callable[..., World], asks: bool
+):
+    here = world("so")
+    async with here.served():
+        here.url = here.url.removesuffix("/v1")
+        asked = {"top_p": 0.9, "top_k": 5} | ({"return_sampling_mask": True} if asks else {})
+        body = {"token_ids": [5, 6, 7], "sampling_params": asked}
+        (choice,) = (await here.post("/inference/v1/generate", body))["choices"]
+    told = [[i, i + 1] for i in choice["token_ids"]] if asks else None
+    assert choice.get("sampling_mask") == told
+
+
 async def test_token_ids_go_in_and_out(world: Callable[..., World]):
     """Double entry again, over two turns of an episode and one request without."""
     here = world("so", "and so", "x")

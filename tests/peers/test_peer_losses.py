@@ -470,10 +470,12 @@ def test_verl_and_areal_cap_a_tokens_k3_at_ten_and_ours_does_not():
     assert mine.item() == pytest.approx(1096.6331584 - 8)
 
 
-def test_trl_trains_on_truncated_sampling_and_ours_refuses_to():
-    """The engine's log-probs are then of fewer tokens than the learner's, and no ratio is right."""
+def test_trl_takes_a_truncated_distribution_for_the_whole():
+    """The engine's log-probs are then of fewer tokens than the learner's, and no ratio is right. With a top_k
+    ours records which ones."""
     from trl import GRPOConfig
 
     assert GRPOConfig(output_dir="unused", use_cpu=True, bf16=False, top_p=0.9).top_p == 0.9
     with pytest.raises(ConfigError, match="top_p"):
         override(Run(), "rollout.sampling.top_p=0.9")
+    assert override(Run(), "rollout.sampling={top_p=0.9, top_k=20}").rollout.sampling.truncated

@@ -61,24 +61,19 @@ def _padding(case: Case) -> Finding | None:
 
 
 def _sampling_settings(case: Case) -> Finding | None:
-    """Reports sampling settings with which rollouts draw from another distribution than the learner scores."""
+    """Reports a temperature with which rollouts draw from another distribution than the learner scores."""
     temperature = case.run.rollout.sampling.temperature
     other = {s: n for s, n in case.facts.sampling.items() if s.temperature != temperature}
-    cut = {s: n for s, n in case.facts.sampling.items() if s.top_p < 1 or s.top_k or s.min_p}
-    if not other and not cut:
+    if not other:
         return None
-    share = sum({**other, **cut}.values()) / max(1, case.facts.responses)
+    share = sum(other.values()) / max(1, case.facts.responses)
     what = [f"temperature {s.temperature:g}, the learner's is {temperature:g}" for s in other]
-    what += [
-        f"top_p {s.top_p:g}, top_k {s.top_k}, min_p {s.min_p:g}; the learner scores the whole vocabulary"
-        for s in cut
-    ]
     return Finding(
         "sampling settings",
         "error",
         share,
         f"{share:.0%} of the responses were drawn with {'; '.join(dict.fromkeys(what))}",
-        "draw with rollout.sampling.temperature of the run, top_p 1.0, top_k 0 and min_p 0",
+        "draw with rollout.sampling.temperature of the run",
     )
 
 

@@ -15,6 +15,7 @@ CAPABILITIES = Capabilities(
     kv_cache=frozenset({"auto", "fp8"}),
     kv_scales=True,
     routes=True,
+    sampling_mask=True,
 )
 
 

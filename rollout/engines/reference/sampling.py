@@ -9,6 +9,7 @@ Notation: R rows (responses), V vocabulary.
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,12 +63,12 @@ class Knobs(NamedTuple):
         numbers = [[s.temperature for s in rows], [s.top_p for s in rows], [s.min_p for s in rows]]
         temperature, top_p, min_p = torch.tensor(numbers, device=device)
         top_k = torch.tensor([s.top_k for s in rows], device=device)
-        return cls(temperature, top_k, top_p, min_p, any(map(truncates, rows)))
+        return cls(temperature, top_k, top_p, min_p, any(row.truncated for row in rows))
 
-
-def truncates(sampling: Sampling) -> bool:
-    """Returns True if these settings leave tokens out."""
-    return bool(sampling.top_k or sampling.top_p < 1 or sampling.min_p)
+    def at(self, rows: Tensor) -> "Knobs":
+        """Returns those of some `rows`, int64."""
+        temperature, top_k, top_p, min_p, truncated = self
+        return Knobs(temperature[rows], top_k[rows], top_p[rows], min_p[rows], truncated)
 
 
 def draw(logits: Tensor, knobs: Knobs, u: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,12 +84,35 @@ def draw(logits: Tensor, knobs: Knobs, u: Tensor) -> tuple[Tensor, Tensor]:
     probability 0 adds nothing to the sum and so is never the first. Since u < 1, u · sum is below the sum in
     float64 too. Logits that are NaN or +inf (diverged weights) make the log-prob NaN.
     """
-    greedy = (knobs.temperature == 0).unsqueeze(-1)
+    scaled, first = _scaled(logits, knobs)
+    return _drawn(scaled, first, knobs, u)
+
+
+def draw_masked(logits: Tensor, knobs: Knobs, u: Tensor) -> tuple[Tensor, Tensor, list[np.ndarray]]:
+    """Does as `draw` for rows with a temperature and a top_k, but that of equal logits at the edge of the
+    largest top_k any may stay. Returns also the ids that each row could draw, int32, ascending."""
+    most = min(int(knobs.top_k.max()), logits.shape[-1])
+    ids = logits.topk(most).indices.sort(-1).values
+    scaled, first = _scaled(logits.gather(-1, ids), knobs)
+    places, logprobs = _drawn(scaled, first, knobs, u)
+    stay = (scaled > -torch.inf).cpu().numpy()
+    kept = [row[left] for row, left in zip(ids.to(torch.int32).cpu().numpy(), stay, strict=True)]
+    return ids.gather(-1, places.unsqueeze(-1)).squeeze(-1), logprobs, kept
+
+
+def _scaled(logits: Tensor, knobs: Knobs) -> tuple[Tensor, Tensor]:
+    """Returns log-weights [R, V] of the distribution to draw from, -inf for what cannot be drawn, and the first
+    of the largest of each row, int64 [R, 1]."""
     top, first = logits.max(-1, keepdim=True)
-    divisor = torch.where(greedy, 1.0, knobs.temperature.unsqueeze(-1))
+    divisor = torch.where(knobs.temperature == 0, 1.0, knobs.temperature).unsqueeze(-1)
     scaled = (logits - top).div_(divisor)
     if knobs.truncated:
         truncate(scaled, knobs)
+    return scaled, first
+
+
+def _drawn(scaled: Tensor, first: Tensor, knobs: Knobs, u: Tensor) -> tuple[Tensor, Tensor]:
+    greedy = (knobs.temperature == 0).unsqueeze(-1)
     cumulative = scaled.exp().cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, u.unsqueeze(-1) * total, right=True)

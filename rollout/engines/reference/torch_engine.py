@@ -41,7 +41,7 @@ from rollout.engines.reference.kv_cache import (
 from rollout.engines.reference.kv_cache_fp8 import build_cache
 from rollout.engines.reference.page_pool import page_keys
 from rollout.engines.reference.prompts import Pass, Prompt, PromptQueue, know
-from rollout.engines.reference.sampling import Knobs, truncates
+from rollout.engines.reference.sampling import Knobs, draw_masked
 
 
 def torch_engine(config: TorchEngine) -> AsyncEngine:
@@ -59,6 +59,8 @@ class Row(NamedTuple):
     pages: list[int]
     """Pages of the cache that it owns, also in `BatchState.pages`"""
     prompt: Prompt
+    sampling_mask: list[np.ndarray]
+    """The ids that each of its tokens was drawn from, if its request wants to know"""
 
 
 class TorchStepper:
@@ -262,11 +264,11 @@ class TorchStepper:
             job, length = prompt.job, len(prompt.job.request.prompt_ids)
             job.start(self.steps)
             self.running[job] = job.request.num_samples
-            self.rows.append(Row(job, 0, prompt.pages, prompt))
+            self.rows.append(Row(job, 0, prompt.pages, prompt, []))
             whole, begun = prompt.pages[: length // PAGE], len(prompt.pages) - length // PAGE
             for index in range(1, job.request.num_samples):
                 pages = self.cache.pool.share(whole) + list(islice(own, begun))
-                self.rows.append(Row(job, index, pages, prompt))
+                self.rows.append(Row(job, index, pages, prompt, []))
         if targets:
             self.cache.copy(sources, targets)
         self.batch.fill_pages(first, [row.pages for row in self.rows[first:]])
@@ -283,9 +285,21 @@ class TorchStepper:
     def _draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         rows, n = self.batch, len(logits)
         u = self.ops.uniform(rows.keys[:n], rows.length[:n])
-        truncated = any(truncates(job.request.sampling) for job in self.running)
-        knobs = rows.temperature[:n], rows.top_k[:n], rows.top_p[:n], rows.min_p[:n]
-        return self.ops.draw(logits, Knobs(*knobs, truncated), u)
+        truncated = any(job.request.sampling.truncated for job in self.running)
+        settings = rows.temperature[:n], rows.top_k[:n], rows.top_p[:n], rows.min_p[:n]
+        knobs = Knobs(*settings, truncated)
+        told = [i for i, row in enumerate(self.rows) if row.job.request.masked] if truncated else []
+        if not told:
+            return self.ops.draw(logits, knobs, u)
+        at = torch.tensor(told, device=self.config.device)
+        found = draw_masked(logits[at], knobs.at(at), u[at])
+        for slot, ids in zip(told, found[2], strict=True):
+            self.rows[slot].sampling_mask.append(ids)
+        if len(told) == n:
+            return found[:2]
+        tokens, logprobs = self.ops.draw(logits, knobs, u)
+        tokens[at], logprobs[at] = found[:2]
+        return tokens, logprobs
 
     def _report(self, tokens: Tensor, logprobs: Tensor) -> None:
         if not any(job.on_token for job in self.running):
@@ -316,7 +330,7 @@ class TorchStepper:
         found = []
         ids, logprobs, lengths = self.batch.read(slots)
         for slot, row_ids, row_logprobs, length in zip(slots, ids, logprobs, lengths, strict=True):
-            job, index, pages, _ = self.rows[slot]
+            job, index, pages, _, mask = self.rows[slot]
             start = len(job.request.prompt_ids)
             response = row_ids[start:length].astype(np.int32)
             completion = Completion(
@@ -325,6 +339,7 @@ class TorchStepper:
                 spans=self.versions.spans(job.started, len(response)),
                 finish_reason=job.finish_reason(index, response),
                 routes=self.cache.read_routes(pages, length - 1),
+                sampling_mask=mask if job.request.masked else None,
             )
             found.append((job, index, completion))
         return found
@@ -359,7 +374,7 @@ class TorchStepper:
         """Frees the rows `slots`, in ascending order; the last rows move into their places."""
         remaining = len(self.rows) - len(slots)
         for slot in slots:
-            job, _, pages, _ = self.rows[slot]
+            job, _, pages, *_ = self.rows[slot]
             self.cache.pool.release(pages)
             self.running[job] -= 1
             if not self.running[job]:

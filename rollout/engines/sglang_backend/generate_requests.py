@@ -17,8 +17,7 @@ from rollout.engines.sglang_backend.http_client import Chunk, Meta
 def kept_tokens(sampling: Sampling, vocab_size: int) -> int:
     """Returns the largest number of tokens that top-k, top-p and min-p may leave to draw from; 0 if none of
     them is set or the temperature is 0."""
-    whole = sampling.top_k == 0 and sampling.top_p == 1 and sampling.min_p == 0
-    if sampling.temperature == 0 or whole:
+    if sampling.temperature == 0 or not sampling.truncated:
         return 0
     return min(sampling.top_k or vocab_size, vocab_size)
 

@@ -69,6 +69,7 @@ class Scripted:
             routes=None
             if self.routes is None
             else self.routes[: len(self.drawn[-1][0]) + len(ids) - 1],
+            sampling_mask=[np.array([i, i + 1], np.int32) for i in ids] if request.masked else None,
         )
         for token in ids if on_token else ():
             on_token(0, token, -0.5)  # pyright: ignore[reportOptionalCall]
