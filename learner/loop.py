@@ -241,7 +241,8 @@ class Learner(WhileWaiting):
 
     def totals_at_checkpoint(self) -> dict[str, float]:
         """Returns `totals` without the groups that a learner resuming from the checkpoint counts again."""
-        again = self.group_reader.unfinished_totals()
+        reader = self.group_reader
+        again = reader.unfinished_totals() | {"buffer/groups": reader.held}
         return {name: n - again.get(name, 0.0) for name, n in self.totals().items()}
 
     def settle(self, wait: bool = False) -> None:
@@ -287,7 +288,6 @@ class Learner(WhileWaiting):
             "learner/idle_share": waited / total_s,
             "learner/tokens_per_s": tokens / total_s,
             "buffer/open_tickets": len(self.admission.outstanding),
-            "buffer/groups": self.group_reader.groups,
             "buffer/held": self.group_reader.held,
             **self.totals(),
         }
@@ -303,6 +303,7 @@ class Learner(WhileWaiting):
         """Returns the counts since the run began, over all its learners, by the metric's name."""
         sent = self.weight_server.stats
         counted = self.group_reader.totals() | {
+            "buffer/groups": self.group_reader.groups,
             "buffer/refused_admissions": self.admission.refused,
             "weights/delta_bytes": sent.delta_bytes,
             "weights/fetches": sent.fetches,

@@ -153,7 +153,8 @@ def trained_weights(run: Run, shape: DecoderConfig) -> int:
 
 
 def worker_memory(run: Run, shape: DecoderConfig, lengths: Lengths) -> Iterator[Part]:
-    """Yields the parts of one worker; of vLLM and SGLang the engine's processes included."""
+    """Yields the parts of one worker; of vLLM and SGLang the engine's processes included, and what lies on one
+    of the GPUs that share the model."""
     run = settled(run)
     rollout, engine = run.rollout, run.rollout.engine
     yield Part("process", PROCESS_BYTES, "Python, torch, kernels, libraries")
@@ -161,7 +162,8 @@ def worker_memory(run: Run, shape: DecoderConfig, lengths: Lengths) -> Iterator[
         return
     gpu = not isinstance(engine, TorchEngine) or engine.device != "cpu"
     payload, linears = version_bytes(run, shape), linear_weights(shape)
-    rest = shape.weights - linears
+    rest, gpus = shape.weights - linears, getattr(engine, "tensor_parallel", 1)
+    shared = "" if gpus == 1 else f" / {gpus} GPUs"
     told = f"{PAYLOADS} · {size(payload)}: in use, received, next, spare"
     yield Part("received versions", PAYLOADS * payload, told)
     if isinstance(engine, TorchEngine):
@@ -169,14 +171,14 @@ def worker_memory(run: Run, shape: DecoderConfig, lengths: Lengths) -> Iterator[
         told = f"{LAID_OUT} · ({each} · L + 4 · (W - L)): in use, the next, freed"
         yield Part("weights laid out", LAID_OUT * (each * linears + 4 * rest), told, gpu)
     else:
-        served = (linears * format_bytes(rollout.format) + 2 * rest) / engine.tensor_parallel
-        yield Part("the engine's weights", served, "as published, bfloat16 beside them", gpu)
+        served = (linears * format_bytes(rollout.format) + 2 * rest) / gpus
+        yield Part("the engine's weights", served, f"as published, bfloat16 beside{shared}", gpu)
         yield Part("the engine's process", 2 * PROCESS_BYTES, "its own Python and scheduler")
     rows = min(engine.slots, run.learner.max_outstanding * run.learner.group_size)
     positions = rows * (lengths.prompt + rollout.tokens_after_prompt)
     each = position_bytes(engine, shape)
-    told = f"{each:,} bytes a position · {positions:,.0f} of {rows} responses"
-    nbytes = each * positions
+    told = f"{each:,} bytes a position · {positions:,.0f} of {rows} responses{shared}"
+    nbytes = each * positions / min(gpus, shape.kv_heads)  # a head is whole
     if type(engine) is TorchEngine:
         nbytes, told = 2 * nbytes, f"2 · {told}, as many kept for later prompts"
         if engine.kv_cache_bytes and engine.kv_cache_bytes < nbytes:
@@ -185,7 +187,8 @@ def worker_memory(run: Run, shape: DecoderConfig, lengths: Lengths) -> Iterator[
     if rule := shape.delta:
         # Slots double, and prompts on their way have states of their own.
         each = 4 * len(rule.layers) * rule.state_numbers
-        yield Part("states", 2 * rows * each, f"2 · {each:,} bytes of {rows} responses", gpu)
+        told = f"2 · {each:,} bytes of {rows} responses{shared}"
+        yield Part("states", 2 * rows * each / gpus, told, gpu)
 
 
 def position_bytes(engine: TorchEngine | VllmEngine | SglangEngine, shape: DecoderConfig) -> int:

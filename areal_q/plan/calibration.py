@@ -1,8 +1,12 @@
 """What a run measured, for plans of others on the same hardware."""
 
+import re
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+import msgspec
 
 from areal_q.checks.pass_memory import Lengths
 from areal_q.config import Run, load
@@ -12,6 +16,7 @@ from areal_q.observability.metrics_log import read_metrics
 from areal_q.plan.hardware import Hardware
 from areal_q.plan.speed import Correction, Load, Split, learner_seconds, speed
 from areal_q.plan.wire import wire
+from areal_q.system.files import by_number
 from areal_q.system.run_dir import METRICS_FILE
 
 _SETTLED = 2
@@ -43,8 +48,12 @@ def measured(
             f"--from {directory}: its steps have no {', '.join(missing)}: a run with workers is needed"
         )
     before, *rest = steps[_SETTLED:]
-    load_ = Load(Lengths(prompt, _middle(rest, "response/tokens_mean")), _useful(run, before, rest))
-    split = Split(max(1, on.count // 2), max(1, run.rollout.workers))
+    load_ = Load(
+        Lengths(prompt, _middle(rest, "response/tokens_mean")), _useful(run, [before, *rest])
+    )
+    learner = msgspec.structs.replace(run.learner, processes=_ranks(directory, run))
+    run = msgspec.structs.replace(run, learner=learner)
+    split = Split(learner.processes, max(1, run.rollout.workers))
     busy_s = median(r["learner/step_s"] - r["learner/wait_s"] for r in rest)
     drawing = [w for r in rest for w in r["workers"] if w["idle_share"] < 1 and w["tokens_per_s"]]
     rate = median(w["tokens_per_s"] / (1 - w["idle_share"]) for w in drawing) if drawing else 0.0
@@ -60,8 +69,27 @@ def _middle(steps: list[dict[str, Any]], key: str) -> float:
     return median(float(r[key]) for r in steps)
 
 
-def _useful(run: Run, before: dict[str, Any], steps: list[dict[str, Any]]) -> float:
-    """Returns the part of the groups read that steps were made of; those that only wait do not count."""
-    read = steps[-1]["buffer/groups"] - before["buffer/groups"]
-    used = len(steps) * run.learner.groups
-    return min(1.0, used / read) if read else 1.0
+def _useful(run: Run, steps: list[dict[str, Any]]) -> float:
+    """Returns the part of the groups read that steps were made of; those that only wait do not count. Steps at
+    which their count falls are left out: it may where another learner goes on."""
+    read = [after - before for before, after in pairwise(r["buffer/groups"] for r in steps)]
+    grown = [count for count in read if count >= 0]
+    used = len(grown) * run.learner.groups
+    return min(1.0, used / sum(grown)) if any(grown) else 1.0
+
+
+def _ranks(directory: Path, run: Run) -> int:
+    """Returns how many processes the learner of `run` had, by its step log; without one, by its settings.
+    Raises LogError for a log that cannot be read."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    parts = by_number((directory / "steps").glob("part-*.parquet"))
+    if not parts:
+        return run.learner.processes
+    try:
+        machine = pq.ParquetFile(parts[-1]).read(["machine"])["machine"][-1].as_py()
+    except (pa.ArrowException, OSError, LookupError) as error:
+        raise LogError(f"--from {directory}: {parts[-1]} cannot be read: {error}") from error
+    several = re.search(r", (\d+) ranks", machine)
+    return int(several[1]) if several else 1

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from areal_q.checks.hub import fetched
-from areal_q.checks.memory import total
+from areal_q.checks.memory import of_others, total
 from areal_q.checks.model import check_model
 from areal_q.checks.pass_memory import Lengths
 from areal_q.config import load
@@ -40,7 +40,10 @@ def main(
         str, typer.Option(metavar="NAME[:COUNT]", help="cpu, h100:8, a100, h200, l40s, 4090, …")
     ] = "cpu",
     learner_gpus: Annotated[
-        int, typer.Option(min=0, help="GPUs of the learner; 0: as many as are best")
+        int,
+        typer.Option(
+            min=0, help="GPUs of the learner; 0: learner.processes, or as many as are best"
+        ),
     ] = 0,
     response: Annotated[
         float, typer.Option(min=0, help="mean tokens of a response; 0: max_tokens, or the run's")
@@ -95,9 +98,10 @@ def main(
 
 def _show(name: str, made: Estimate, explain: bool, correction: Correction | None) -> None:
     split, cpu = made.speed.split, made.hardware.is_cpu
-    who = plural(split.workers, "worker")
-    if not cpu:
-        who = f"{plural(split.learner_gpus, 'GPU')} for the learner, {who}"
+    who, ranks = plural(split.workers, "worker"), split.learner_gpus
+    if not cpu or ranks > 1:
+        what = f"{ranks} processes" if cpu else plural(ranks, "GPU")
+        who = f"{what} for the learner, {who}"
     typer.echo(f"{name}: {made.weights:,} parameters on {made.hardware}; {who}")
     table = Table(box=None, padding=(0, 1), show_header=False)
     for style in (None, None, "dim"):
@@ -113,6 +117,9 @@ def _show(name: str, made: Estimate, explain: bool, correction: Correction | Non
                 for part in some:
                     formula = escape(part.formula) if explain else ""
                     table.add_row(f"  {part.name}", size(part.nbytes), formula)
+            if parts is made.learner and ranks > 1 and not gpu:
+                other = f"[bold]each other of its {ranks} processes{place}[/]"
+                table.add_row(other, f"[bold]{size(total(of_others(some)))}[/]", "")
     table.add_row("[bold]wire and speed[/]", "", "")
     for label, value, formula in rows(made):
         table.add_row(f"  {label}", value, escape(formula) if explain else "")
@@ -130,7 +137,5 @@ def _show(name: str, made: Estimate, explain: bool, correction: Correction | Non
 def _verdict(made: Estimate) -> str:
     room, fits = size(made.hardware.device.memory), "it fits" if made.fits else "it does not fit"
     if made.hardware.is_cpu:
-        need = total(made.learner) + made.speed.split.workers * total(made.worker)
-        return f"{fits}: {size(need)} of {room} that are free"
-    most = max(total(made.learner, True), total(made.worker, True))
-    return f"{fits}: {size(most)} of a GPU's {room} at most"
+        return f"{fits}: {size(made.need)} of {room} that are free"
+    return f"{fits}: {size(made.need)} of a GPU's {room} at most"

@@ -4,11 +4,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from areal_q.checks.automatic import settled
-from areal_q.checks.memory import learner_memory, total, worker_memory
+from areal_q.checks.memory import learner_memory, of_others, total, worker_memory
 from areal_q.checks.pass_memory import Lengths, Part
 from areal_q.config import Run, TorchEngine
 from areal_q.errors import ConfigError
 from areal_q.models import DecoderConfig
+from areal_q.observability.run_summary import plural
 from areal_q.plan.hardware import Hardware
 from areal_q.plan.speed import NONE, Correction, Load, Speed, Split, speed
 from areal_q.plan.wire import ZEROMQ_SHARE, Wire, wire
@@ -29,7 +30,10 @@ class Estimate:
     lengths: Lengths
     useful: float
     learner: list[Part]
+    """Those of its first process, if there are several."""
     worker: list[Part]
+    need: int
+    """Bytes of the fullest GPU; of a processor's memory those of all processes."""
     fits: bool
     wire: Wire
     sending_s: float
@@ -50,13 +54,16 @@ def estimate(
     gbit_s: float = 100.0,
     correction: Correction = NONE,
 ) -> Estimate:
-    """Returns the estimate for the learner on `learner_gpus`, 0: on as many as are best, and workers on the
-    others; on a processor with the workers of the settings. Raises ConfigError if no worker's GPUs are left."""
+    """Returns the estimate for the learner on `learner_gpus`, 0: on `learner.processes` if these are several,
+    else on as many as are best, and workers on the others; on a processor with the processes of the settings.
+    Raises ConfigError if no worker's GPUs are left."""
     run = settled(run)
     found = [
         speed(run, shape, load, on, split, correction) for split in _splits(run, on, learner_gpus)
     ]
-    fitting = [one for one in found if _fits(run, shape, load.lengths, on, one.split)]
+    longest = Lengths(load.lengths.prompt, run.rollout.tokens_after_prompt)
+    needs = {one.split: _need(run, shape, longest, on, one.split) for one in found}
+    fitting = [one for one in found if needs[one.split] <= on.device.memory]
     # Of equals the one that leaves the fewest GPUs idle: the learner's are the dearer ones.
     ranked = sorted(
         fitting or found, key=lambda one: (round(one.step_s, 3), one.split.learner_gpus)
@@ -64,14 +71,14 @@ def estimate(
     best, others = ranked[0], ranked[1:]
     whole = wire(run, shape)
     sent = Wire(whole.snapshot, whole.delta * correction.delta)
-    memory_of = Lengths(load.lengths.prompt, run.rollout.tokens_after_prompt)
     made = Estimate(
         weights=shape.weights,
         hardware=on,
         lengths=load.lengths,
         useful=load.useful,
-        learner=list(learner_memory(run, shape, memory_of, _ranks(on, best.split))),
-        worker=list(worker_memory(run, shape, memory_of)),
+        learner=list(learner_memory(run, shape, longest, best.split.learner_gpus)),
+        worker=list(worker_memory(run, shape, longest)),
+        need=needs[best.split],
         fits=bool(fitting),
         wire=sent,
         sending_s=best.split.workers * sent.delta * 8 / (gbit_s * 1e9 * ZEROMQ_SHARE),
@@ -89,38 +96,36 @@ def _redis_bytes(run: Run, load: Load) -> float:
     return steps * cfg.groups * cfg.group_size * load.lengths.response * REDIS_BYTES
 
 
-def _ranks(on: Hardware, split: Split) -> int:
-    return 1 if on.is_cpu else split.learner_gpus
-
-
 def _splits(run: Run, on: Hardware, learner_gpus: int) -> Iterator[Split]:
     """Yields who may work on what: on GPUs every number of learner's GPUs that leaves some for a worker."""
     each = getattr(run.rollout.engine, "tensor_parallel", 1)
+    asked, processes = f"--learner-gpus {learner_gpus}", run.learner.processes
+    if processes > 1 and not learner_gpus and not on.is_cpu:
+        asked, learner_gpus = f"learner.processes = {processes}", processes
     if learner_gpus > (on.count - each if on.count > each else on.count):
-        raise ConfigError(
-            f"--learner-gpus {learner_gpus}: there are {on.count} in all, and a worker takes {each}"
-        )
+        raise ConfigError(f"{asked}: there are {on.count} in all, and a worker takes {each}")
     if on.is_cpu:
-        yield Split(1, max(1, run.rollout.workers))
+        yield Split(processes, max(1, run.rollout.workers))
         return
-    if on.count <= each:  # one GPU is shared
-        yield Split(on.count, 1)
+    if on.count < each:
+        raise ConfigError(f"rollout.engine.tensor_parallel = {each}: there is only {on}")
+    if on.count == each:  # learner and worker share them
+        yield Split(learner_gpus or on.count, 1)
         return
     for gpus in [learner_gpus] if learner_gpus else range(1, on.count - each + 1):
         yield Split(gpus, (on.count - gpus) // each)
 
 
-def _fits(run: Run, shape: DecoderConfig, lengths: Lengths, on: Hardware, split: Split) -> bool:
-    longest = Lengths(lengths.prompt, run.rollout.tokens_after_prompt)
-    learner = list(learner_memory(run, shape, longest, _ranks(on, split)))
+def _need(run: Run, shape: DecoderConfig, longest: Lengths, on: Hardware, split: Split) -> int:
+    """Returns the bytes of the fullest GPU, or of a processor's memory those of all processes."""
+    learner = list(learner_memory(run, shape, longest, split.learner_gpus))
     worker = list(worker_memory(run, shape, longest))
     if on.is_cpu:
-        return total(learner) + split.workers * total(worker) <= on.device.memory
-    each = getattr(run.rollout.engine, "tensor_parallel", 1)
-    mine, theirs = total(learner, True), total(worker, True) / each
-    if on.count <= each:
-        return mine + theirs <= on.device.memory
-    return max(mine, theirs) <= on.device.memory
+        others = (split.learner_gpus - 1) * total(of_others(learner))
+        return total(learner) + others + split.workers * total(worker)
+    mine, theirs = total(learner, True), total(worker, True)
+    shared = on.count == getattr(run.rollout.engine, "tensor_parallel", 1)
+    return mine + theirs if shared else max(mine, theirs)
 
 
 def _advice(
@@ -129,7 +134,7 @@ def _advice(
     """Yields what would be better, the most important first."""
     now, on = made.speed, made.hardware
     if not made.fits:
-        yield _too_large(run, made)
+        yield _too_large(made)
     elif on.is_cpu:
         yield from _workers_wanted(run, shape, load, correction, made)
     else:
@@ -142,31 +147,28 @@ def _advice(
     yield "rollout.engine.type=vllm or sglang: the torch engine is a reference, and slow on a GPU"
 
 
-def _too_large(run: Run, made: Estimate) -> str:
+def _too_large(made: Estimate) -> str:
     gpu = not made.hardware.is_cpu
     learner, worker = total(made.learner, gpu), total(made.worker, gpu)
     where = "learner" if learner >= worker else "worker"
-    room = size(made.hardware.device.memory)
+    who = f"the {where} takes"
+    if made.need > max(learner, worker):
+        who = f"the learner and {plural(made.speed.split.workers, 'worker')} take"
     fix = "learner.optimizer.type=adamw8bit, learner.recompute=true, learner.microbatch_tokens, learner.lora"
     if where == "worker":
         fix = "rollout.format=int4, fewer rollout.engine.slots"
-    return f"it does not fit: the {where} takes {size(max(learner, worker))} of {room}; {fix}"
+    return f"it does not fit: {who} {size(made.need)} of {size(made.hardware.device.memory)}; {fix}"
 
 
 def _workers_wanted(
     run: Run, shape: DecoderConfig, load: Load, correction: Correction, made: Estimate
 ) -> Iterator[str]:
-    now = made.speed
+    now, cores = made.speed, made.hardware.device.cores
     if now.learner_idle > _IDLE and run.learner.max_lag:
-        wanted = next(
-            (
-                n
-                for n in range(now.split.workers + 1, 4 * now.split.workers + 2)
-                if speed(run, shape, load, made.hardware, Split(1, n), correction).learner_idle
-                < _IDLE
-            ),
-            0,
-        )
+        more = range(now.split.workers + 1, 4 * now.split.workers + 2)
+        each = (now.split._replace(workers=n) for n in more)
+        found = (speed(run, shape, load, made.hardware, split, correction) for split in each)
+        wanted = next((one.split.workers for one in found if one.learner_idle < _IDLE), 0)
         told = f"the learner would idle {now.learner_idle:.0%}"
         if wanted:
             yield f"{told}: rollout.workers={wanted}, if there are cores for them"
@@ -174,7 +176,7 @@ def _workers_wanted(
             yield f"{told}: workers on other machines (areal-q rollout), or a lighter rollout.format"
     elif now.workers_idle > 0.5 and now.split.workers > 1:
         yield f"workers would idle {now.workers_idle:.0%}: fewer of them suffice"
-    elif now.workers_idle > 0.5 and run.learner.threads == 1 and made.hardware.device.cores > 1:
+    elif now.workers_idle > 0.5 and now.split.learner_gpus * run.learner.threads == 1 < cores:
         yield f"the worker would idle {now.workers_idle:.0%}: learner.threads=2"
 
 

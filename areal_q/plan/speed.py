@@ -153,7 +153,7 @@ def learner_seconds(
     flop, told = learner_flop(run, shape, load)
     dtype = cfg.products
     share = device.shares[dtype]
-    units = min(cfg.threads, device.cores) if on.is_cpu else gpus
+    units = _cores_of_learner(run, on) if on.is_cpu else gpus
     rate = {"float32": device.float32, "bfloat16": device.bfloat16}[dtype]
     optimizer = cfg.minibatches * cfg.epochs * OPTIMIZER_BYTES * shape.weights / device.bandwidth
     rest = optimizer / (1 if on.is_cpu else gpus)
@@ -221,8 +221,12 @@ def _decode_share(run: Run, on: Hardware) -> float:
     return DECODE_SHARE["as bfloat16" if run.rollout.format in AS_BFLOAT16 else "other"]
 
 
+def _cores_of_learner(run: Run, on: Hardware) -> int:
+    return min(run.learner.processes * run.learner.threads, on.device.cores)
+
+
 def _cores_of_worker(run: Run, on: Hardware, workers: int) -> float:
-    cores = (on.device.cores - run.learner.threads) / workers
+    cores = (on.device.cores - _cores_of_learner(run, on)) / workers
     return max(1.0, min(run.rollout.threads, cores))
 
 
@@ -288,7 +292,7 @@ def speed(
     one = drawn / (workers_s * split.workers)
     step_s = learner_s + workers_s if cfg.max_lag == 0 else max(learner_s, workers_s)
     if on.is_cpu:
-        busy = learner_s * min(cfg.threads, on.device.cores)
+        busy = learner_s * _cores_of_learner(run, on)
         busy += workers_s * split.workers * _cores_of_worker(run, on, split.workers)
         step_s = max(step_s, busy / on.device.cores)
     lag, of_lag = expected_lag(run, learner_s, workers_s, split.workers)

@@ -93,6 +93,20 @@ def test_the_cache_is_counted_as_the_engine_holds_it(settings: list[str], nbytes
     assert by_name(worker_memory(run, SMALL, Lengths(10, 8)))["KV cache"] == nbytes
 
 
+def test_gpus_of_an_engine_share_its_weights_and_its_cache():
+    """Heads of keys and values are whole: four GPUs have no less of two heads than two have."""
+    shape = structs.replace(SMALL, kv_heads=2)
+
+    def parts(gpus: int) -> dict[str, float]:
+        run = load(None, ["rollout.engine.type=vllm", f"rollout.engine.tensor_parallel={gpus}"])
+        return by_name(worker_memory(run, shape, Lengths(10, 8)))
+
+    one, two, four = parts(1), parts(2), parts(4)
+    for name, nbytes in one.items():
+        divided = {"the engine's weights": (2, 4), "KV cache": (2, 2)}.get(name, (1, 1))
+        assert (two[name], four[name]) == (nbytes / divided[0], nbytes / divided[1])
+
+
 def test_transformers_computes_a_prompt_for_each_response():
     """By hand, as above; layers never run in our fused pass."""
     settings = ["learner.groups=2", "learner.group_size=3", "learner.minibatches=1"]

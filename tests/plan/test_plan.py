@@ -3,23 +3,27 @@
 import json
 import math
 import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.commands import run_here
+from helpers.engines import worker_beside
+from helpers.fixture_types import MakeRun
 from helpers.kinds import HALF_A_BILLION, M20, QUICKSTART, SMOLLM2
 from helpers.paths import ROOT
 
-from areal_q.checks.memory import total
+from areal_q.checks.memory import FIRST_ALONE, total
 from areal_q.checks.pass_memory import Lengths
 from areal_q.config import Run, dump_toml, load
 from areal_q.errors import ConfigError, LogError
 from areal_q.models import DecoderConfig
+from areal_q.observability.metrics_log import read_metrics
 from areal_q.plan import cli
 from areal_q.plan.calibration import measured
-from areal_q.plan.estimate import estimate
+from areal_q.plan.estimate import Estimate, estimate
 from areal_q.plan.hardware import CPU_SHARES, GPUS, Device, Hardware, hardware, on_gpus, processor
 from areal_q.plan.speed import (
     Load,
@@ -32,7 +36,10 @@ from areal_q.plan.speed import (
     workers_seconds,
 )
 from areal_q.plan.wire import wire
+from areal_q.system.disk import size
 from areal_q.system.run_dir import METRICS_FILE
+from buffer.logs.step_log import StepLog, StepRecord
+from learner.build import build_learner
 
 SMALL = DecoderConfig(
     family="llama", vocab_size=100, width=32, layers=1, heads=2, kv_heads=1, head_dim=16, mlp=48,
@@ -311,6 +318,72 @@ def test_what_does_not_fit_is_said_with_what_would_help():
     assert "does not fit: the learner takes" in made.advice[0] and "adamw8bit" in made.advice[0]
 
 
+FRUGAL = ["learner.optimizer.type=adamw8bit", "learner.recompute=true", "learner.fidelity.share=0"]
+
+
+def test_a_gpu_of_an_engine_on_several_has_to_hold_its_part():
+    """A worker's parts are divided by the GPUs of its engine already: three quarters of that are no room."""
+    served = ["rollout.engine.tensor_parallel=2", "rollout.engine.slots=512"]
+    run = gpu_run(*served, *FRUGAL, "rollout.sampling.max_tokens=3000")
+
+    def with_room(nbytes: float) -> Estimate:
+        on = hardware("mine:8", 100, 1000, nbytes / 1e9)
+        return estimate(run, SEVEN_BILLION, Load(Lengths(200, 1024)), on, 6)
+
+    made = with_room(1e12)
+    learner, worker = total(made.learner, True), total(made.worker, True)
+    assert made.fits and made.need == worker and learner < 0.75 * worker
+    short = with_room(0.75 * worker)
+    told = f"it does not fit: the worker takes {size(worker)} of {size(0.75 * worker)}; "
+    assert not short.fits and short.advice[0].startswith(told)
+
+
+def test_what_shares_a_gpu_has_to_fit_together():
+    """Either of the two would fit alone."""
+
+    def with_room(nbytes: float) -> Estimate:
+        on = hardware("mine", 100, 1000, nbytes / 1e9)
+        return estimate(gpu_run(*FRUGAL), SEVEN_BILLION, Load(Lengths(200, 1024)), on)
+
+    made = with_room(1e12)
+    learner, worker = total(made.learner, True), total(made.worker, True)
+    assert made.fits and made.need == learner + worker
+    short = with_room(max(learner, worker) + 1e9)
+    told = f"it does not fit: the learner and 1 worker take {size(made.need)} of "
+    assert not short.fits and short.advice[0].startswith(told)
+
+
+PROCESSES = [*SUMS, "learner.processes=4"]
+
+
+def test_every_process_of_the_learner_is_counted():
+    """Each has its share of weights, gradients and moments; versions and what is saved are the first one's."""
+    on, work = cpu(33.4, cores=16), Load(Lengths(46, 19))
+    one, four = (estimate(load(None, it), SMOLLM2, work, on) for it in (SUMS, PROCESSES))
+    others = sum(part.nbytes for part in four.learner if part.name not in FIRST_ALONE)
+    assert four.need == pytest.approx(total(four.learner) + 3 * others + total(four.worker), abs=4)
+    moments = [
+        part.nbytes for made in (one, four) for part in made.learner if part.name == "moments"
+    ]
+    assert moments[0] == 4 * moments[1]
+
+
+def test_threads_of_all_processes_compute_a_step():
+    on, load_ = cpu(33.4, cores=16), Load(Lengths(46, 19))
+    runs = [load(None, it) for it in (SUMS, PROCESSES, [*SUMS, "learner.threads=4"])]
+    one, four, threads = (learner_seconds(run, SMOLLM2, load_, on, 1)[0] for run in runs)
+    assert four == threads < one / 2
+    five = cpu(33.4, cores=5)  # one is left for the worker, which would take two
+    alone, beside, same = (worker_rate(run, SMOLLM2, load_, five, 1)[0] for run in runs)
+    assert beside == same < alone
+
+
+def test_processes_of_the_learner_are_its_gpus():
+    on, work = hardware("h100:8", 0, 0, 0), Load(Lengths(200, 1024))
+    made = estimate(gpu_run("learner.processes=3"), SEVEN_BILLION, work, on)
+    assert made.speed.split == Split(3, 5) and not made.others
+
+
 def test_more_workers_are_advised_where_the_learner_would_wait():
     run = load(None, [*SUMS, "rollout.threads=1"])
     made = estimate(run, SMOLLM2, Load(Lengths(46, 19), 0.2), cpu(33.4, cores=8))
@@ -338,12 +411,12 @@ def test_figures_of_ones_own_go_before_published_ones():
     assert hardware("h100", 0, 0, 94).device.memory == 94e9
 
 
-def logged_run(directory: Path, steps: int) -> Run:
-    """Writes what a run of SUMS would have logged whose rates are half of the formulas'."""
+def logged_run(directory: Path, steps: int, on: Hardware | None = None, gpus: int = 1) -> Run:
+    """Writes what a run of SUMS would have logged whose rates are half of the formulas', on so many GPUs."""
     run = load(None, [*SUMS, "name=logged", f"root={directory.parent}"])
-    load_, on = Load(Lengths(46, 19), 0.5), cpu(33.4)
-    busy = 2 * learner_seconds(run, SMOLLM2, load_, on, 1)[0]
-    rate = speed(run, SMOLLM2, load_, on, Split(1, 1)).worker_tokens_s / 2
+    load_, on = Load(Lengths(46, 19), 0.5), on or cpu(33.4)
+    busy = 2 * learner_seconds(run, SMOLLM2, load_, on, gpus)[0]
+    rate = speed(run, SMOLLM2, load_, on, Split(gpus, 1)).worker_tokens_s / 2
     directory.mkdir()
     (directory / "config.toml").write_text(dump_toml(run))
     records = [
@@ -364,6 +437,67 @@ def test_a_runs_own_rates_correct_the_formulas(tmp_path: Path):
     assert load_ == Load(Lengths(46, 19.0), 0.5)
     assert (correction.learner, correction.workers) == pytest.approx((2.0, 0.5))
     assert correction.delta * wire(run, SMOLLM2).delta == pytest.approx(1e6)
+
+
+def test_a_resumed_runs_groups_are_those_of_its_steps(tmp_path: Path):
+    """Where a learner went on, their count may begin anew."""
+    logged_run(tmp_path / "logged", 9)
+    log = tmp_path / "logged" / METRICS_FILE
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    for record in records[5:]:
+        record["buffer/groups"] -= 40
+    log.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert measured(tmp_path / "logged", SMOLLM2, 46, cpu(33.4))[0].useful == 0.5
+
+
+@pytest.mark.parametrize(
+    ("machine", "gpus"), [("", 1), (", 3 ranks", 3), (", 12 ranks, megatron", 12)]
+)
+def test_a_run_measures_the_gpus_that_it_had(tmp_path: Path, machine: str, gpus: int):
+    """Of its learner, by the step log, whatever the number of GPUs that are planned for."""
+    on = hardware("h100:8", 0, 0, 0)
+    logged_run(tmp_path / "logged", 8, on, gpus)
+    log = StepLog(tmp_path / "logged" / "steps")
+    for step in range(8):
+        log.append(
+            StepRecord(
+                step=step, tickets=[], seeds=[], base_digest="", digest="", fork=0, settings="", metrics={},
+                machine=f"torch 2.13, NVIDIA H100, AVX512, 2 threads{machine}",
+            )
+        )  # fmt: skip
+    log.close()
+    _, correction = measured(tmp_path / "logged", SMOLLM2, 46, on)
+    assert (correction.learner, correction.workers) == pytest.approx((2.0, 0.5))
+
+
+def test_a_step_log_that_cannot_be_read_is_named(tmp_path: Path):
+    logged_run(tmp_path / "logged", 8)
+    (tmp_path / "logged" / "steps").mkdir()
+    (tmp_path / "logged" / "steps" / "part-000000.parquet").write_bytes(b"torn")
+    with pytest.raises(LogError, match=r"part-000000\.parquet cannot be read"):
+        measured(tmp_path / "logged", SMOLLM2, 46, cpu(33.4))
+
+
+@pytest.mark.timeout(60)
+def test_groups_are_counted_over_all_learners_of_a_run(
+    make_run: MakeRun, redis_url: str, tmp_path: Path, short_dir: Path
+):
+    """As their responses are, each group once: those that wait at a checkpoint are read again."""
+    stop, waiting = threading.Event(), "buffer.sampler={type='uniform', min_groups=6}"
+    for steps in (2, 4):
+        run = make_run(f"steps={steps}", "warmstart.steps=0", "eval.problems=1", waiting)
+        announce, fetch = (f"ipc://{short_dir}/{name}-{steps}" for name in ("announce", "fetch"))
+        learner = build_learner(run, tmp_path, redis_url, announce, fetch, steps > 2, stop)
+        try:
+            with worker_beside(redis_url, run.name):
+                assert learner.train(stop) == steps
+            assert learner.group_reader.held >= 2
+        finally:
+            learner.close()
+    records = [r for r in read_metrics(tmp_path / METRICS_FILE) if r["kind"] == "step"]
+    groups = [record["buffer/groups"] for record in records]
+    assert groups == [r["buffer/responses"] / run.learner.group_size for r in records]
+    assert len(groups) == 4
 
 
 def test_a_run_of_too_few_steps_measures_nothing(tmp_path: Path):
@@ -419,6 +553,15 @@ def test_the_command_prints_each_part_and_its_formula():
     assert "4 · trained weights" not in plan("quickstart").stdout
 
 
+@pytest.mark.usefixtures("this_machine")
+def test_the_command_tells_what_all_processes_take():
+    asked = "quickstart", "learner.processes=4"
+    shown, made = plan(*asked).stdout, json.loads(plan(*asked, "--json").stdout)
+    assert "4 processes for the learner, 1 worker" in shown
+    assert "each other of its 4 processes" in shown
+    assert f"it fits: {size(made['need'])} of " in shown
+
+
 def test_programs_get_the_same_as_json():
     done = plan("quickstart", "--gpu", "h100:4", "--json", "rollout.engine.type=vllm")
     found = json.loads(done.stdout)
@@ -438,6 +581,14 @@ def test_programs_get_the_same_as_json():
         (
             ["quickstart", "--gpu=h100:8", "--learner-gpus=7", *SERVED_BY_TWO],
             "8 in all, and a worker takes 2",
+        ),
+        (
+            ["quickstart", "--gpu=4090", *SERVED_BY_TWO],
+            "tensor_parallel = 2: there is only 1 × 4090",
+        ),
+        (
+            ["quickstart", "--gpu=h100:4", "learner.processes=4"],
+            "learner.processes = 4: there are 4",
         ),
         (["quickstart", "--from=nowhere"], "nowhere"),
         (["quickstart", "model.width=0"], "model.width"),
