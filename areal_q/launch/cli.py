@@ -41,7 +41,7 @@ _Show = Annotated[bool, typer.Option("--print", help="write and print the script
 _Nodes = Annotated[int, typer.Option(min=1, help="hosts of the learner")]
 _GPUS = "GPUs of the learner on each, with a process each; 0: a CPU"
 _LearnerGpus = Annotated[int, typer.Option(min=0, help=_GPUS)]
-_WORKERS = "workers; of sky hosts with a worker on each GPU; -1: the settings'"
+_WORKERS = "workers; of sky hosts, each with as many as its GPUs are for; -1: the settings'"
 _Workers = Annotated[int, typer.Option(min=-1, help=_WORKERS)]
 _WorkerGpus = Annotated[int, typer.Option(min=0, help="GPUs of each worker; 0: a CPU")]
 _TIME = "slurm: the time of a job, such as 24:00:00; then it goes on"

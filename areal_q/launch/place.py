@@ -24,7 +24,7 @@ from msgspec import Struct
 
 from areal_q.config import Run, dump_toml
 from areal_q.errors import ConfigError
-from areal_q.system.files import replacing
+from areal_q.system.files import replacing, try_lock
 from areal_q.system.processes import module_command
 from areal_q.system.run_dir import path_of, with_absolute_files
 
@@ -62,10 +62,12 @@ def place_of(run: Run) -> Path:
 def prepared(run: Run) -> Path:
     """Returns the directory of a launch of `run` with settings, password and keys; those that are there stay.
 
-    Raises ConfigError if it cannot be written."""
+    Raises ConfigError if it cannot be written, or a learner is at work there."""
     run = with_absolute_files(msgspec.structs.replace(run, root=str(Path(run.root).absolute())))
     place = place_of(run)
     try:
+        if place.exists():
+            os.close(claim(place))
         for directory in (place, place / "logs", place / "secrets"):
             directory.mkdir(parents=True, exist_ok=True)
             directory.chmod(0o700)
@@ -89,6 +91,17 @@ def prepared(run: Run) -> Path:
         if made.returncode:
             raise ConfigError(f"{place / KEYS}: {made.stderr.strip()}")
     return place
+
+
+def claim(place: Path) -> int:
+    """Returns a descriptor that locks the directory until it is closed, or this process ends. Raises
+    ConfigError if a learner has it."""
+    handle = try_lock(place)
+    if handle is None:
+        raise ConfigError(
+            f"{place}: the learner of an earlier launch is at work there: end it first"
+        )
+    return handle
 
 
 def close_secrets(place: Path) -> None:

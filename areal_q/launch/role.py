@@ -55,7 +55,8 @@ _FAREWELL_S = 15.0
 """Seconds for which Redis stays after the last step, so that workers learn of it"""
 _LOOK_S = 1.0
 _GIVE_UP_S = 600.0
-"""Seconds after which a worker that cannot see the learner's host in PLACE takes it to have ended"""
+"""Seconds after which a worker, or another rank, that cannot see the learner's first host takes it to have
+ended"""
 
 
 def main(
@@ -94,6 +95,10 @@ def main(
     if role == "learner-once":
         at = _found(place, head, redis, start)
         _become(learner_python(run), *_learner(place, at, nodes, rank, ranks))
+    if role == "learner" and rank:
+        _found(place, head, redis, start)  # without end where the first host refuses this start
+    elif role == "learner":
+        places.claim(place)  # Redis's file and endpoint.json are those of one learner
     signal.signal(signal.SIGUSR1, lambda number, frame: os.kill(os.getpid(), signal.SIGTERM))
     threads = run.rollout.threads if role == "worker" else run.learner.threads
     os.environ |= {**dict.fromkeys(THREAD_VARIABLES, str(threads)), **PLAIN_LOGS}
@@ -146,10 +151,10 @@ def _endpoint(head: str, host: str, redis: str, start: str) -> Endpoint:
 
 def _found(place: Path, head: str, redis: str, start: str = "") -> Endpoint:
     """Waits until the learner's host has said where it is, with `start` in a start of this name. Ends the
-    process if the learner ended for good."""
+    process if the learner ended for good. Raises ConfigError if no such start is there after _GIVE_UP_S."""
     if head:
         return _endpoint(head, "", redis, start)
-    said = False
+    said, deadline = False, time.monotonic() + _GIVE_UP_S
     while True:
         found, ended = places.read_endpoint(place), places.read_ended(place)
         mine = found is not None and start in ("", found.start)
@@ -158,6 +163,8 @@ def _found(place: Path, head: str, redis: str, start: str = "") -> Endpoint:
             sys.exit(ended.code)
         if found is not None and mine:
             return found
+        if start and time.monotonic() > deadline:
+            raise ConfigError(f"{place}: the learner's first host did not begin this start")
         if not said:
             logger.info("waits for the learner's host, which writes to %s", place)
             said = True

@@ -1,4 +1,4 @@
-"""SkyPilot: a task whose first hosts are the learner, with Redis, and whose others have a worker on each GPU.
+"""SkyPilot: a task whose first hosts are the learner, with Redis, and whose others have workers on all GPUs.
 
 All hosts of a task are alike, and begin and end together. They share no directory: settings and secrets are
 copied to each, and workers find the learner's host in SKYPILOT_NODE_IPS, with fixed ports. What the settings
@@ -15,6 +15,7 @@ import msgspec
 from areal_q.config.load import parsed
 from areal_q.launch.cluster import Cluster
 from areal_q.launch.place import place_of
+from areal_q.plugins import parted
 from areal_q.system.run_dir import path_of
 
 _LEARNER = """\
@@ -22,9 +23,11 @@ head=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)
 if [ "$SKYPILOT_NODE_RANK" -lt {nodes} ]; then
   exec {learner} --head="$head" --rank="$SKYPILOT_NODE_RANK"
 fi
+gpus=${{SKYPILOT_NUM_GPUS_PER_NODE:-0}}
 workers=()
-for i in $(seq 0 $((${{SKYPILOT_NUM_GPUS_PER_NODE:-0}} > 0 ? SKYPILOT_NUM_GPUS_PER_NODE - 1 : 0))); do
-  CUDA_VISIBLE_DEVICES=$i {worker} --head="$head" --id="$SKYPILOT_NODE_RANK-$i" &
+for i in $(seq 0 {each} $((gpus > {each} ? gpus - {each} : 0))); do
+  CUDA_VISIBLE_DEVICES=$(seq -s, "$i" $((i + {each} - 1))) \\
+    {worker} --head="$head" --id="$SKYPILOT_NODE_RANK-$i" &
   workers+=("$!")
 done
 code=0
@@ -39,7 +42,8 @@ _NAME_FILES = ("path", "heldout", "template_file")
 def task(cluster: Cluster, gpu: str, bucket: str) -> dict[str, Any]:
     """Returns the task as SkyPilot's YAML has it; `gpu` such as H100 or "", `bucket` where the run is or ""."""
     run, place = cluster.run, cluster.place
-    accelerators = {"accelerators": f"{gpu}:{cluster.gpus or 1}"} if gpu else {}
+    each = max(1, cluster.worker_gpus)
+    accelerators = {"accelerators": f"{gpu}:{max(cluster.gpus, each)}"} if gpu else {}
     files = sorted(_files(msgspec.to_builtins(run)))
     mounts: dict[str, Any] = {str(path): str(path) for path in (place, *files)}
     if bucket:
@@ -48,6 +52,7 @@ def task(cluster: Cluster, gpu: str, bucket: str) -> dict[str, Any]:
     options = dict(parsed(option) for option in cluster.learner_options)
     script = _LEARNER.format(
         nodes=cluster.nodes,
+        each=each,
         learner=shlex.join(cluster.role("learner")),
         worker=shlex.join(cluster.role("worker")),
     )
@@ -69,7 +74,9 @@ def _files(settings: Any) -> set[Path]:
     if not isinstance(settings, dict):
         return set()
     named = (settings.get(name) for name in _NAME_FILES)
-    paths = {Path(path) for path in named if isinstance(path, str) and Path(path).exists()}
+    texts = [text for text in named if isinstance(text, str)]
+    files = {Path(path) for text in texts for path in (text, parted(text)[0])}
+    paths = {path for path in files if path.exists()}
     own = "digest" in settings
     found = {path.parent if own and path.is_file() else path for path in paths}
     return found.union(*map(_files, settings.values()))

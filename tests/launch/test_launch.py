@@ -21,8 +21,16 @@ from helpers.slurm.cluster import directives
 from areal_q.config import load
 from areal_q.launch import cli, ray_job, role, sky, slurm
 from areal_q.launch.cluster import Cluster
-from areal_q.launch.place import PASSWORD, Endpoint, prepared, write_endpoint
+from areal_q.launch.place import (
+    PASSWORD,
+    Endpoint,
+    prepared,
+    read_ended,
+    read_endpoint,
+    write_endpoint,
+)
 from areal_q.observability.metrics_log import read_metrics
+from areal_q.system.files import try_lock
 from areal_q.system.run_dir import METRICS_FILE
 from buffer.weight_sync.curve import client_keys, server_keys
 
@@ -299,9 +307,12 @@ def test_sky_yaml_reads_as_the_task_that_was_meant(config: Path, tmp_path: Path)
     assert table["num_nodes"] == 4 and table["resources"]["accelerators"] == "H100:8"
     assert table["file_mounts"][str(tmp_path / "far")] == {"name": "my-runs", "mode": "MOUNT"}
     assert table["file_mounts"][str(cluster.place)] == str(cluster.place)
+    large = cluster_of(config, tmp_path, gpus=1, worker_gpus=4)
+    assert sky.task(large, "H100", "")["resources"]["accelerators"] == "H100:4"
 
 
-def test_sky_copies_what_the_settings_name(config: Path, tmp_path: Path):
+@pytest.mark.parametrize("function", ["", ":mine"])
+def test_sky_copies_what_the_settings_name(config: Path, tmp_path: Path, function: str):
     """Data as a file, a model as a directory, own code with what lies beside it, a module by its name not."""
     model, data, code = tmp_path / "model", tmp_path / "rows.jsonl", tmp_path / "code" / "mine.py"
     for directory in (model, code.parent):
@@ -314,7 +325,10 @@ def test_sky_copies_what_the_settings_name(config: Path, tmp_path: Path):
         "model.type=pretrained",
         f"model.path={model}",
     ]
-    settings += [f"learner.objective.path={code}", "learner.advantage.path=package.module:name"]
+    settings += [
+        f"learner.objective.path={code}{function}",
+        "learner.advantage.path=package.module:name",
+    ]
     run = load(config, [f"root={tmp_path}", *settings])
     cluster = Cluster(
         run=load(prepared(run) / "settings.toml"), place=prepared(run), python="python"
@@ -345,15 +359,16 @@ def test_options_of_another_scheduler_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("rank", "gpus", "roles"),
+    ("rank", "gpus", "each", "roles"),
     [
-        (0, 2, ["learner --head=10.0.0.1 --rank=0"]),
-        (1, 2, ["worker --head=10.0.0.1 --id=1-0 gpu=0", "worker --head=10.0.0.1 --id=1-1 gpu=1"]),
-        (2, 0, ["worker --head=10.0.0.1 --id=2-0 gpu=0"]),
+        (0, 2, 0, ["learner --rank=0"]),
+        (1, 2, 1, ["worker --id=1-0 gpu=0", "worker --id=1-1 gpu=1"]),
+        (1, 5, 2, ["worker --id=1-0 gpu=0,1", "worker --id=1-2 gpu=2,3"]),
+        (2, 0, 0, ["worker --id=2-0 gpu=0"]),
     ],
 )
 def test_each_host_of_sky_starts_its_roles(
-    config: Path, tmp_path: Path, rank: int, gpus: int, roles: list[str]
+    config: Path, tmp_path: Path, rank: int, gpus: int, each: int, roles: list[str]
 ):
     """A stand-in of the interpreter, found by what --setup does, writes what it is started with."""
     stub, said = tmp_path / "python", tmp_path / "said"
@@ -362,14 +377,15 @@ def test_each_host_of_sky_starts_its_roles(
     stub.chmod(0o755)
     run = load(config, [f"root={tmp_path}"])
     setup = f"export PATH={tmp_path}:$PATH"
-    cluster = Cluster(run=run, place=prepared(run), python="python", gpus=gpus, setup=setup)
+    asked = {"gpus": gpus, "worker_gpus": each, "setup": setup}
+    cluster = Cluster(run=run, place=prepared(run), python="python", **asked)
     env = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2\n10.0.0.3", "SKYPILOT_NODE_RANK": str(rank)}
     env |= {"SKYPILOT_NUM_GPUS_PER_NODE": str(gpus), "PATH": os.environ["PATH"]}
     subprocess.run(["bash", "-c", sky.task(cluster, "", "")["run"]], env=env, check=True)
     lines = sorted(said.read_text().splitlines())
     assert len(lines) == len(roles)
     for line, words in zip(lines, roles, strict=True):
-        assert all(word in line.split() for word in words.split()), line
+        assert all(word in line.split() for word in ["--head=10.0.0.1", *words.split()]), line
 
 
 def test_nothing_is_submitted_where_there_is_no_scheduler(
@@ -423,6 +439,32 @@ def test_ranks_of_one_host_meet_on_loopback(
     asked = ["learner-once", str(place), "--head=h", "--ranks=2", f"--nodes={nodes}"]
     assert run_here("role", role.main, *asked).returncode == 0
     assert f"--master-addr={first}" in begun[0][1]
+
+
+def test_a_second_learner_leaves_the_first_alone(
+    config: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    begun: list[tuple[str, list[str]]],
+):
+    """The other hosts of its start end too, which would wait for it in vain."""
+    place = prepared(load(config, [f"root={tmp_path}"]))
+    first = Endpoint(host="h", redis="redis://h:1", announce=2, fetch=3, ranks=4, start="one")
+    write_endpoint(place, first)
+    monkeypatch.setattr(role, "_GIVE_UP_S", 0.0)
+    monkeypatch.setattr(role, "answers", lambda url: True)
+    monkeypatch.setattr(role.Supervisor, "run", lambda self: 2)
+    held = try_lock(place)
+    for rank, said in ((0, "an earlier launch"), (1, "did not begin")):
+        asked = ["learner", str(place), "--redis=redis://h:9", "--start=two", f"--rank={rank}"]
+        done = run_here("role", role.main, *asked)
+        refused(done, str(place), said)
+    again = launch("ray", config, f"root={tmp_path}", "steps=7", "--print")
+    refused(again, str(place), "an earlier launch")
+    assert load(place / "settings.toml").steps == 60
+    assert held and read_endpoint(place) == first and read_ended(place) is None
+    assert not begun
+    os.close(held)
 
 
 def test_secrets_that_came_without_modes_are_closed(
