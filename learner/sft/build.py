@@ -13,11 +13,12 @@ from areal_q.checks.combinations import (
     check_foreign,
 )
 from areal_q.checks.model import check_experts, check_format, check_vocabulary
-from areal_q.config import PretrainedModel, Run, Sft
+from areal_q.config import PretrainedModel, Run, Sft, dump_toml
 from areal_q.models.hf.weight_files import check_tensors
 from areal_q.models.shape import shape_of
 from areal_q.observability.metrics_log import MetricsLog
 from areal_q.system import run_dir
+from areal_q.system.files import replacing
 from areal_q.tasks import Task, Tokenizer, build_task
 from areal_q.tasks.stops import write_stops
 from learner.backends.data_parallel import ALONE, Ranks
@@ -40,10 +41,15 @@ def rows_of(run: Run) -> tuple[Run, Task | Rows]:
     file and line."""
     cfg = _settings(run)
     rows = build_task(run.task) if cfg.path is None else read_demonstrations(cfg)
-    if cfg.epochs:
-        steps = max(1, math.ceil(cfg.epochs * len(rows.train) / cfg.batch))
-        return replace(run, steps=steps), rows
-    return run, rows
+    return _with_steps(run, len(rows.train)), rows
+
+
+def _with_steps(run: Run, rows: int) -> Run:
+    """Returns `run` with the steps that its epochs over so many rows are, if it names some."""
+    cfg = _settings(run)
+    if not cfg.epochs:
+        return run
+    return replace(run, steps=max(1, math.ceil(cfg.epochs * rows / cfg.batch)))
 
 
 def _settings(run: Run) -> Sft:
@@ -61,9 +67,14 @@ def build_supervised(
     ranks: Ranks = ALONE,
 ) -> SupervisedRun:
     """Returns a supervised run in `directory` that is ready to train, after checks in order of their cost.
-    Raises ConfigError, CheckpointError or TaskError for what cannot be trained, or gone on with."""
+    The steps of its epochs, there and in its config.toml, are of the rows that are short enough. Raises
+    ConfigError, CheckpointError or TaskError for what cannot be trained, or gone on with."""
     cfg, tokenizer = _settings(run), tokenizer_of(run)
     data = _data(run, directory, rows, tokenizer, metrics, ranks)
+    if not resume and (counted := _with_steps(run, data.size)) != run:
+        run = counted
+        with replacing(directory / "config.toml") as scratch:
+            scratch.write_text(dump_toml(run), "utf-8")
     metrics.write("start", 0, {}, doing="loading the model")
     policy, state = build_policy(run, directory, resume, rows, tokenizer, metrics, stop)
     start = state.step if state else 0

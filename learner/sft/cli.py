@@ -33,7 +33,7 @@ EXITS = (
     "mend, which one line names."
 )
 
-
+logger = logging.getLogger(__name__)
 CONFIG = "a TOML file, the name of a configuration that comes with areal-q, or a run's directory"
 
 
@@ -88,6 +88,9 @@ def _train(run: Run, resume: bool, stop: StopRequest) -> NoReturn:
     run = settled(fetched(run))
     set_arithmetic(run.learner.threads, run.learner.device)
     ranks = ranks_of(run)  # before all that takes long: the others do not wait for ever
+    if (several := run.learner.processes) > ranks.size == 1:
+        instead = f"torchrun --nproc-per-node {several} -m areal_q sft"
+        logger.warning("learner.processes is for areal-q run, here it is %s", instead)
     with ExitStack() as claimed:
         with ends_other_ranks(ranks):
             counted, rows = rows_of(run)
@@ -104,6 +107,10 @@ def _train(run: Run, resume: bool, stop: StopRequest) -> NoReturn:
         try:
             with ends_other_ranks(ranks):
                 training = build_supervised(run, directory, rows, resume, metrics, stop, ranks)
+            if training.run.steps != run.steps:
+                rows_left = f"the {training.data.size} rows that are short enough"
+                view.note(f"sft.epochs are {training.run.steps} steps, those of {rows_left}")
+            run = view.run = view.history.run = training.run
             with closing(training):
                 done = training.train(stop)
         finally:

@@ -197,26 +197,19 @@ class Demonstrations:
         """Encodes all rows, so that a fault in one is found before training, but generated ones when they are
         learnt from, and at most `problems` of the held-out ones. Leaves out rows of more than `longest` tokens.
         Raises TaskError as `encoded` does, or if no row of a mixture's task, or none at all, is left."""
-        self.heldout = self._short(self._rows.heldout[:problems])
+        self.heldout = self._short(self._rows.heldout[:problems], "held-out rows")
         for name, rows in parts_of(self._rows.train).items():
             if isinstance(rows, Lazy):
                 encoded(rows[0], self._tokenizer)  # the others are like it
                 continue
-            found = self._short(rows, tell)
             of = f" of task.sources.{name}" if name else ""
-            if left_out := len(rows) - len(found):
-                logger.warning(
-                    "%d rows%s are left out: they have more than %d tokens",
-                    left_out,
-                    of,
-                    self._longest,
-                )
+            found = self._short(rows, f"rows{of}", tell)
             if not found:
                 raise TaskError(f"every row{of} has more than {self._longest} tokens")
             self._parts[name] = found
 
     def _short(
-        self, rows: Sequence[Problem], tell: Tell = lambda done, of: None
+        self, rows: Sequence[Problem], what: str, tell: Tell = lambda done, of: None
     ) -> Sequence[Sample]:
         samples = []
         for number, row in enumerate(rows):
@@ -229,6 +222,10 @@ class Demonstrations:
                 raise TaskError(f"{where}: {error}") from error
             if sample.num_tokens <= self._longest:
                 samples.append(sample)
+        if left_out := len(rows) - len(samples):
+            logger.warning(
+                "%d %s are left out: they have more than %d tokens", left_out, what, self._longest
+            )
         return samples
 
     def at(self, number: int) -> Sample:

@@ -197,9 +197,10 @@ class Own:
 
 def test_a_task_s_own_rows_are_checked_and_short(caplog: pytest.LogCaptureFixture):
     long, short = Problem("1=", "1" * 20), Problem("2=", "2")
-    data = Demonstrations(Own([long, short]), CharTokenizer(), 8, 0)
+    data = Demonstrations(Own([long, short], [short, long]), CharTokenizer(), 8, 0)
     data.encode(8, lambda done, of: None)
     assert data.size == 1 and "1 rows are left out" in caplog.text
+    assert len(data.heldout) == 1 and "1 held-out rows are left out" in caplog.text
     odd = Problem("2=", "\N{SNOWMAN}")
     made = Lazy(lambda place: odd, range(10**9))
     for train, where in (([short, odd], "row 2: "), (made, "")):

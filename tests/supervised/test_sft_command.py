@@ -78,13 +78,14 @@ def test_a_run_learns_and_the_other_commands_know_it(tmp_path: Path):
 
 
 def test_passes_over_a_file_s_rows_are_its_steps(tmp_path: Path):
-    rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(10, 74)]
+    rows = [{"prompt": f"{n}+1=", "answer": "1" * (40 if n < 26 else 2)} for n in range(10, 90)]
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = [f"sft.path={file}", "sft.heldout=0.25", "sft.epochs=1.5", "sft.template=plain"]
-    assert run_here("sft", sft, config(tmp_path, *data)).returncode == 0
+    data = [f"sft.path={file}", "sft.heldout=0.2", "sft.epochs=1.5", "sft.template=plain"]
+    done = run_here("sft", sft, config(tmp_path, *data))
+    assert done.returncode == 0 and "--resume steps=10" in done.stdout, done.stdout
     directory = tmp_path / "adds-sft"
-    assert load(directory / "config.toml").steps == 5, "48 rows, 16 a step"
+    assert load(directory / "config.toml").steps == 5, "48 rows that are short enough, 16 a step"
     assert [r["step"] for r in records(directory, "step")] == [1, 2, 3, 4, 5]
     # A resumption that asks for more goes on; one whose rows have changed is refused.
     assert run_here("sft", sft, str(directory), "steps=6", "--resume").returncode == 0
@@ -92,6 +93,14 @@ def test_passes_over_a_file_s_rows_are_its_steps(tmp_path: Path):
     file.write_text(file.read_text() + json.dumps(rows[0]) + "\n")
     again = run_here("sft", sft, str(directory), "steps=7", "--resume")
     refused(again, str(file), "not those that the run began with")
+
+
+def test_processes_of_a_run_of_rl_are_those_of_torchrun(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    file = config(tmp_path, "learner.processes=2", "sft.path=none.jsonl")
+    refused(run_here("sft", sft, file), "none.jsonl")
+    assert "torchrun --nproc-per-node 2 -m areal_q sft" in caplog.text
 
 
 def test_what_cannot_be_trained_is_refused_in_one_line(tmp_path: Path):
