@@ -47,7 +47,7 @@ from learner.data.admission import Admission
 from learner.data.eval_sets import problems_of_sets
 from learner.data.group_reader import GroupReader
 from learner.data.staleness import VersionHistory, forks_at
-from learner.data.validation import check_data, fits
+from learner.data.validation import check_data, check_kept, fits
 from learner.heldout_eval import BestVersion, HeldOutEvaluation
 from learner.loop import Learner
 from learner.measure.buffer_metrics import BufferMetrics
@@ -206,6 +206,7 @@ def build_learner(
     check_data(directory, run.task, task)
     shape = shape_of(run.model, tokenizer)
     task = check_fit(run, shape, tokenizer, task, ranks.size)
+    check_kept(directory, task)
     check_sets(run, task)
     own_sets = problems_of_sets(run, tokenizer, longest_prompt(run, shape))
     buffer = LearnerBuffer(redis_url, run.name, stop=stop)

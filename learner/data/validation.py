@@ -8,15 +8,17 @@ import msgspec
 import xxhash
 
 from areal_q.config import LearnerConfig, Mix, Python, Sft, TaskConfig
-from areal_q.errors import RecordError, TaskError
+from areal_q.errors import ConfigError, RecordError, TaskError
 from areal_q.messages import Array, Group
 from areal_q.models import DecoderConfig
+from areal_q.system.files import replacing
 from areal_q.tasks import Task
 from areal_q.tasks.lazy import Lazy
 from areal_q.tasks.ordering.mixture import parts_of
 
 DATA_DIGEST = "problems-digest"
-"""Name of the file in a run's directory with the digest of the problems that the run began with."""
+"""Name of the file in a run's directory with the digest of the problems that the run began with, and how many
+of them leave room for a response."""
 
 
 def fits(config: DecoderConfig, learner: LearnerConfig) -> Callable[[Group], None]:
@@ -80,12 +82,31 @@ def check_data(directory: Path, cfg: TaskConfig | Sft, task: Task) -> None:
     local = Path(path).is_file() and not isinstance(cfg, Python | Mix) and not another
     found = _digest_of(Path(path), None if local else task)
     record = directory / DATA_DIGEST
-    if record.exists() and record.read_text().strip() != found:
+    if not record.exists():
+        record.write_text(found + "\n")
+    elif record.read_text().split()[:1] != [found]:
         raise TaskError(
             f"{path}: its problems are not those that the run began with; put the data of that time back, "
             f"or remove {record} to go on with these"
         )
-    record.write_text(found + "\n")
+
+
+def check_kept(directory: Path, kept: Task) -> None:
+    """Records beside that digest how many problems leave room for a response. Raises ConfigError if there were
+    more or fewer as the run began, since a ticket's number would stand for another problem."""
+    record = directory / DATA_DIGEST
+    if not record.exists():
+        return
+    digest, *known = record.read_text().split()
+    count = str(len(kept.train) + len(kept.heldout))
+    if not known:
+        with replacing(record) as file:
+            file.write_text(f"{digest} {count}\n")
+    elif known != [count]:
+        raise ConfigError(
+            f"{count} problems leave room for a response, and {known[0]} did as the run began: put "
+            "learner.microbatch_tokens, learner.backend.context and rollout.engine back, which decide that"
+        )
 
 
 def _digest_of(path: Path, task: Task | None) -> str:

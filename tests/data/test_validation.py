@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from areal_q.config import Arithmetic, Gsm8k, Jsonl, Python
-from areal_q.errors import TaskError
-from areal_q.tasks import build_task
-from learner.data.validation import check_data
+from areal_q.errors import ConfigError, TaskError
+from areal_q.tasks import CharTokenizer, build_task
+from areal_q.tasks.prompt_lengths import without_long
+from learner.data.validation import check_data, check_kept
 
 ROW = '{{"prompt": "{0}+1=", "answer": "2"}}\n'
 CODE = """
@@ -69,6 +70,21 @@ def test_the_reward_of_a_task_may_change_its_problems_may_not(tmp_path: Path):
         check(tmp_path, cfg)
 
 
+def test_a_resumption_that_leaves_out_other_problems_is_refused(tmp_path: Path):
+    """With half of the micro-batch the long ones had no room: every later number stood for another problem."""
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(ROW.format("1+" * (n % 20) + str(n + 10)) for n in range(40)))
+    cfg = Jsonl(path=str(data), heldout=0.5)
+    task, tokenizer = build_task(cfg), CharTokenizer()
+    for longest in (33, 34):  # both leave out the same, as lengths are odd
+        check(tmp_path, cfg)
+        check_kept(tmp_path, without_long(task, tokenizer, longest))
+    check(tmp_path, cfg)
+    with pytest.raises(ConfigError, match=r"\d+ problems leave room .*, and \d+ did"):
+        check_kept(tmp_path, without_long(task, tokenizer, 25))
+
+
 def test_generated_problems_leave_no_digest(tmp_path: Path):
     check_data(tmp_path, Arithmetic(), build_task(Arithmetic()))
+    check_kept(tmp_path, build_task(Arithmetic()))
     assert not list(tmp_path.iterdir())
