@@ -218,10 +218,13 @@ def with_settings(policy: TorchPolicy, run: Run) -> TorchPolicy:
         skipped=policy.skipped,
         reference=policy.reference if run.learner.reference_kl else None,
     )
-    take_over(new.optimizer, policy.optimizer)
-    if new.critic and policy.critic and new.critic.cfg.trunk == policy.critic.cfg.trunk:
-        new.critic.load_state_dict(policy.critic.state_dict())
-        take_over(new.critic.optimizer, policy.critic.optimizer)
+    if type(run.learner.optimizer) is type(policy.cfg.optimizer):
+        take_over(new.optimizer, policy.optimizer)
+    critic, before = new.critic, policy.critic
+    if critic and before and critic.cfg.trunk == before.cfg.trunk:
+        critic.load_state_dict(before.state_dict())
+        if type(critic.cfg.optimizer) is type(before.cfg.optimizer):
+            take_over(critic.optimizer, before.optimizer)
     return new
 
 

@@ -1,6 +1,7 @@
 """Replay: a real run, then its steps again in other processes, from its directory alone."""
 
 import csv
+import math
 import os
 import re
 import shutil
@@ -274,6 +275,18 @@ def test_other_settings_begin_at_the_first_step_asked_for(run_dir):
         assert changed[step].metrics == changed[step].record.metrics
     # The first loss is that of the same weights; the update that follows is another.
     assert changed[3].metrics["mismatch/kl"] == changed[3].record.metrics["mismatch/kl"]
+    assert changed[4].metrics["mismatch/kl"] != changed[4].record.metrics["mismatch/kl"]
+
+
+@pytest.mark.parametrize("kind", ["adamw8bit", "muon"])
+def test_moments_of_another_optimizer_begin_anew(run_dir, kind: str):
+    """Codes of 8 bits were taken for moments, and Muon's for those of other weights."""
+    changed = {
+        one.record.step: one
+        for one in Replay(run_dir, [f"learner.optimizer.type={kind}"], first=3).steps()
+    }
+    assert changed[3].metrics["mismatch/kl"] == changed[3].record.metrics["mismatch/kl"]
+    assert all(math.isfinite(one.metrics["train/grad_norm"]) for one in changed.values())
     assert changed[4].metrics["mismatch/kl"] != changed[4].record.metrics["mismatch/kl"]
 
 
