@@ -3,33 +3,40 @@
 import asyncio
 import csv
 import heapq
+import logging
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
+import msgspec
 from rich.table import Table
 from rich.text import Text
 
 from areal_q.config import External, Python, PythonEnvironment, Run, override
 from areal_q.errors import ConfigError, LogError, TaskError
-from areal_q.messages import Group
+from areal_q.messages import Group, Ticket
 from areal_q.system.command import one_line
 from areal_q.tasks import (
     Problem,
     Reward,
     Tokenizer,
     build_reward,
+    build_task,
     build_tokenizer,
     check_reward,
+    columns_for,
     logged_response,
 )
+from areal_q.tasks.lazy import Lazy
+from areal_q.tasks.ordering.mixture import parts_of
 from buffer.logs.trajectory_log import iter_log
 from learner.replay.tables import evenly
 
+logger = logging.getLogger(__name__)
 _OF_REWARDS = re.compile(r"(task\.sources\.[^.]+\.)?(reward|reward\..+|task\.(grader|path))")
 MOST = 10
 """Responses that are shown, those that differ most"""
@@ -121,7 +128,8 @@ def rescored(
     check_reward(run)
     tokenizer = build_tokenizer(run.model, run.task)
     log = iter_log(directory / "trajectories", first, stop)
-    found = asyncio.run(_rescored(build_reward(run), tokenizer, log))
+    problem_of = _with_columns(recorded, run)
+    found = asyncio.run(_rescored(build_reward(run), tokenizer, log, problem_of))
     if not found.rows:
         raise LogError(f"{directory / 'trajectories'}: no such steps")
     if all(row.failed == row.responses for row in found.rows):
@@ -129,14 +137,56 @@ def rescored(
     return found
 
 
+def _with_columns(recorded: Run, run: Run) -> Callable[[Ticket], Problem]:
+    """Returns what makes the problem of a logged ticket. The log has the columns that the reward of the run as
+    `recorded` asked for. Others that the reward of `run` asks for are those of the task's data; where they are
+    not found, one line says so."""
+    before, now = (
+        found if isinstance(found, dict) else {"": found}
+        for found in map(columns_for, (recorded, run))
+    )
+    asked = {name for name in now if now[name] not in ((), before[name])}
+    rows: dict[tuple[str, str, str], set[str]] = {}
+    why = "the data have not one row with its prompt and answer"
+    try:
+        parts = parts_of(build_task(recorded.task, columns_for(run)).train) if asked else {}
+        for name in asked:
+            for p in () if isinstance(parts[name], Lazy) else parts[name]:
+                rows.setdefault((name, p.prompt, p.answer), set()).add(p.columns)
+        asked -= {name for name in asked if isinstance(parts[name], Lazy)}
+    except (ConfigError, TaskError) as error:
+        why = str(error)
+    told = False
+
+    def problem_of(ticket: Ticket) -> Problem:
+        nonlocal told
+        problem = Problem.of_ticket(ticket)
+        if ticket.source not in asked:
+            return problem
+        found = rows.get((ticket.source, ticket.prompt, ticket.answer), set())
+        if len(found) == 1:
+            return msgspec.structs.replace(problem, columns=next(iter(found)))
+        if not told:
+            told = True
+            logger.warning("ticket %d: no columns of its row but the log's: %s", ticket.number, why)
+        return problem
+
+    return problem_of
+
+
 async def _rescored(
-    reward: Reward, tokenizer: Tokenizer, log: Iterable[tuple[int, list[Group]]]
+    reward: Reward,
+    tokenizer: Tokenizer,
+    log: Iterable[tuple[int, list[Group]]],
+    problem_of: Callable[[Ticket], Problem],
 ) -> Rescored:
     rows, most, failure = list[Row](), list[Worth](), ""
     await reward.start()
     try:
         for step, groups in log:
-            worths = await asyncio.gather(*(_worths(step, g, reward, tokenizer) for g in groups))
+            worths = await asyncio.gather(
+                *(_worths(step, g, problem_of(g.ticket), reward, tokenizer) for g in groups)
+            )
             for source in sorted({group.ticket.source for group in groups}):
                 some = [w for w, g in zip(worths, groups, strict=True) if g.ticket.source == source]
                 rows.append(_row(step, source, some))
@@ -148,10 +198,12 @@ async def _rescored(
     return Rescored(rows, most, failure)
 
 
-async def _worths(step: int, group: Group, reward: Reward, tokenizer: Tokenizer) -> list[Worth]:
+async def _worths(
+    step: int, group: Group, problem: Problem, reward: Reward, tokenizer: Tokenizer
+) -> list[Worth]:
     ticket = group.ticket
     said = [logged_response(ticket, logged, tokenizer) for logged in group.trajectories]
-    scores = await reward(Problem.of_ticket(ticket), said)
+    scores = await reward(problem, said)
     return [
         Worth(
             step,

@@ -20,6 +20,11 @@ PASS_RATE = "pass_rate"
 """The column with the share of right answers"""
 
 
+_MADE = ({"dataset", "settings", "index"}, {"index", "key"})
+"""Columns of the problems that reasoning-gym and verifiers make, which say which they are but not what is
+asked"""
+
+
 class WantedRows(NamedTuple):
     """The pass rates that are kept, from `low` to `high`, and the file for their rows."""
 
@@ -72,8 +77,9 @@ def write_rows(problems: Sequence[Problem], rows: Sequence[Answered], wanted: Wa
 
 def row_of(problem: Problem) -> dict[str, Any]:
     """Returns the row of the data that a problem is of; of one that is of none, what `task.type = "jsonl"`
-    reads."""
-    if problem.columns:
-        return json.loads(problem.columns)
+    reads, and the columns that it has."""
+    row = json.loads(problem.columns) if problem.columns else {}
+    if row and row.keys() not in _MADE:
+        return row
     asked = {"messages": problem.messages} if problem.messages else {"prompt": problem.prompt}
-    return asked | {"answer": problem.answer}
+    return asked | {"answer": problem.answer} | row

@@ -1,7 +1,9 @@
 """Mixtures: whose turn a ticket is, to within one ticket of the shares; whose problems; who judges them."""
 
 import asyncio
+import json
 from collections import Counter
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 
@@ -9,9 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_q.config import Run, load
+from areal_q.config import Arithmetic, Run, load
 from areal_q.errors import SettingsError, TaskError
-from areal_q.tasks import Completed, Problem, build_reward, build_task, columns_for, problem_at
+from areal_q.tasks import (
+    Completed,
+    Problem,
+    Task,
+    build_reward,
+    build_task,
+    columns_for,
+    problem_at,
+)
 from areal_q.tasks.lazy import Lazy
 from areal_q.tasks.ordering.mixture import Joined, turn, turns
 
@@ -98,6 +108,30 @@ def test_what_one_task_holds_out_no_other_trains_on(tmp_path: Path):
     one = f'type = "jsonl", path = "{tmp_path}/one.jsonl", heldout = "{tmp_path}/all.jsonl"'
     with pytest.raises(TaskError, match=r"sources\.a: others hold out all"):
         build_task(load(None, ["task.type=mix", small, f"task.sources.b.task={{ {one} }}"]).task)
+
+
+def test_generated_problems_that_others_hold_out_are_passed_over(tmp_path: Path):
+    """By place alone, so that a ticket's number stands for the same problem when a run resumes."""
+
+    def task_of(sums: int, held: Sequence[Problem]) -> Task:
+        rows = [json.dumps({"prompt": p.prompt, "answer": p.answer}) for p in held]
+        (tmp_path / "held.jsonl").write_text("\n".join(rows))
+        (tmp_path / "one.jsonl").write_text('{"prompt": "0=", "answer": "0"}\n')
+        file = f"path='{tmp_path}/one.jsonl', heldout='{tmp_path}/held.jsonl'"
+        tasks = [f"task.sources.file.task={{type='jsonl', {file}}}"]
+        for name, heldout in (("few", 2), ("many", sums)):
+            made = f"type='arithmetic', digits=1, heldout={heldout}"
+            tasks.append(f"task.sources.{name}.task={{{made}}}")
+        return build_task(load(None, ["task.type=mix", *tasks]).task)
+
+    every = [*build_task(Arithmetic(digits=1, heldout=2)).train]
+    task, again = (task_of(60, every[-20:]) for _ in range(2))
+    kept = {problem.prompt for problem in task.heldout}
+    assert len(task.train) == 1 + 108 + 50 and not kept & {p.prompt for p in task.train}
+    assert {p.prompt for p in task.train if p.source == "few"} | kept >= {p.prompt for p in every}
+    assert [*task.train] == [*again.train]
+    with pytest.raises(TaskError, match=r"sources\.few: others hold out all"):
+        task_of(60, every)
 
 
 async def test_each_task_is_judged_by_its_own_reward(tmp_path: Path):

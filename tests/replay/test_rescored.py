@@ -1,6 +1,7 @@
 """Logged responses under another reward, beside what is worked out by hand."""
 
 import csv
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -103,6 +104,31 @@ def test_tasks_of_a_mixture_have_rows_and_rewards_of_their_own(logged: Callable[
     assert done.returncode == 0, done.stderr
     found = [(row["step"], row["source"], float(row["now"])) for row in rows_of(directory)]
     assert found == [("0", "a", 1 / 2), ("0", "b", 3 / 4)]
+
+
+def test_rows_of_the_data_are_there_though_no_log_has_them(
+    logged: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """As in a run with a built-in grader, which asks for no columns."""
+    asked = [(prompt, answer) for step in STEPS for prompt, answer, _ in step]
+    rows = [
+        {"prompt": p, "answer": a, "worth": n} for n, (p, a) in enumerate([*asked, ("9=", "9")])
+    ]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    directory = logged(f"task={{type='jsonl', path='{data}', heldout=0.2}}")
+    file = directory / "mine.py"
+    file.write_text("def reward(response, row):\n    return row['worth']\n")
+    set_reward = ("--set", f"reward.path={file}")
+    assert replay(directory, *set_reward).returncode == 0
+    assert [float(row["now"]) for row in rows_of(directory)] == [0.5, 2.5]
+    assert not caplog.text
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows[1:]))
+    assert replay(directory, *set_reward).returncode == 0
+    assert "ticket 0: no columns of its row but the log's" in caplog.text
+    data.unlink()
+    refused(replay(directory, *set_reward), "no response could be scored", "worth")
+    assert f"{data}: No such file" in caplog.text
 
 
 PYTHON_TASK = ["task={type='python', path='other.py'}"]

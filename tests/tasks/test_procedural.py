@@ -14,6 +14,7 @@ from areal_q.config import Run, load
 from areal_q.errors import ConfigError, TaskError
 from areal_q.tasks import Completed, Score, build_reward, build_task, check_reward
 from areal_q.tasks.datasets import procedural
+from rollout.evaluation.kept_rows import row_of
 
 STAND_IN = """
 import random
@@ -71,6 +72,14 @@ def test_nothing_that_is_held_out_is_trained_on(installed):
     assert held & {problem.prompt for problem in task.train} == set()
     with pytest.raises(TaskError, match="holds out all problems of sums"):
         build_task(run_of("task.settings={ largest = 0 }").task)
+
+
+def test_a_problem_that_is_kept_has_prompt_and_answer(installed):
+    """As rows of a file have, which it is of none of."""
+    problem = build_task(run_of().task).train[0]
+    row = row_of(problem)
+    assert (row["prompt"], row["answer"]) == (problem.prompt, problem.answer)
+    assert row["dataset"] == "sums"
 
 
 def scores(run: Run, *answers: str) -> list[Score]:

@@ -391,6 +391,12 @@ def test_data_that_cannot_be_read_are_named_with_their_place(tmp_path: Path, nam
         build_task(Gsm8k(path=str(path)))
 
 
+def test_a_table_s_field_may_be_of_any_length(tmp_path: Path) -> None:
+    (tmp_path / "g.csv").write_text(f"question,answer\n{'a' * 200_000},#### 1\nb,#### 2\n")
+    task = build_task(Gsm8k(path=str(tmp_path / "g.csv"), heldout=0.5))
+    assert "a" * 200_000 in task.train[0].prompt
+
+
 def test_a_conversation_is_read_from_parquet_as_from_json_lines(tmp_path: Path) -> None:
     """Parquet has all fields in all messages, empty where a message lacks them."""
     system = {"role": "system", "content": "s", "name": None}

@@ -17,6 +17,7 @@ import io
 import json
 import os.path
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from textwrap import shorten
@@ -106,6 +107,7 @@ def converted(rows: Iterable[tuple[str, Any]], kind: type[T]) -> list[tuple[str,
 
 
 def _text_rows(path: str, data: bytes) -> Iterator[tuple[str, Any]]:
+    csv.field_size_limit(sys.maxsize)  # 131,072 characters would be the most otherwise
     try:
         text = io.StringIO(data.decode(), newline="")
         rows = csv.DictReader(text, delimiter="\t" if path.endswith(".tsv") else ",", strict=True)

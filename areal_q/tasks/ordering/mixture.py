@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import cache
-from itertools import chain, zip_longest
+from itertools import chain, count, zip_longest
 from math import gcd
 from typing import overload
 
@@ -17,6 +17,9 @@ from msgspec.structs import replace
 from areal_q.errors import TaskError
 from areal_q.tasks.base import Problem, Task
 from areal_q.tasks.lazy import Lazy
+
+_TRIES = 1000
+"""Generated problems that are looked at, after which all there are seem to be held out"""
 
 
 class Joined(Sequence[Problem]):
@@ -52,7 +55,8 @@ class Joined(Sequence[Problem]):
 
 class Mixture:
     """A Task of several. Held out are the problems of each task in turn, so that any beginning of them has
-    equally many of each that has enough. What one of them holds out, none trains on."""
+    equally many of each that has enough. What one of them holds out, none trains on: a task whose problems are
+    generated has another one in its place."""
 
     def __init__(self, tasks: Mapping[str, Task], weights: Mapping[str, int]) -> None:
         """Raises TaskError if nothing of a task is left to train on."""
@@ -60,9 +64,7 @@ class Mixture:
         in_turn = chain.from_iterable(zip_longest(*heldout.values()))
         self.heldout: Sequence[Problem] = tuple(p for p in in_turn if p is not None)
         kept = {problem.prompt for problem in self.heldout}
-        train = {name: _without(kept, task.train) for name, task in tasks.items()}
-        if bare := [name for name, problems in train.items() if not problems]:
-            raise TaskError(f"task.sources.{bare[0]}: others hold out all that it trains on")
+        train = {name: _without(kept, task.train, name) for name, task in tasks.items()}
         self.train: Sequence[Problem] = Joined(train, weights)
 
 
@@ -108,8 +110,24 @@ def _named(problems: Sequence[Problem], source: str) -> Sequence[Problem]:
     return tuple(replace(problem, source=source) for problem in problems)
 
 
-def _without(prompts: set[str], problems: Sequence[Problem]) -> Sequence[Problem]:
-    """Returns the problems without those of `prompts`; generated ones as they are."""
-    return (
-        problems if isinstance(problems, Lazy) else [p for p in problems if p.prompt not in prompts]
-    )
+def _without(prompts: set[str], problems: Sequence[Problem], source: str) -> Sequence[Problem]:
+    """Returns the problems without those of `prompts`; of generated ones as many as before, with another in the
+    place of such a one, by the place alone. Raises TaskError if none is left."""
+    none_left = f"task.sources.{source}: others hold out all that it trains on"
+    if not isinstance(problems, Lazy):
+        if left := [p for p in problems if p.prompt not in prompts]:
+            return left
+        raise TaskError(none_left)
+    # Tries go round by a step that meets every place, and leaves a run of places that are held out at once.
+    size = len(problems)
+    step = next(step for step in count(max(1, round(0.618 * size))) if gcd(step, size) == 1)
+
+    def train(place: int) -> Problem:
+        for again in range(min(size, _TRIES)):
+            problem = problems[(place + again * step) % size]
+            if problem.prompt not in prompts:
+                return problem
+        raise TaskError(none_left)
+
+    train(0)
+    return Lazy(train, range(size))
