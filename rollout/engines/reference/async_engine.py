@@ -284,10 +284,11 @@ class AsyncEngine(EngineBase):
         if self._task is None:
             return
         self._commands.put([])
+        # A thread that comes out of torch while the interpreter ends aborts the process. One that has told its
+        # end still lets go of what it held.
+        atexit.register(self._thread.join)
         await asyncio.wait([self._task], timeout=PATIENCE_S)
         if not self._task.done():
-            # A thread that comes out of torch while the interpreter ends aborts the process.
-            atexit.register(self._thread.join)
             self._task.cancel()
 
     async def _withdraw(self, job: Job) -> dict[int, Completion]:
