@@ -26,4 +26,5 @@ async def player() -> None:
 
 
 loop = asyncio.new_event_loop()
-loop.run_until_complete(asyncio.wait([loop.create_task(player()) for _ in range(16)]))
+ended, _ = loop.run_until_complete(asyncio.wait([loop.create_task(player()) for _ in range(16)]))
+print(*filter(None, (agent.exception() for agent in ended)), sep="\n")
