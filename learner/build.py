@@ -142,6 +142,9 @@ def has_ranks(run: Run) -> bool:
 def ranks_of(run: Run) -> Ranks:
     """Returns this process's rank among those that torchrun started; ALONE if the model is not sharded."""
     if not has_ranks(run):
+        if (several := run.learner.processes) > 1:
+            instead = f"torchrun --nproc-per-node {several}"
+            logger.warning("learner.processes is for areal-q run, here it is %s", instead)
         return ALONE
     from learner.multi_process import join
 

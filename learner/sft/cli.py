@@ -33,7 +33,6 @@ EXITS = (
     "mend, which one line names."
 )
 
-logger = logging.getLogger(__name__)
 CONFIG = "a TOML file, the name of a configuration that comes with areal-q, or a run's directory"
 
 
@@ -88,9 +87,6 @@ def _train(run: Run, resume: bool, stop: StopRequest) -> NoReturn:
     run = settled(fetched(run))
     set_arithmetic(run.learner.threads, run.learner.device)
     ranks = ranks_of(run)  # before all that takes long: the others do not wait for ever
-    if (several := run.learner.processes) > ranks.size == 1:
-        instead = f"torchrun --nproc-per-node {several} -m areal_q sft"
-        logger.warning("learner.processes is for areal-q run, here it is %s", instead)
     with ExitStack() as claimed:
         with ends_other_ranks(ranks):
             counted, rows = rows_of(run)
