@@ -148,7 +148,7 @@ def evaluate(
         file.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(about)))
         typer.echo(f"answers and scores: {file}", err=True)
     if wanted:
-        write_rows(kept.problems, rows, wanted)
+        write_rows(kept, rows, wanted)
     if about.left_out:
         typer.echo(
             f"{about.left_out} of {about.asked} problems are left out: their prompts leave no room for "

@@ -9,20 +9,17 @@ from typing import Any, NamedTuple
 import msgspec
 import typer
 
+from areal_q.config.tasks import ReasoningGym, TaskConfig, VerifiersTask
 from areal_q.errors import ConfigError
 from areal_q.evaluation.estimates import Answered
 from areal_q.system.files import replacing
 from areal_q.tasks import Problem
+from rollout.evaluation.asked import Asked
 
 SAMPLES = 8
 """Answers to each problem where --samples names no other number"""
 PASS_RATE = "pass_rate"
 """The column with the share of right answers"""
-
-
-_MADE = ({"dataset", "settings", "index"}, {"index", "key"})
-"""Columns of the problems that reasoning-gym and verifiers make, which say which they are but not what is
-asked"""
 
 
 class WantedRows(NamedTuple):
@@ -49,8 +46,8 @@ def wanted_rows(keep: str, out: Path | None) -> WantedRows:
     return WantedRows(*bounds, out)
 
 
-def write_rows(problems: Sequence[Problem], rows: Sequence[Answered], wanted: WantedRows) -> None:
-    """Writes the rows of those of `problems` whose pass rate is kept, with all their columns, and says how
+def write_rows(asked: Asked, rows: Sequence[Answered], wanted: WantedRows) -> None:
+    """Writes the rows of those of the problems whose pass rate is kept, with all their columns, and says how
     many. A problem none of whose answers could be scored is left out. Raises ConfigError if the file cannot be
     written."""
     lines, hard, easy = [], 0, 0
@@ -61,7 +58,9 @@ def write_rows(problems: Sequence[Problem], rows: Sequence[Answered], wanted: Wa
         rate = sum(right) / len(right)
         hard, easy = hard + (rate < wanted.low), easy + (rate > wanted.high)
         if wanted.low <= rate <= wanted.high:
-            lines.append(msgspec.json.encode(row_of(problems[row.index]) | {PASS_RATE: rate}))
+            problem = asked.problems[row.index]
+            kept = row_of(problem, asked.run.of(problem.source).task)
+            lines.append(msgspec.json.encode(kept | {PASS_RATE: rate}))
     try:
         wanted.out.parent.mkdir(parents=True, exist_ok=True)
         with replacing(wanted.out) as scratch:
@@ -75,11 +74,11 @@ def write_rows(problems: Sequence[Problem], rows: Sequence[Answered], wanted: Wa
     )
 
 
-def row_of(problem: Problem) -> dict[str, Any]:
-    """Returns the row of the data that a problem is of; of one that is of none, what `task.type = "jsonl"`
-    reads, and the columns that it has."""
+def row_of(problem: Problem, task: TaskConfig) -> dict[str, Any]:
+    """Returns the row of the data that a problem of `task` is of; of one that is of none, what
+    `task.type = "jsonl"` reads, and the columns that say which it is."""
     row = json.loads(problem.columns) if problem.columns else {}
-    if row and row.keys() not in _MADE:
+    if row and not isinstance(task, ReasoningGym | VerifiersTask):
         return row
     asked = {"messages": problem.messages} if problem.messages else {"prompt": problem.prompt}
     return asked | {"answer": problem.answer} | row

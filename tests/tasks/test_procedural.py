@@ -76,8 +76,9 @@ def test_nothing_that_is_held_out_is_trained_on(installed):
 
 def test_a_problem_that_is_kept_has_prompt_and_answer(installed):
     """As rows of a file have, which it is of none of."""
-    problem = build_task(run_of().task).train[0]
-    row = row_of(problem)
+    run = run_of()
+    problem = build_task(run.task).train[0]
+    row = row_of(problem, run.task)
     assert (row["prompt"], row["answer"]) == (problem.prompt, problem.answer)
     assert row["dataset"] == "sums"
 

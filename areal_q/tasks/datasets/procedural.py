@@ -16,12 +16,10 @@ from msgspec import json
 from areal_q.config.tasks import ReasoningGym
 from areal_q.errors import ConfigError, TaskError, installing
 from areal_q.tasks.base import Problem, Score
-from areal_q.tasks.lazy import Lazy
+from areal_q.tasks.lazy import without
 
 _ASKED = "{}\n\nGive the final answer between <answer> and </answer>."
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_TRIES = 100
-"""Draws of a problem to train on, after which all there are seem to be held out"""
 
 
 class ProceduralTask:
@@ -33,16 +31,8 @@ class ProceduralTask:
         made = partial(_problem, cfg, _generator(_row(cfg, 0)))
         self.heldout: Sequence[Problem] = tuple(map(made, range(cfg.heldout)))
         kept = {problem.prompt for problem in self.heldout}
-
-        def train(place: int) -> Problem:
-            for again in range(_TRIES):
-                problem = made(cfg.heldout + (place + again * cfg.heldout) % cfg.problems)
-                if problem.prompt not in kept:
-                    return problem
-            raise TaskError(f"task.heldout = {cfg.heldout} holds out all problems of {cfg.dataset}")
-
-        self.train: Sequence[Problem] = Lazy(train, range(cfg.problems))
-        self.train[0]
+        none_left = f"task.heldout = {cfg.heldout} holds out all problems of {cfg.dataset}"
+        self.train = without(kept, lambda i: made(cfg.heldout + i), cfg.problems, none_left)
 
 
 def _row(cfg: ReasoningGym, index: int) -> str:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import cache
-from itertools import chain, count, zip_longest
+from itertools import chain, zip_longest
 from math import gcd
 from typing import overload
 
@@ -16,10 +16,7 @@ from msgspec.structs import replace
 
 from areal_q.errors import TaskError
 from areal_q.tasks.base import Problem, Task
-from areal_q.tasks.lazy import Lazy
-
-_TRIES = 1000
-"""Generated problems that are looked at, after which all there are seem to be held out"""
+from areal_q.tasks.lazy import Lazy, without
 
 
 class Joined(Sequence[Problem]):
@@ -118,16 +115,4 @@ def _without(prompts: set[str], problems: Sequence[Problem], source: str) -> Seq
         if left := [p for p in problems if p.prompt not in prompts]:
             return left
         raise TaskError(none_left)
-    # Tries go round by a step that meets every place, and leaves a run of places that are held out at once.
-    size = len(problems)
-    step = next(step for step in count(max(1, round(0.618 * size))) if gcd(step, size) == 1)
-
-    def train(place: int) -> Problem:
-        for again in range(min(size, _TRIES)):
-            problem = problems[(place + again * step) % size]
-            if problem.prompt not in prompts:
-                return problem
-        raise TaskError(none_left)
-
-    train(0)
-    return Lazy(train, range(size))
+    return without(prompts, problems.__getitem__, len(problems), none_left)
