@@ -40,11 +40,6 @@ def fits(config: DecoderConfig, learner: LearnerConfig) -> Callable[[Group], Non
                     f"{where}, trajectory {t.index}: {tokens} tokens with the prompt, more than "
                     f"the {most} that {learner.pass_limit} and the model's positions leave"
                 )
-            for mask in (path.sampling_mask for path in (t, *t.branches) if path.sampling_mask):
-                if mask.numpy().max() >= config.vocab_size:
-                    raise RecordError(
-                        f"{where}, trajectory {t.index}: drawn from ids outside of {config.vocab_size}"
-                    )
             for routes in (path.routes for path in (t, *t.branches) if path.routes):
                 if not experts or routes.shape[1:] != (layers, experts.per_token):
                     raise RecordError(
@@ -54,9 +49,8 @@ def fits(config: DecoderConfig, learner: LearnerConfig) -> Callable[[Group], Non
                     raise RecordError(
                         f"{where}, trajectory {t.index}: routes to more than {experts.count} experts"
                     )
-        drawn = [
-            (t.index, path.response_ids) for t in group.trajectories for path in (t, *t.branches)
-        ]
+        paths = [(t.index, path) for t in group.trajectories for path in (t, *t.branches)]
+        drawn = [(i, ids) for i, p in paths for ids in (p.response_ids, p.sampling_mask) if ids]
         if Array.concatenate([ids for _, ids in drawn]).max() >= config.vocab_size:
             first = next(i for i, ids in drawn if ids.numpy().max() >= config.vocab_size)
             raise RecordError(

@@ -232,7 +232,7 @@ def test_masks_that_nobody_asked_for_or_of_odd_ids_are_refused(
     run = make_run()
     check = fits(initial_model(run).config, run.learner)
     check(group)
-    with pytest.raises(RecordError, match="drawn from ids outside of"):
+    with pytest.raises(RecordError, match="a token outside of"):
         check(hand_made(np.array([[1, 4, 2**31 - 1], ROWS[1]], np.int32)))
 
 
