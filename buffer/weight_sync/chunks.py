@@ -1,6 +1,5 @@
 """Bytes on their way to a worker, chunk by chunk: a whole version, or deltas to the version that it holds."""
 
-from collections import deque
 from collections.abc import Callable
 from itertools import accumulate
 
@@ -34,24 +33,29 @@ class ChunkBuffer:
         self.digest = digest
         self._memory, self._reader, self._on_bytes = memory, reader, on_bytes
         self._chunk_bytes = chunk_bytes if reader is None else SHARED_CHUNK_BYTES
-        self._missing = deque(range(0, len(memory), self._chunk_bytes))
+        # A range, since a publisher may claim any size: a list of its chunks would take memory and seconds.
+        self._unasked = range(0, len(memory), self._chunk_bytes)
+        self._lost: list[int] = []
         self._asked: dict[int, int] = {}
 
     @property
     def complete(self) -> bool:
         """True once every chunk has arrived."""
-        return not self._missing and not self._asked
+        return not (self._unasked or self._lost or self._asked)
 
     @property
     def front(self) -> int:
         """Offset of the first byte that has not arrived: all before it are there."""
-        return min([len(self._memory), *self._asked, *list(self._missing)[:1]])
+        return min([len(self._memory), *self._asked, *self._lost, *self._unasked[:1]])
 
     def next_requests(self, credit: int) -> list[FetchChunk]:
         """Returns the requests to send now, so that at most `credit` chunks are on their way."""
         requests = []
-        while self._missing and len(self._asked) < credit:
-            offset = self._missing.popleft()
+        while (self._lost or self._unasked) and len(self._asked) < credit:
+            if self._lost:
+                offset = self._lost.pop(0)
+            else:
+                offset, self._unasked = self._unasked[0], self._unasked[1:]
             nbytes = min(self._chunk_bytes, len(self._memory) - offset)
             self._asked[offset] = nbytes
             requests.append(
@@ -66,7 +70,7 @@ class ChunkBuffer:
 
     def ask_again(self) -> None:
         """Counts what was asked for as missing again, after its answers were lost with a connection."""
-        self._missing.extendleft(sorted(self._asked, reverse=True))
+        self._lost = sorted([*self._lost, *self._asked])
         self._asked.clear()
 
     def receive(self, reply: ChunkReply, dealer: zmq.Socket) -> None:
