@@ -23,7 +23,7 @@ from areal_q.system.command import accept_any_text
 from areal_q.system.processes import limit_memory
 from areal_q.tasks.base import Completed, Problem, Score, Tool
 from areal_q.tasks.environments.own_class import OwnEnvironment, OwnEpisode, load_environment
-from areal_q.tasks.grading.child_process import failure_of, frame, private_socket
+from areal_q.tasks.grading.child_process import RAISED, failure_of, frame, private_socket
 
 NUMBER_BYTES = 8
 """Size of an episode's number on the socket to the worker"""
@@ -135,7 +135,7 @@ def _play(
                     episode = OwnEpisode(own, settings)
                 assert episode is not None
                 reply = _answer(episode, question)
-            except Exception as error:  # a user's code may raise anything
+            except RAISED as error:
                 said, cause = failure_of(error, own.path)
                 reply = Reply(said, cause=cause)
             worker.sendall(frame(reply))
@@ -144,7 +144,7 @@ def _play(
     try:
         if episode is not None:
             episode.close()
-    except Exception as error:
+    except RAISED as error:
         print("close:", failure_of(error, own.path)[0], file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -240,7 +240,7 @@ async def test_tools_are_called_in_the_format_of_the_model(
 
 
 FAILS = """
-import os, signal, time
+import os, signal, sys, time
 from areal_q.errors import RewardUnavailable
 
 class Environment:
@@ -255,6 +255,7 @@ class Environment:
         return "1,", 1.0, text == "8"
 
     def fail(self, text):
+        if text.startswith("0"): sys.exit(0)
         if text.startswith("1"): raise KeyError("k")
         if text.startswith("2"): time.sleep(60)
         if text.startswith("3"): os._exit(0)
@@ -264,7 +265,8 @@ class Environment:
         if text.startswith("7"): signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 32)); time.sleep(60)
 """
 CAUSES = {
-    "1": ("exception", "mine.py:17"), "2": ("timeout", "too long"), "3": ("killed", "ended"),
+    "0": ("exception", "mine.py:17"), "1": ("exception", "mine.py:18"),
+    "2": ("timeout", "too long"), "3": ("killed", "ended"),
     "4": ("unavailable", "no sandbox"), "5": ("killed", "MemoryError"), "6": ("killed", "ended"),
     "7": ("timeout", "too long"),
 }  # fmt: skip
@@ -284,7 +286,7 @@ async def test_a_failure_is_a_cause_and_no_reward(
     """As the episode begins, and in its second turn."""
     here = world(
         FAILS, by_turn("9", "8" if begins else digit), *limits(),
-        prompt=f"{digit if begins else 0}+1=",
+        prompt=f"{digit if begins else 9}+1=",
     )  # fmt: skip
     async with here.open() as environment:
         (response,) = await here.played(environment)

@@ -41,7 +41,6 @@ PROBLEM = Problem("2+2=", "4")
 PRETRAINED = ["model.type=pretrained", "model.path=model", "task.path=data.jsonl"]
 CAUSES: dict[str, FailureCause] = {
     "exit": "killed",
-    "sysexit": "killed",
     "memory": "killed",
     "down": "unavailable",
 }
@@ -447,7 +446,7 @@ def test_a_coroutine_is_a_reward_in_a_loop_that_stays(tmp_path: Path):
 
 
 MANY = """
-import asyncio, os, time
+import asyncio, os, sys, time
 open_ones = most = 0
 
 async def reward(response):
@@ -463,6 +462,8 @@ async def reward(response):
                 await asyncio.sleep(3600)
             case "raise":
                 raise TimeoutError("of the judge")
+            case "sysexit":
+                sys.exit(3)
             case "block":
                 time.sleep(3600)
             case "exit":
@@ -492,10 +493,10 @@ async def test_two_hundred_coroutines_run_at_once_in_one_process(tmp_path: Path)
 @pytest.mark.timeout(60)
 async def test_a_coroutine_that_hangs_or_raises_costs_nobody_else(tmp_path: Path):
     async with using(many(tmp_path, 1.0)) as reward:
-        texts = ["hang", "", "raise", ""]
-        hung, one_, raised, other = await reward(PROBLEM, [Completed(t) for t in texts])
+        texts = ["hang", "", "raise", "sysexit", ""]
+        hung, one_, raised, exited, other = await reward(PROBLEM, [Completed(t) for t in texts])
         (after,) = await reward(PROBLEM, [Completed("")])
-    assert (hung, raised) == (Score.failed("timeout"), Score.failed("exception"))
+    assert (hung, raised, exited) == (Score.failed("timeout"), *[Score.failed("exception")] * 2)
     assert one_.parts["pid"] == other.parts["pid"] == after.parts["pid"]
     assert after.valid
 

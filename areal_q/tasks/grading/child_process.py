@@ -10,8 +10,11 @@ from areal_q.errors import RewardUnavailable
 from areal_q.messages.trajectories import FailureCause
 from areal_q.plugins import line_of
 
+RAISED = (Exception, SystemExit)
+"""What a user's code may raise: sys.exit is its own end, not that of the process that others use"""
 
-def failure_of(error: Exception, path: str) -> tuple[str, FailureCause]:
+
+def failure_of(error: BaseException, path: str) -> tuple[str, FailureCause]:
     """Returns what a user's code raised, with their line if `path` names their file, and the cause that it
     is."""
     said = f"raised {type(error).__name__}: {error}"[:500]

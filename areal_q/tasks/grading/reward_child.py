@@ -21,7 +21,7 @@ from areal_q.errors import ConfigError, TaskError
 from areal_q.sandbox.confine import NotIsolated, confine
 from areal_q.system.command import accept_any_text
 from areal_q.system.processes import limit_memory, others_alive
-from areal_q.tasks.grading.child_process import failure_of, frame, private_socket
+from areal_q.tasks.grading.child_process import RAISED, failure_of, frame, private_socket
 from areal_q.tasks.grading.graders import GRADERS, check_extra, is_confined
 from areal_q.tasks.grading.judge import AskedJudge
 from areal_q.tasks.grading.own_reward import Scorer, load_reward, scores_of
@@ -95,7 +95,7 @@ def _one_by_one(scorer: Scorer, parent: socket.socket) -> None:
             given = scorer.call(ask.problem, ask.responses, ask.index)
             given = loop.run(given) if inspect.iscoroutine(given) else given
             graded = _graded(scorer, ask, given)
-        except Exception as error:  # a user's code, and sympy, may raise anything
+        except RAISED as error:  # sympy may raise anything, too
             graded = [_failed(error, scorer)]
         parent.sendall(frame(Answer(ask.number, graded)))
 
@@ -111,7 +111,7 @@ async def _many(scorer: Scorer, parent: socket.socket, timeout_s: float) -> None
             async with limit:
                 given = await scorer.call(ask.problem, ask.responses, ask.index)
             graded = _graded(scorer, ask, given)
-        except Exception as error:  # as above
+        except RAISED as error:
             late = limit.expired()
             graded = [Graded(error=TIMED_OUT, cause="timeout") if late else _failed(error, scorer)]
         last = limit.expired() and bool(others_alive() - at_first)
@@ -134,7 +134,7 @@ def _graded(scorer: Scorer, ask: Ask, given: Any) -> list[Graded]:
     ]
 
 
-def _failed(error: Exception, scorer: Scorer) -> Graded:
+def _failed(error: BaseException, scorer: Scorer) -> Graded:
     """Returns why there is no score: of code of the user's own, with their line."""
     said, cause = failure_of(error, scorer.path)
     return Graded(error=said, cause=cause)
