@@ -39,6 +39,8 @@ class Estimate:
     sending_s: float
     """Seconds for which a version occupies the learner's network card, all workers elsewhere."""
     redis: float
+    token_bytes: float
+    """Of these, those of a response's token"""
     speed: Speed
     others: list[Speed] = field(default_factory=list)
     """Other splits, the best first; only --json shows them."""
@@ -82,18 +84,34 @@ def estimate(
         fits=bool(fitting),
         wire=sent,
         sending_s=best.split.workers * sent.delta * 8 / (gbit_s * 1e9 * ZEROMQ_SHARE),
-        redis=_redis_bytes(run, load),
+        redis=_redis_bytes(run, shape, load.lengths),
+        token_bytes=_token_bytes(run, shape),
         speed=best,
         others=others[:3],
     )
     return replace(made, advice=list(_advice(run, shape, load, correction, made)))
 
 
-def _redis_bytes(run: Run, load: Load) -> float:
+def _redis_bytes(run: Run, shape: DecoderConfig, lengths: Lengths) -> float:
     """Returns the bytes of the groups that no checkpoint covers yet."""
     cfg = run.learner
     steps = run.checkpoint.every + cfg.max_lag + 1
-    return steps * cfg.groups * cfg.group_size * load.lengths.response * REDIS_BYTES
+    each = lengths.response * _token_bytes(run, shape) + lengths.prompt * _route_bytes(run, shape)
+    return steps * cfg.groups * cfg.group_size * each
+
+
+def _token_bytes(run: Run, shape: DecoderConfig) -> float:
+    """Returns the bytes of a response's token: id, log-prob and mask, the ids that it was drawn from where
+    sampling is truncated, and its routes."""
+    drawn_from = 4 * run.rollout.sampling.top_k if run.rollout.sampling.truncated else 0
+    return REDIS_BYTES + drawn_from + _route_bytes(run, shape)
+
+
+def _route_bytes(run: Run, shape: DecoderConfig) -> int:
+    if shape.experts is None or not run.learner.routing_replay:
+        return 0
+    number = 1 if shape.experts.count <= 256 else 2
+    return len(shape.sparse_layers) * shape.experts.per_token * number
 
 
 def _splits(run: Run, on: Hardware, learner_gpus: int) -> Iterator[Split]:
@@ -207,7 +225,7 @@ def rows(made: Estimate) -> Sequence[tuple[str, str, str]]:
         (
             "Redis",
             size(made.redis),
-            f"(checkpoint.every + max_lag + 1) · responses {drawn} · {REDIS_BYTES} bytes",
+            f"(checkpoint.every + max_lag + 1) · responses {drawn} · {made.token_bytes:g} bytes",
         ),
         (
             "learner",

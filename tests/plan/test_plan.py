@@ -8,18 +8,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from helpers.commands import run_here
 from helpers.engines import worker_beside
 from helpers.fixture_types import MakeRun
 from helpers.kinds import HALF_A_BILLION, M20, QUICKSTART, SMOLLM2
 from helpers.paths import ROOT
+from msgspec import structs
 
 from areal_q.checks.memory import FIRST_ALONE, total
 from areal_q.checks.pass_memory import Lengths
 from areal_q.config import Run, dump_toml, load
 from areal_q.errors import ConfigError, LogError
-from areal_q.models import DecoderConfig
+from areal_q.messages import Array, VersionSpan, encode
+from areal_q.models import DecoderConfig, Experts
 from areal_q.observability.metrics_log import read_metrics
 from areal_q.plan import cli
 from areal_q.plan.calibration import measured
@@ -38,6 +41,7 @@ from areal_q.plan.speed import (
 from areal_q.plan.wire import wire
 from areal_q.system.disk import size
 from areal_q.system.run_dir import METRICS_FILE
+from bench.records import make_group, make_trajectory
 from buffer.logs.step_log import StepLog, StepRecord
 from learner.build import build_learner
 
@@ -49,6 +53,9 @@ SEVEN_BILLION = DecoderConfig(
     family="qwen2", vocab_size=152_064, width=3584, layers=28, heads=28, kv_heads=4, head_dim=128, mlp=18_944,
     max_positions=32_768, qkv_bias=True, tied=False,
 )  # fmt: skip
+MIXTURE = structs.replace(
+    SMALL, family="qwen3_moe", layers=4, experts=Experts(count=64, per_token=2, mlp=16)
+)
 
 
 def cpu(gflops: float, cores: int = 2, memory: float = 64e9) -> Hardware:
@@ -310,6 +317,28 @@ def test_the_best_split_of_gpus_is_found():
     assert 1 not in fitting and 7 in fitting
     assert made.speed.step_s == pytest.approx(min(fitting.values()), rel=1e-3)
     assert made.others and not any("learner GPU" in line for line in made.advice)
+
+
+@pytest.mark.parametrize("tokens", [512, 4096])
+def test_a_response_takes_the_bytes_that_are_expected(tokens: int):
+    """As a record of one says: plain, with what tokens were drawn from, and with routes."""
+    prompt, count = 100, len(MIXTURE.sparse_layers)
+    rng = np.random.default_rng(0)
+    drawn = rng.integers(0, 50_000, tokens), -rng.random(tokens).astype(np.float32)
+    spans = [VersionSpan(0, tokens, "a")]
+    mask = Array.of(np.tile(np.arange(20, dtype=np.int32), (tokens, 1)))
+    routes = Array.of(np.zeros((prompt + tokens - 1, count, 2), np.uint8))
+    for more, settings in (
+        ({}, []),
+        ({"sampling_mask": mask}, ["rollout.sampling.top_p=0.9", "rollout.sampling.top_k=20"]),
+        ({"routes": routes}, ["learner.routing_replay=true", "model.experts=64"]),
+    ):
+        each = [make_trajectory(n, *drawn, spans=spans, **more) for n in range(2)]
+        held = [len(encode(make_group(trajectories=each[:n]))) for n in (1, 2)]
+        run = load(None, [*batch(8, 8), *settings])
+        told = estimate(run, MIXTURE, Load(Lengths(prompt, tokens)), cpu(100))
+        steps = run.checkpoint.every + run.learner.max_lag + 1
+        assert told.redis / (steps * 64) == pytest.approx(held[1] - held[0], rel=0.15)
 
 
 def test_what_does_not_fit_is_said_with_what_would_help():
