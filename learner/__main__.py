@@ -101,9 +101,8 @@ def _claimed(
         yield load(run_dir / "config.toml"), run_dir, resume
         return
     run = msgspec.structs.replace(load(config, overrides), sft=None)  # of a command of its own
-    run = fetched(run)
-    again = rundir.resumes(run)
-    run, resume = again or settled(run), again is not None
+    again = rundir.resumes(run, fetched)
+    run, resume = again or settled(fetched(run)), again is not None
     with rundir.claimed(run, resume) as (directory, moved):
         if moved:
             logger.info("an earlier run without a checkpoint was in %s: now %s", directory, moved)

@@ -29,13 +29,15 @@ import typer
 from msgspec import json
 
 from areal_q.api.handed_over import Code, file_of_rows, place_of_code
+from areal_q.checks.hub import fetched
 from areal_q.cli.launcher import KILLED, QuietView, launch
 from areal_q.cli.live_view import build_view
 from areal_q.config import Python, Run, load
 from areal_q.config.load import Override
+from areal_q.errors import CheckpointError
 from areal_q.observability.metrics_log import Record, read_metrics
 from areal_q.system.processes import BEGAN
-from areal_q.system.run_dir import METRICS_FILE, as_texts, path_of
+from areal_q.system.run_dir import METRICS_FILE, as_texts, check_goes_on, path_of, resumes
 
 if TYPE_CHECKING:
     from areal_q.evaluation.estimates import Evaluation
@@ -121,6 +123,11 @@ def train(
             given.append((place, [*base.trackers, own] if place == "trackers" else own))
     given += [("steps", steps)] * (steps is not None) + [("name", name)] * (name is not None)
     run = load(config, [*given, *(settings or {}).items()])
+    if resume:
+        if (again := resumes(run, fetched)) is None:
+            raise CheckpointError(f"{path_of(run)}: no checkpoint to resume from")
+        run = again
+        check_goes_on(path_of(run), run.steps)
     began, os.environ[BEGAN] = os.environ.get(BEGAN), str(time.monotonic())
     try:
         ended = launch(run, resume, build_view if progress else lambda _: QuietView())

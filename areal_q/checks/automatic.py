@@ -30,13 +30,12 @@ from typing import Any, Literal
 import msgspec
 
 from areal_q.config import (
-    HfEngine,
     HfModel,
     PretrainedModel,
     Run,
     SmallModel,
     Smoothing,
-    TorchEngine,
+    with_transformers,
 )
 from areal_q.config.run import ROUNDS_ACTIVATIONS, WORTH_SMOOTHING
 from areal_q.errors import CheckpointError, NotOurs
@@ -53,12 +52,8 @@ _BF16_FLAGS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16"}
 def settled(run: Run) -> Run:
     """Returns `run` with values in place of `auto`, and with transformers' in place of our decoder and engine
     for a model that is not ours."""
-    if type(run.model) is PretrainedModel and _is_foreign(run):
-        run = msgspec.structs.replace(run, model=HfModel(path=run.model.path))
+    run = with_transformers(run, type(run.model) is PretrainedModel and _is_foreign(run))
     learner, rollout = run.learner, run.rollout
-    if isinstance(run.model, HfModel) and type(rollout.engine) is TorchEngine:
-        engine = HfEngine(**msgspec.structs.asdict(rollout.engine))
-        rollout = msgspec.structs.replace(rollout, engine=engine)
     if learner.dtype == "auto":
         learner = msgspec.structs.replace(learner, dtype=_dtype(run)[0])
     if rollout.unquantized == "auto":

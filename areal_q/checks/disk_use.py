@@ -12,7 +12,7 @@ from pathlib import Path
 from areal_q.config import AdamW, AdamW8bit, Run, SmallModel
 from areal_q.errors import ConfigError
 from areal_q.system.disk import size
-from areal_q.system.run_dir import path_of
+from areal_q.system.run_dir import checkpoints_of, path_of
 
 _TOKEN_BYTES = 24
 """Most bytes of a response's token in trajectories/, tokens/ and redis/ together: its id and log-probs"""
@@ -102,8 +102,7 @@ def still_to_write(run: Run, directory: Path) -> float:
     """Returns how many bytes `run` will add to `directory`: the checkpoints that are not there, or at least the
     next one, which is written before the oldest goes; the model; logs, at the pace of the steps so far."""
     use = disk_use(run)
-    steps = [int(path.name[5:]) for path in (directory / "checkpoints").glob("step-??????")]
-    done = max(steps, default=0)
+    done = max(checkpoints_of(directory), default=0)
     logs = sum(_bytes(directory / name) for name in ("trajectories", "steps", "tokens"))
     later = logs * (run.steps - done) / done if done else 0.0
     model = 0 if (directory / "hf").exists() else use.model

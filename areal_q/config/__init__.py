@@ -33,6 +33,7 @@ from areal_q.config.load import (
     override as override,
     parse as parse,
     settings_hash as settings_hash,
+    with_transformers as with_transformers,
     workers_hash as workers_hash,
 )
 from areal_q.config.learner import (

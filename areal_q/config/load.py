@@ -11,9 +11,10 @@ from typing import Any
 
 import msgspec
 
+from areal_q.config.engines import HfEngine, TorchEngine
 from areal_q.config.faults import fault
 from areal_q.config.rules import broken_rules
-from areal_q.config.run import Run
+from areal_q.config.run import HfModel, PretrainedModel, Run
 from areal_q.decode_errors import suggestion
 from areal_q.errors import ConfigError, SettingsError
 
@@ -82,8 +83,11 @@ def override(run: Run, *overrides: str) -> Run:
 
 
 def as_before(run: Run, before: Run) -> Run:
-    """Returns `run` with what `before`, its settings when it started, had in place of `auto`, and with the
-    digests of its own code."""
+    """Returns `run` with what `before`, its settings when it started, had in place of `auto` and of other
+    settings that are filled in as a run starts, and with the digests of its own code."""
+    run = _of_the_same_commits(run, before)
+    foreign = type(run.model) is PretrainedModel and isinstance(before.model, HfModel)
+    run = with_transformers(run, foreign)
     learner, rollout = run.learner, run.rollout
     for name in ("objective", "advantage", "order"):
         own, known = getattr(learner, name), getattr(before.learner, name)
@@ -96,7 +100,40 @@ def as_before(run: Run, before: Run) -> Run:
         rollout = msgspec.structs.replace(rollout, unquantized=before.rollout.unquantized)
     if rollout.smoothing == "auto":
         rollout = msgspec.structs.replace(rollout, smoothing=before.rollout.smoothing)
+    known = before.rollout.aqn
+    if rollout.aqn and known and rollout.aqn.steps == run.steps:
+        aqn = msgspec.structs.replace(rollout.aqn, steps=known.steps)
+        rollout = msgspec.structs.replace(rollout, aqn=aqn)
     return msgspec.structs.replace(run, learner=learner, rollout=rollout)
+
+
+def with_transformers(run: Run, foreign: bool) -> Run:
+    """Returns `run` with transformers' decoder in place of ours if its model is `foreign`, and with the engine
+    of type hf in place of torch's where transformers has the model."""
+    if foreign and isinstance(run.model, PretrainedModel):
+        run = msgspec.structs.replace(run, model=HfModel(path=run.model.path))
+    engine = run.rollout.engine
+    if isinstance(run.model, HfModel) and type(engine) is TorchEngine:
+        engine = HfEngine(**msgspec.structs.asdict(engine))
+        run = msgspec.structs.replace(
+            run, rollout=msgspec.structs.replace(run.rollout, engine=engine)
+        )
+    return run
+
+
+def _of_the_same_commits(run: Run, before: Run) -> Run:
+    """Returns `run` with the directories of `before` in the Hub's cache in place of the ids of the same models,
+    where these name no revision: there may be a newer one by now."""
+
+    def same(own: Any, known: Any) -> Any:
+        id, path = (getattr(one, "path", None) or "" for one in (own, known))
+        cached = f"/models--{id.replace('/', '--')}/snapshots/" in path
+        return msgspec.structs.replace(own, path=path) if id and cached else own
+
+    parts = ("reference_kl", "teacher")
+    kept = {name: same(getattr(run.learner, name), getattr(before.learner, name)) for name in parts}
+    learner = msgspec.structs.replace(run.learner, **kept)
+    return msgspec.structs.replace(run, model=same(run.model, before.model), learner=learner)
 
 
 def _overridden(table: Table, source: str, overrides: Sequence[Override]) -> Run:

@@ -231,7 +231,8 @@ def claimed(run: Run, resume: bool, step: int | None = None) -> Iterator[tuple[P
             _go_back(directory, step)
         file = directory / "config.toml"
         before = load(file) if resume else None
-        file.write_text(dump_toml(_dated(run, before)), "utf-8")
+        with replacing(file) as scratch:
+            scratch.write_text(dump_toml(_dated(run, before)), "utf-8")
     except OSError as error:
         raise ConfigError(f"{directory}: {error.strerror}") from error
     try:
@@ -259,19 +260,35 @@ def resumed(directory: Path, overrides: list[str], step: int | None = None) -> R
     saved = load(directory / "config.toml", place)
     again = as_before(override(saved, *overrides), saved)
     _check_unchanged(saved, again)
-    at = max(found, default=0) if step is None else step
-    if at > again.steps:
+    check_goes_on(directory, again.steps, step)
+    return again
+
+
+def check_goes_on(directory: Path, steps: int, step: int | None = None) -> None:
+    """Raises ConfigError if the run in `directory`, or its checkpoint of `step`, is beyond so many steps."""
+    at = max(checkpoints_of(directory), default=0) if step is None else step
+    if at > steps:
         raise ConfigError(
-            f"steps = {again.steps}: {directory} is at step {at} already; to go on, ask for more, such as "
+            f"steps = {steps}: {directory} is at step {at} already; to go on, ask for more, such as "
             f"steps={2 * at}"
         )
-    return again
 
 
 def checkpoints_of(directory: Path) -> dict[int, Path]:
     """Returns the checkpoints of the run in `directory` by their steps."""
     found = (directory / "checkpoints").glob("step-*")
     return {int(n): path for path in sorted(found) if (n := path.name.partition("-")[2]).isdigit()}
+
+
+def checkpoint_at(directory: Path, step: int | None) -> Path:
+    """Returns the last checkpoint of the run in `directory` at or before `step`, or the first one if that is
+    None. Raises CheckpointError if there is none."""
+    found = checkpoints_of(directory)
+    before = [at for at in found if step is None or at <= step]
+    if not before:
+        at = f" at or before step {step}; the first stands at step {min(found)}" if found else ""
+        raise CheckpointError(f"{directory / 'checkpoints'}: no checkpoint{at}")
+    return found[min(before) if step is None else max(before)]
 
 
 def _go_back(directory: Path, step: int) -> None:
@@ -281,9 +298,9 @@ def _go_back(directory: Path, step: int) -> None:
         later.rename(aside)
 
 
-def resumes(run: Run) -> Run | None:
+def resumes(run: Run, fetched: Callable[[Run], Run] = lambda run: run) -> Run | None:
     """Returns the settings with which a restarted service resumes: `run`, with what its directory has recorded
-    in place of `auto`. Returns None if there is no checkpoint.
+    in place of `auto`, as `fetched` returns it. Returns None if there is no checkpoint.
 
     Raises ConfigError if its settings would change what is being learnt.
     """
@@ -292,7 +309,7 @@ def resumes(run: Run) -> Run | None:
         return None
     place = [f'name="{run.name}"', f'root="{run.root}"']
     saved = load(directory / "config.toml", place)
-    again = as_before(run, saved)
+    again = fetched(as_before(run, saved))
     _check_unchanged(saved, again)
     return again
 
@@ -360,9 +377,9 @@ def _clear_start(directory: Path) -> None:
 
 
 def given_up(directory: Path, moved: Path | None) -> bool:
-    """Undoes `claimed` for a start that failed before its first checkpoint: removes `directory` and moves the
-    earlier run back from `moved`. Returns False, and changes nothing, if there is a checkpoint."""
-    if has_checkpoint(directory):
+    """Undoes `claimed` for a start that failed: removes `directory` and moves the earlier run back from
+    `moved`. Returns False, and changes nothing, if something was learnt."""
+    if not learnt_nothing(directory):
         return False
     shutil.rmtree(directory)
     if moved:

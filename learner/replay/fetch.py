@@ -18,9 +18,9 @@ from typing import Annotated, BinaryIO
 
 import typer
 
-from areal_q.errors import CheckpointError, ConfigError, LogError
+from areal_q.errors import ConfigError, LogError
 from areal_q.system.files import by_number
-from areal_q.system.run_dir import METRICS_FILE, SETTINGS_DIR, STOPS_FILE
+from areal_q.system.run_dir import METRICS_FILE, SETTINGS_DIR, STOPS_FILE, checkpoint_at
 
 SMALL = ("config.toml", "run-id", STOPS_FILE, "problems-digest", METRICS_FILE)
 LOGS = ("trajectories", "steps", "tokens")
@@ -52,7 +52,7 @@ def fetch(directory: Path, first: int | None, stop: int | None, out: BinaryIO) -
         raise LogError(f"{directory}: no such run")
     directory = directory.resolve()
     with ExitStack() as files:
-        found = _checkpoint(directory, first)
+        found = checkpoint_at(directory, first)
         # The files are opened first, so that they stay readable if a learner removes the checkpoint meanwhile.
         held = [files.enter_context(path.open("rb")) for path in sorted(found.iterdir())]
         begins = int(found.name.removeprefix("step-"))
@@ -75,16 +75,6 @@ def _add(tar: tarfile.TarFile, directory: Path, file: BinaryIO) -> None:
     member.uid = member.gid = 0
     member.uname = member.gname = ""
     tar.addfile(member, file)
-
-
-def _checkpoint(directory: Path, first: int | None) -> Path:
-    """Returns the newest checkpoint at or before step `first`, or the first checkpoint if that is None."""
-    found = by_number((directory / "checkpoints").glob("step-*"))
-    before = [p for p in found if first is None or int(p.name.removeprefix("step-")) <= first]
-    if not before:
-        at = "" if first is None else f" at or before step {first}"
-        raise CheckpointError(f"{directory / 'checkpoints'}: no checkpoint{at}")
-    return before[0 if first is None else -1]
 
 
 def _check_logged(directory: Path, step: int) -> None:

@@ -18,12 +18,13 @@ from pathlib import Path
 import torch
 
 from areal_q.config import Run, as_before, override
-from areal_q.errors import CheckpointError, ConfigError, LogError
+from areal_q.errors import ConfigError, LogError
 from areal_q.messages import Group
 from areal_q.models import DecoderConfig, new_decoder
 from areal_q.system.run_dir import (
     FIXED_CODE,
     LEARNERS_CODE,
+    checkpoint_at,
     code_tables,
     differences,
     recorded_settings,
@@ -93,7 +94,7 @@ class Replay:
         self.directory = directory
         self.settings = settings or []
         self.run = _changed(recorded_settings(directory), self.settings)
-        self.checkpoint = _nearest(directory, first)
+        self.checkpoint = checkpoint_at(directory, first)
         self.state = checkpoint.read_state(self.checkpoint)
         self.first = self.state.step if first is None else first
         self.records = records = _records(directory, self.state.step, stop)
@@ -253,24 +254,6 @@ def _changes(recorded: Run, run: Run) -> list[str]:
                 f"{key}: cannot change in a replay, which learns from what was logged"
             )
     return changes
-
-
-def _nearest(directory: Path, first: int | None) -> Path:
-    """Returns the last checkpoint at or before `first`, or the first one if that is None. Raises
-    CheckpointError if there is none."""
-    found = {
-        int(path.name.removeprefix("step-")): path
-        for path in checkpoint.steps(directory / "checkpoints")
-    }
-    if not found:
-        raise CheckpointError(f"{directory / 'checkpoints'}: no checkpoint to replay from")
-    before = [step for step in found if first is None or step <= first]
-    if not before:
-        raise CheckpointError(
-            f"{directory / 'checkpoints'}: no checkpoint at or before step {first}; "
-            f"the first stands at step {min(found)}"
-        )
-    return found[min(before) if first is None else max(before)]
 
 
 def _records(directory: Path, first: int, stop: int | None) -> list[StepRecord]:

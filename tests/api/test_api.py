@@ -13,8 +13,8 @@ from helpers.paths import ROOT
 
 import areal_q
 from areal_q.cli.child_processes import Interrupts
-from areal_q.config import Run, load
-from areal_q.errors import ConfigError, TaskError
+from areal_q.config import Run, dump_toml, load
+from areal_q.errors import CheckpointError, ConfigError, TaskError
 from areal_q.system.run_dir import METRICS_FILE
 
 ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1), "level": n} for n in range(20)]
@@ -47,6 +47,30 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Run]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("areal_q.api.launch", launch)
     return runs
+
+
+def test_a_run_goes_on_as_the_command_line_lets_it(launched: list[Run], tmp_path: Path):
+    """It was launched with whatever was given, and lost the settings that it had begun with."""
+    with pytest.raises(CheckpointError, match="no checkpoint to resume from"):
+        areal_q.train(name="n", resume=True)
+    directory = tmp_path / "runs" / "n"
+    (directory / "checkpoints" / "step-000001").mkdir(parents=True)
+    file = directory / "config.toml"
+    file.write_text(dump_toml(load(None, ["name=n", "learner.dtype=float32"])))
+    with pytest.raises(ConfigError, match=r"learner\.group_size: cannot change"):
+        areal_q.train(name="n", settings={"learner.group_size": 2}, resume=True)
+    with pytest.raises(Launched):
+        areal_q.train(name="n", steps=999, resume=True)
+    (directory / "checkpoints" / "step-001000").mkdir()
+    with pytest.raises(ConfigError, match=r"steps = 999: .* is at step 1000 already"):
+        areal_q.train(name="n", steps=999, resume=True)
+    (run,) = launched
+    assert (run.steps, run.learner.dtype) == (999, "float32")
+    file.write_text(
+        dump_toml(load(None, ["name=n", "learner.dtype=float32", "learner.reference_kl={}"]))
+    )
+    with pytest.raises(ConfigError, match="reference_kl"):
+        areal_q.train(name="n", steps=999, resume=True)
 
 
 def test_a_call_means_what_a_command_line_does(launched: list[Run], tmp_path: Path):

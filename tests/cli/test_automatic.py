@@ -134,3 +134,52 @@ def test_a_run_goes_on_in_its_dtype_on_another_processor(processor, tmp_path):
     assert run_dir.resumed(tmp_path / "moved", ["learner.dtype=auto"]).learner.dtype == "bfloat16"
     with pytest.raises(ConfigError, match=r"learner\.dtype: cannot change"):
         run_dir.resumed(tmp_path / "moved", ["learner.dtype=float32"])
+
+
+@pytest.mark.parametrize(
+    ("first", "again"),
+    [
+        (["model.type=pretrained", "model.path=model"], []),
+        (["model.type=hf", "model.path=model"], []),
+        (["rollout.aqn={}"], ["steps=400"]),
+        (["learner.reference_kl={}"], ["steps=400"]),
+        (["model.type=pretrained", "model.path=ORG/NAME"], []),
+    ],
+)
+def test_a_service_goes_on_with_what_was_filled_in(tmp_path, monkeypatch, first, again):
+    """transformers' decoder and engine, the steps of the noise, the commit of a model of the Hub."""
+    monkeypatch.chdir(tmp_path)
+    Path("model").mkdir()
+    Path("model/config.json").write_text('{"model_type": "gpt2"}')
+    commit = tmp_path / "hub/models--ORG--NAME/snapshots" / ("0" * 40)
+    place = [*first, "name=moved", f"root={tmp_path}"]
+    began = run_dir.with_absolute_files(settled(load(None, place)))
+    if "model.path=ORG/NAME" in first:
+        began = run_dir.with_changes(began, "model", path=str(commit))
+    a_run_from(tmp_path / "moved", began)
+    found = run_dir.resumes(load(None, [*place, *again]))
+    assert found
+    assert set(run_dir.differences(began, run_dir.with_absolute_files(found))) <= {"steps"}
+    (tmp_path / "moved/config.toml").write_text(dump_toml(run_dir.with_absolute_files(found)))
+    assert run_dir.resumes(load(None, [*place, *again])) == found, "at the next restart, too"
+
+
+def test_a_model_of_the_hub_is_compared_by_its_commit(tmp_path):
+    """One that is named without a revision stays the commit that it was; a named one is looked up."""
+    place = ["model.type=pretrained", "name=moved", f"root={tmp_path}"]
+    cache = tmp_path / "hub/models--ORG--NAME/snapshots"
+
+    def fetched(run: Run) -> Run:
+        numbers = {"ORG/NAME@v1": 0, "ORG/NAME@v2": 1}
+        path = run.model.path  # pyright: ignore[reportAttributeAccessIssue]
+        commit = str(cache / f"{numbers[path]:040}") if path in numbers else path
+        return run_dir.with_changes(run, "model", path=commit)
+
+    a_run_from(
+        tmp_path / "moved", settled(load(None, [*place, f"model.path={cache / ('0' * 40)}"]))
+    )
+    for same in ("ORG/NAME", "ORG/NAME@v1"):
+        assert run_dir.resumes(load(None, [*place, f"model.path={same}"]), fetched)
+    for other in ("ORG/NAME@v2", "ORG/OTHER"):
+        with pytest.raises(ConfigError, match=r"model\.path: cannot change"):
+            run_dir.resumes(load(None, [*place, f"model.path={other}"]), fetched)

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import redis
-from helpers.commands import limit
+from helpers.commands import full_disk, limit
 from rich.console import Console
 
 from areal_q.cli import launcher
@@ -624,6 +624,26 @@ def test_what_was_learnt_or_is_not_ours_is_moved_aside(tmp_path, kept):
     file.touch()
     with run_dir.claimed(load(None, [f'root="{tmp_path}"', 'name="demo"']), False) as (_, moved):
         assert moved == tmp_path / "demo.1" and (moved / kept).exists()
+
+
+def test_a_failed_start_keeps_what_was_learnt(tmp_path):
+    """Steps before the first checkpoint, with all that says why it failed, were removed."""
+    log = tmp_path / "demo" / "steps" / "part-000000.parquet"
+    log.parent.mkdir(parents=True)
+    assert run_dir.given_up(tmp_path / "demo", None) and not log.parent.exists()
+    log.parent.mkdir(parents=True)
+    log.touch()
+    assert not run_dir.given_up(tmp_path / "demo", None) and log.exists()
+
+
+def test_a_full_disk_leaves_the_settings_of_a_run_as_they_were(tmp_path):
+    run = load(None, [f'root="{tmp_path}"', 'name="demo"', "steps=7"])
+    with run_dir.claimed(run, False):
+        pass
+    (tmp_path / "demo" / "checkpoints" / "step-000001").mkdir(parents=True)
+    with full_disk(9), pytest.raises(ConfigError, match="File too large"):
+        run_dir.claimed(run, True).__enter__()
+    assert load(tmp_path / "demo" / "config.toml").steps == 7
 
 
 def test_the_id_of_a_data_set_is_no_file_to_be_found():

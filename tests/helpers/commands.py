@@ -3,6 +3,7 @@
 import io
 import math
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -84,6 +85,17 @@ def stretched(seconds: float) -> float:
     """Returns the seconds that what takes `seconds` alone may take beside all that shares the processors."""
     jobs = max(os.getloadavg()[0], int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
     return seconds * max(1.0, jobs / (os.cpu_count() or 1))
+
+
+@contextmanager
+def full_disk(room: int) -> Iterator[None]:
+    """Lets no file of this process grow beyond `room` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def refused(result: subprocess.CompletedProcess[str], *named: str) -> None:

@@ -3,14 +3,12 @@
 import itertools
 import json
 import os
-import resource
 import subprocess
 import sys
 import threading
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +16,7 @@ import msgspec
 import pytest
 import torch
 import xxhash
+from helpers.commands import full_disk
 from helpers.fixture_types import MakeRun, MakeSamples
 from helpers.policies import build_policy
 from hypothesis import HealthCheck, given, settings
@@ -194,17 +193,6 @@ def test_what_a_killed_save_left_is_removed(policy: TorchPolicy, tmp_path: Path)
         (torn / "tensors.safetensors").write_bytes(b"torn")
     assert checkpoint.restore(tmp_path, policy).step == 1
     assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
-
-
-@contextmanager
-def full_disk(room: int) -> Iterator[None]:
-    """Lets no file grow beyond `room` bytes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("room", [1, 100, 20_000])

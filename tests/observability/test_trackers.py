@@ -1,16 +1,13 @@
 """What a tracker is handed: every record once, over stops, kills and resumptions; and one of the user's own."""
 
 import json
-import resource
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
 import pytest
-from helpers.commands import refused, run_here
+from helpers.commands import full_disk, refused, run_here
 from helpers.paths import ROOT
 
 from areal_q.cli.track import main as track
@@ -170,22 +167,11 @@ def test_numbers_are_the_metrics_of_steps_and_evaluations(run_dir):
 # A disk that is full
 
 
-@contextmanager
-def room(nbytes: int) -> Iterator[None]:
-    """Lets no file of this process grow beyond so many bytes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 @pytest.mark.parametrize("nbytes", range(0, 200, 9))
 def test_a_full_disk_costs_no_record_and_repeats_one_at_most(run_dir, nbytes):
     """The list of what was taken ends within a line, or between two."""
     tracker = Fake()
-    with room(nbytes), pytest.raises(OSError, match="File too large"):
+    with full_disk(nbytes), pytest.raises(OSError, match="File too large"):
         feed(run_dir, tracker).pass_on()
     taken = len(tracker.taken)
     assert feed(run_dir, tracker).pass_on() == len(records_of(run_dir)) - taken + 1
@@ -196,7 +182,7 @@ def test_a_full_disk_at_a_resumption_changes_nothing(run_dir):
     tracker = Fake(forgets=True)
     feed(run_dir, tracker).pass_on()
     resumed(run_dir, 3, 8)
-    with room(9), pytest.raises(OSError, match="File too large"):
+    with full_disk(9), pytest.raises(OSError, match="File too large"):
         feed(run_dir, tracker).pass_on()
     feed(run_dir, tracker).pass_on()
     assert tracker.taken == records_of(run_dir)
@@ -204,7 +190,7 @@ def test_a_full_disk_at_a_resumption_changes_nothing(run_dir):
 
 def test_a_full_disk_leaves_no_tracker_without_an_id(run_dir):
     settings = PythonTracker(path="x.py")
-    with room(0), pytest.raises(OSError, match="File too large"):
+    with full_disk(0), pytest.raises(OSError, match="File too large"):
         describe(parse("", "x"), run_dir, "python", settings, "1")
     assert len(describe(parse("", "x"), run_dir, "python", settings, "1").id) == 32
 

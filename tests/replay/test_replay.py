@@ -442,7 +442,7 @@ def test_missing_and_damaged_checkpoints_are_named(run_dir):
     with pytest.raises(CheckpointError, match="step-000006"):
         Replay(run_dir)
     shutil.rmtree(checkpoints)
-    with pytest.raises(CheckpointError, match="no checkpoint to replay from"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint$"):
         Replay(run_dir)
 
 
