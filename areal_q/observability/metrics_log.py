@@ -10,6 +10,7 @@ Keys with a slash are metrics, `area/name_unit`; other keys (`workers`, `samples
 is no number. The live view, the summary and the curves are made from this file alone.
 """
 
+import errno
 import logging
 import math
 import os
@@ -132,7 +133,11 @@ class MetricsLog:
         left_out = len(workers) - MOST_WORKERS
         if left_out > 0:
             record = record | {"workers": workers[:MOST_WORKERS], "workers_left_out": left_out}
-        self._file.write(msgspec.json.encode(record) + b"\n")
+        line = msgspec.json.encode(record) + b"\n"
+        written = self._file.write(line)
+        if written < len(line):  # the disk is full, or what of it the user may have
+            self._file.truncate(os.fstat(self._file.fileno()).st_size - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 class _TensorBoard:

@@ -5,6 +5,7 @@ import os
 import time
 
 import pytest
+from helpers.commands import full_disk
 from hypothesis import given
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -28,6 +29,18 @@ def test_a_record_comes_back_with_its_values_and_extras(tmp_path, log):
     (record,) = read_metrics(tmp_path / "metrics.jsonl")
     assert (record["kind"], record["step"], record["reward/mean"]) == ("step", 3, 0.5)
     assert record["workers"] == [{"worker": "rollout-0", "version": 2}]
+
+
+@pytest.mark.parametrize("room", [1, 100, 190])
+def test_a_full_disk_leaves_whole_records_alone(tmp_path, log, room, caplog):
+    """The one that fills it is written in part, without an error; the next was glued on to it."""
+    log.write("step", 1, {"reward/mean": 0.5})
+    size = (tmp_path / "metrics.jsonl").stat().st_size
+    with full_disk(size + room):
+        log.write("step", 2, {"reward/mean": 0.5}, note="x" * 200)
+    log.write("step", 3, {"reward/mean": 0.5})
+    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1]
+    assert "metrics.jsonl: [Errno 28]" in caplog.text
 
 
 @given(st.dictionaries(st.text(min_size=1), finite))
