@@ -26,6 +26,8 @@ TELL_EVERY_S = 10.0
 """Seconds from one record of an evaluation's progress to the next."""
 LOOK_S = 1.0
 """Seconds between two searches for tickets that were lost."""
+LONGEST_WAITS = 10
+"""Times as long as for workers that draw nothing is an answer of those waited for that do."""
 
 
 class BestVersion:
@@ -187,21 +189,31 @@ class HeldOutEvaluation:
         meanwhile: Callable[[], object] = lambda: None,
     ) -> None:
         """Waits for the evaluations in progress, until `stop`, or until no answer came for `timeout_s` seconds,
-        and says so then. `meanwhile` is called again and again."""
-        deadline, before = time.monotonic() + timeout_s, -1
-        while self._expected and not stop.is_set() and time.monotonic() < deadline:
+        and LONGEST_WAITS times as long while workers draw, and says so then. `meanwhile` is called again and
+        again."""
+        since, before, silent_s = time.monotonic(), -1, 0.0
+        while self._expected and not stop.is_set():
             self.collect()
             if (answered := sum(map(len, self._answers.values()))) != before:
-                deadline, before = time.monotonic() + timeout_s, answered
+                since, before = time.monotonic(), answered
+            silent_s = time.monotonic() - since
+            # They may draw for others, too, who ask the endpoint, hence the bound.
+            if silent_s >= timeout_s and (
+                silent_s >= LONGEST_WAITS * timeout_s or not self._drawing()
+            ):
+                break
             meanwhile()
             time.sleep(0.05)
         for version, asked in self._expected.items() if not stop.is_set() else ():
             given_up = (
                 f"the evaluation at version {version} is given up: {len(self._answers[version])} of {asked} "
-                f"problems are answered, and none in the last {timeout_s:.0f} s"
+                f"problems are answered, and none in the last {silent_s:.0f} s"
             )
             logger.warning("%s", given_up)
             self._metrics.write("warning", version, {}, message=given_up)
+
+    def _drawing(self) -> bool:
+        return any(worker.tokens_per_s for worker in self._buffer.workers())
 
     def _write(self, version: int, groups: list[Group]) -> None:
         """Writes the `eval` record, with the accuracies over the answers that could be scored, if there are

@@ -101,7 +101,7 @@ class Learner(WhileWaiting):
                 agents = self.run.rollout.environment
                 # Each of an episode's agents may fall silent, and the next one plays it.
                 silent_s = agents.longest_silence_s if isinstance(agents, External) else 0.0
-                self.heldout.finish(stop, 120.0 + silent_s, lambda: self.record_episodes(self.step))
+                self.heldout.finish(stop, 120.0 + silent_s, self.look_at_episodes)
         except BufferGone as error:
             logger.warning("redis is gone, too: %s", error)
         self.progress.rest()
@@ -186,6 +186,11 @@ class Learner(WhileWaiting):
     def warn(self, step: int, sentence: str) -> None:
         """Writes a `warning` record, which the views display."""
         self.metrics.write("warning", step, {}, message=sentence)
+
+    def look_at_episodes(self) -> None:
+        """Notes, while the last evaluation is waited for, that the learner is alive, and how episodes end."""
+        self.progress.beat()
+        self.record_episodes(self.step)
 
     def record_episodes(self, step: int) -> None:
         self.buffer_metrics.record_episodes(step)

@@ -185,29 +185,37 @@ class MultiProcessUpdater:
         self, samples: Sequence[Sample], recorder: TokenRecorder | None = None
     ) -> dict[str, float]:
         whole = self.policy
-        self._broken = True
-        with names_a_lost_rank(self._ranks):
+        with self._together():
             send(self._ranks, Step([Piece.of(sample) for sample in samples]))
             values = update_policy(self._shard, samples, recorder)
             whole.wait_until_read()
             self._shard.gather_weights(whole)
-        self._broken = False
         whole.updates, whole.skipped = self._shard.updates, self._shard.skipped
         return values
 
     def collect(self, staged: Path | None = None) -> dict[str, Tensor]:
-        send(self._ranks, Collect(str(staged or "")))
-        if staged:
-            return self._shard.share_of_rest(self.policy)
-        self._shard.gather_rest(self.policy)
+        with self._together():
+            send(self._ranks, Collect(str(staged or "")))
+            if staged:
+                return self._shard.share_of_rest(self.policy)
+            self._shard.gather_rest(self.policy)
         moments = moments_of(self.policy)
         forget_moments(self.policy)
         return moments
 
     def reset_reference(self) -> None:
-        send(self._ranks, Reset())
-        self._shard.reset_reference()
+        with self._together():
+            send(self._ranks, Reset())
+            self._shard.reset_reference()
         self.policy.reset_reference()
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """A context of collectives. Raises RankLost where one fails because another process ended."""
+        self._broken = True
+        with names_a_lost_rank(self._ranks):
+            yield
+        self._broken = False
 
     def close(self) -> None:
         """Ends the other ranks. After a failure it sends them nothing, as this process ends with an error and

@@ -59,7 +59,7 @@ class ParquetLog:
         for path in self.directory.glob(".part-*.parquet.tmp"):
             logger.info("%s: unfinished, removed", path)
             path.unlink()
-        _drop_from(self.directory, format, resume_at)
+        drop_from(self.directory, format, resume_at)
         found = _parts(self.directory)
         self._format = format
         self._number = int(found[-1].stem.removeprefix("part-")) + 1 if found else 0
@@ -238,7 +238,7 @@ def _parts(directory: Path) -> list[Path]:
     return by_number(directory.glob("part-*.parquet"))
 
 
-def _drop_from(directory: Path, format: LogFormat, step: int) -> None:
+def drop_from(directory: Path, format: LogFormat, step: int) -> None:
     """Deletes the rows of steps ≥ `step`. The last part is changed first, so that after a crash the log has no
     gap."""
     for path in reversed(_parts(directory)):

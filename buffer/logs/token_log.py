@@ -1,13 +1,17 @@
 """The token log: what a learner step computed for every response token, with one row for each trajectory.
 
-step               as in the trajectory log; rows of equal (step, number, index) are of one response number,
-index      ticket number of the group, and index of the response in it proximal_logprobs  log π_prox in nats,
-under the learner's policy just before its first update on this batch logprobs           log π_θ in nats when
-the token's loss was last computed; R = exp(logprobs - proximal_logprobs) entropy            entropy of π_prox
-in nats advantages         advantage of the token in the loss lag                versions between the weights
-that drew the token and the learner's marks              what the objective did to the token, a sum of MARKS
-largest_gap        largest |log w| = |log π_prox - log π_behav| of a token that counts marked             number
-of tokens that count and have a mark
+| column             | meaning                                                                              |
+|--------------------|--------------------------------------------------------------------------------------|
+| step               | as in the trajectory log; rows of equal (step, number, index) are of one response    |
+| number, index      | ticket number of the group, and index of the response in it                          |
+| proximal_logprobs  | log π_prox in nats, under the learner's policy before its first update on this batch |
+| logprobs           | log π_θ in nats when the token's loss was last computed; R = exp of the difference   |
+| entropy            | entropy of π_prox in nats                                                            |
+| advantages         | advantage of the token in the loss                                                   |
+| lag                | versions between the weights that drew the token and the learner's                   |
+| marks              | what the objective did to the token, a sum of MARKS                                  |
+| largest_gap        | largest |log w| = |log π_prox - log π_behav| of a token that counts                  |
+| marked             | number of tokens that count and have a mark                                          |
 
 Lists have one value for each response token. Together with behavior_logprobs of the trajectory log they give
 every ratio of the step, without running a model.

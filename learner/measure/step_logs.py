@@ -7,19 +7,28 @@ import msgspec
 from msgspec.structs import replace
 
 from areal_q.config import Run, settings_hash
+from areal_q.errors import RecordError
 from areal_q.observability.metrics_log import MetricsLog
 from areal_q.system import run_dir
 from areal_q.tasks import Tokenizer, stops_text
 from areal_q.tasks.stops import write_stops
-from buffer.logs.step_log import StepLog, StepRecord, iter_steps
-from buffer.logs.token_log import TokenLog
+from buffer.logs.parquet_log import drop_from
+from buffer.logs.step_log import STEP_LOG_FORMAT, StepLog, StepRecord, iter_steps
+from buffer.logs.token_log import TOKEN_LOG_FORMAT, TokenLog
 from buffer.logs.trajectory_log import TrajectoryLog
+from buffer.logs.trajectory_schema import TRAJECTORY_LOG_FORMAT
 from buffer.sampling.replay_pool import SampledGroups
 from learner.arithmetic import machine_name
 from learner.data.staleness import VersionHistory
 from learner.measure.token_recorder import TokenRecorder
 
 logger = logging.getLogger(__name__)
+LOGS = {
+    "trajectories": TRAJECTORY_LOG_FORMAT,
+    "steps": STEP_LOG_FORMAT,
+    "tokens": TOKEN_LOG_FORMAT,
+}
+"""The logs of a run by their directories"""
 
 
 class StepLogs:
@@ -30,6 +39,12 @@ class StepLogs:
         `scores_here`: with several ranks token scores stay on the rank that computed them."""
         self._run, logs = run, run.buffer.log
         tokens = logs and run.buffer.tokens and scores_here
+        on = {"trajectories": logs, "steps": logs, "tokens": tokens}
+        for log in (log for log in LOGS if not on[log]):  # it may have been on before
+            try:
+                drop_from(directory / log, LOGS[log], start)
+            except RecordError as error:
+                logger.warning("%s; it keeps what is there", error)
         self._groups = TrajectoryLog(directory / "trajectories", start) if logs else None
         self._steps = StepLog(directory / "steps", start) if logs else None
         self._tokens = TokenLog(directory / "tokens", start) if tokens else None

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from areal_q.config import AdamW, Run, TorchBackend
+from areal_q.config import AdamW, PretrainedModel, Run, TorchBackend
 from areal_q.errors import Stopped
 from areal_q.models import Decoder
 from areal_q.system.files import move_into_place, save_tensors
@@ -120,8 +120,13 @@ def _train(
 
 
 def _key(run: Run, task: Task) -> str:
-    """Returns a hash of the settings and of some problems, since a file of problems may change."""
+    """Returns a hash of the settings, of some problems, since a file of problems may change, and of when the
+    model's files were written, as a model may be."""
     some = range(min(len(task.train), 4096))
     parts = [REVISION, run.model, run.task, run.warmstart, run.seed, len(task.train)]
     parts += [problem_at(task, number, run.seed) for number in some]
+    parts.append(run.learner.router_aux_coef)
+    if isinstance(run.model, PretrainedModel):
+        files = sorted(Path(run.model.path).glob("*.safetensors"))
+        parts += [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return hashlib.blake2b(msgspec.msgpack.encode(parts), digest_size=12).hexdigest()

@@ -2,14 +2,15 @@
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import torch
 
 from areal_q.config import LearnerConfig
 from areal_q.messages import Group
 from areal_q.models import Decoder
-from learner.backends.single_device import token_logprobs
-from learner.data.packing import microbatches, pack_samples, unlearnt_samples
+from learner.data.packing import unlearnt_samples
+from learner.measure.rescore import Scorer
 from learner.teacher.scoring import with_logprobs
 
 
@@ -19,15 +20,12 @@ class ModelBeside:
     def __init__(self, model: Decoder, cfg: LearnerConfig, temperature: float) -> None:
         self._model = model.to(cfg.device).requires_grad_(False)
         self._model.dtype = getattr(torch, cfg.products)
-        self._cfg, self._temperature = cfg, temperature
+        self._temperature = temperature
+        # Its experts are others than those that the rollout's tokens went to.
+        self._score = Scorer(msgspec.structs.replace(cfg, routing_replay=False))
 
-    @torch.no_grad()
     def scored(self, groups: Sequence[Group]) -> list[Group]:
         samples = unlearnt_samples(groups)
-        found: list[np.ndarray] = []
-        for cut in microbatches(samples, self._cfg.microbatch_tokens):
-            batch = pack_samples(cut, self._cfg.device)
-            logprobs = token_logprobs(self._model, batch, self._temperature)[0].cpu().numpy()
-            ends = np.cumsum([sample.trajectory.num_tokens for sample in cut])
-            found += np.split(logprobs, ends[:-1])
-        return with_logprobs(groups, found)
+        logprobs, _ = self._score(self._model, samples, self._temperature)
+        ends = np.cumsum([sample.trajectory.num_tokens for sample in samples])
+        return with_logprobs(groups, np.split(logprobs, ends[:-1]))

@@ -5,15 +5,19 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from helpers.commands import is_alive
 from helpers.kubernetes.overlays import build, kustomization
 from helpers.paths import ROOT
 
+from areal_q.errors import RankLost
 from areal_q.system.ports import free_ports
+from learner.multi_process import MultiProcessUpdater
 
 COMMAND = [sys.executable, "-m", "areal_q.system.torchrun", "--standalone", "--nproc-per-node=2"]
 RANK_0 = "import os, signal, sys, time\nif os.environ['RANK'] == '0':\n    "
@@ -152,3 +156,17 @@ def test_ranks_end_with_a_torchrun_that_was_killed(tmp_path: Path):
     for pid in pids:
         while is_alive(int(pid.read_text())):
             time.sleep(0.05)
+
+
+@pytest.mark.parametrize("ask", [MultiProcessUpdater.collect, MultiProcessUpdater.reset_reference])
+def test_a_rank_that_is_lost_between_steps_is_named(ask: Callable[[MultiProcessUpdater], object]):
+    """In a checkpoint, say: gloo's own words came through, and the end sent a message to whom was gone."""
+    updater = object.__new__(MultiProcessUpdater)
+    updater._ranks, updater.policy = Mock(rank=0), Mock()
+    gone = Mock(side_effect=RuntimeError("[gloo/pair.cc:534] Connection closed by peer"))
+    updater._shard, updater._broken = Mock(gather_rest=gone, reset_reference=gone), False
+    with pytest.raises(RankLost, match="rank 0: another rank is gone"):
+        ask(updater)
+    sent = updater._ranks.broadcast.call_count
+    updater.close()
+    assert updater._ranks.broadcast.call_count == sent and not updater._shard.close.called

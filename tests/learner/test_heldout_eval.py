@@ -12,9 +12,10 @@ from helpers.fixture_types import Buffers
 from msgspec.structs import replace
 
 from areal_q.config import EvalConfig, LearnerConfig, Run
-from areal_q.messages import Array, Branch, Ticket, VersionSpan
+from areal_q.messages import Array, Branch, Ticket, VersionSpan, WorkerStatus
 from areal_q.observability.metrics_log import MetricsLog, read_metrics
 from areal_q.tasks import Tokenizer, build_task, build_tokenizer, columns_for
+from bench.records import make_beat
 from learner.data.admission import Admission
 from learner.data.eval_sets import problems_of_sets
 from learner.heldout_eval import BestVersion, HeldOutEvaluation, set_metrics
@@ -156,6 +157,30 @@ def test_an_evaluation_that_nobody_answers_is_given_up_aloud(heldout, tmp_path):
     [record] = read_metrics(tmp_path / "metrics.jsonl")
     assert (record["kind"], record["step"]) == ("warning", 4) and looked
     assert re.search(r"version 4 is given up: 0 of 3 problems are answered", record["message"])
+
+
+def test_workers_that_draw_are_waited_for(heldout, make_group, buffers, tmp_path, monkeypatch):
+    """A long response once cost the last evaluation, the answers that were there included."""
+    heldout.ask(4)
+    looks: list[int] = []
+
+    def workers() -> list[WorkerStatus]:
+        looks.append(1)
+        if len(looks) == 3:
+            asyncio.run(answer(buffers, make_group, poison=set()))
+        return [make_beat(tokens_per_s=9.0)]
+
+    monkeypatch.setattr(heldout._buffer, "workers", workers)
+    monkeypatch.setattr("learner.heldout_eval.LONGEST_WAITS", 1000)
+    heldout.finish(threading.Event(), timeout_s=0.01)
+    assert evaluations(tmp_path) == {4: 3}
+
+
+def test_workers_that_draw_for_others_are_not_waited_for_long(heldout, tmp_path, monkeypatch):
+    monkeypatch.setattr(heldout._buffer, "workers", lambda: [make_beat(tokens_per_s=9.0)])
+    heldout.ask(4)
+    heldout.finish(threading.Event(), timeout_s=0.01)
+    assert [record["kind"] for record in read_metrics(tmp_path / "metrics.jsonl")] == ["warning"]
 
 
 def test_what_is_asked_again_after_a_crash_counts_once(heldout, make_group, buffers, tmp_path):

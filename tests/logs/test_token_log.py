@@ -10,10 +10,12 @@ from helpers.readers import iter_tokens
 from hypothesis import given
 from hypothesis import strategies as st
 
+from areal_q.config import load
 from areal_q.errors import RecordError
 from buffer.logs import parquet_log
 from buffer.logs.token_log import MARKS, TokenLog, TokenScores, tokens_to_table
 from learner.backends.single_device import TorchPolicy
+from learner.measure.step_logs import StepLogs
 from learner.measure.token_recorder import TokenRecorder
 from learner.policy_update import update_policy
 
@@ -134,6 +136,17 @@ def test_reopening_at_a_step_drops_the_abandoned_steps(tmp_path):
     found = dict(iter_tokens(tmp_path))
     assert sorted(found) == [0, 1, 2, 3]
     assert found[3].equals(tokens_to_table(3, make_scores([3, 1], 3)))
+
+
+@pytest.mark.parametrize("off", ["buffer.log=false", "buffer.tokens=false", "buffer.tokens=true"])
+def test_a_log_that_is_off_by_now_forgets_an_abandoned_history(tmp_path, off):
+    """The last is off with several ranks. The report joined what it had kept to other responses."""
+    log = TokenLog(tmp_path / "tokens")
+    for step in range(6):
+        log.append(step, make_scores([3, 1], step))
+    log.close()
+    StepLogs(load(None, [off]), tmp_path, 4, scores_here=False).close()
+    assert sorted(dict(iter_tokens(tmp_path / "tokens"))) == [0, 1, 2, 3]
 
 
 def test_a_slow_run_s_steps_can_be_read_while_it_goes_on(tmp_path, monkeypatch):

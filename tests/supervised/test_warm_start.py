@@ -10,11 +10,12 @@ import torch
 from helpers.fixture_types import MakeRun
 from helpers.policies import initial_model
 
-from areal_q.config import Calculator, Run
+from areal_q.config import Calculator, Run, load
 from areal_q.errors import Stopped
 from areal_q.models import Decoder
+from areal_q.system import run_dir
 from areal_q.tasks import build_task, build_tokenizer
-from learner.supervised.warm_start import warm_start
+from learner.supervised.warm_start import _key, warm_start
 
 Progress = list[tuple[int, float]]
 
@@ -111,6 +112,18 @@ def test_changed_file_is_not_taken_for_the_old_one(make_run: MakeRun, tmp_path: 
     assert [bool(warmed(run)[1]) for _ in range(2)] == [False, True]
     write(21)
     assert not warmed(run)[1]
+
+
+def test_a_model_written_again_is_not_taken_for_the_old_one(tmp_path: Path):
+    (weights := tmp_path / "model.safetensors").write_bytes(b"old")
+    run = load(None, ["model.type=pretrained", f"model.path={tmp_path}", "warmstart.steps=1"])
+    task = build_task(run.task)
+    before = _key(run, task)
+    assert _key(run, task) == before
+    weights.write_bytes(b"other")
+    assert _key(run, task) != before
+    mixed = run_dir.with_changes(run, "learner", router_aux_coef=0.1)
+    assert _key(mixed, task) != _key(run, task)
 
 
 def test_it_stops_at_the_accuracy_that_is_enough(make_run: MakeRun):

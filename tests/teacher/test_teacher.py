@@ -4,7 +4,7 @@ import dataclasses
 import json
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ from areal_q.tasks import CharTokenizer
 from bench.records import make_group, make_ticket, make_trajectory
 from buffer.logs.trajectory_schema import groups_from_table, groups_to_table
 from buffer.sampling.replay_pool import SampledGroups
+from learner.data.packing import Sample, pack_samples
 from learner.data.staleness import VersionHistory
 from learner.loop import Learner
 from learner.policy_update import SingleProcessUpdater
@@ -344,8 +345,8 @@ def test_a_quantized_model_is_sent_to_a_server(make_run: MakeRun, tmp_path: Path
     assert "server" not in str(missing.value)
 
 
-def teacher_at(make_run: MakeRun, path: Path) -> Any:
-    run = make_run(f"learner.teacher={{type='model', path='{path}'}}", "rollout.workers=0")
+def teacher_at(make_run: MakeRun, path: Path, *more: str) -> Any:
+    run = make_run(f"learner.teacher={{type='model', path='{path}'}}", "rollout.workers=0", *more)
     assert check_model(run), "`areal-q check` takes it"
     return build_teacher(run, CharTokenizer(), lambda: None, threading.Event())
 
@@ -389,6 +390,26 @@ def test_a_teacher_of_any_family_says_what_transformers_says(
             logp = net(ids[None]).logits[0].log_softmax(-1)
         wanted = logp[len(prompt) - 1 : -1].gather(1, ids[len(prompt) :, None]).squeeze(1)
         np.testing.assert_allclose(given, wanted, atol=1e-4)
+
+
+def test_a_foreign_teacher_has_no_more_in_a_pass_than_it_may(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """transformers computes each path whole, also where many share a prompt: passes were too large."""
+    write_foreign(tmp_path, next(iter(FAMILIES)))
+    CharTokenizer().save(str(tmp_path))
+    prompt = list(range(2, 18))
+    ticket = make_ticket(prompt_ids=Array.of(prompt, "int32"), group_size=4)
+    group = make_group(ticket, trajectories=[make_trajectory(n, [3, 4], -1.0) for n in range(4)])
+    passes: list[int] = []
+
+    def seen(samples: Sequence[Sample], device: str) -> object:
+        passes.append(sum(len(s.prompt_ids) + s.trajectory.num_tokens for s in samples))
+        return pack_samples(samples, device)
+
+    monkeypatch.setattr("learner.measure.rescore.pack_samples", seen)
+    teacher_at(make_run, tmp_path, "learner.microbatch_tokens=40").scored([group])
+    assert passes == [36, 36]
 
 
 Tensors = dict[str, torch.Tensor]
