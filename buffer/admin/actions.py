@@ -100,7 +100,7 @@ def still_refused(record: RefusedRecord, keys: Keys) -> str | None:
         if record.source in (keys.groups, keys.eval_groups):
             decode_group(record.record).validate()
         elif record.source in (keys.tickets, keys.eval_tickets):
-            decode_ticket(record.record)
+            decode_ticket(record.record).validate()
         else:
             return f"{record.source} is no stream of this run"
     except RecordError as error:

@@ -251,10 +251,10 @@ def thinned(steps: list[Record], most: int) -> list[Record]:
     out = []
     for start in range(0, len(steps), width):
         part = steps[start : start + width]
-        keys = [k for k, v in part[-1].items() if "/" in k and isinstance(v, float)]
+        keys = {k for r in part for k, v in r.items() if "/" in k and isinstance(v, float)}
         point: Record = {"step": part[-1]["step"], "elapsed_s": part[-1]["elapsed_s"]}
         for key in keys:
-            top = max(r.get(key) or 0.0 for r in part)
+            top = max(x for r in part if isinstance(x := r.get(key), float))
             point[key] = top if key.endswith("max") else mean(part, key)
         out.append(point)
     return out

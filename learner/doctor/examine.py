@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from areal_q.config import Run
-from areal_q.errors import CheckpointError, LogError
+from areal_q.errors import CheckpointError, ConfigError, LogError, TaskError
 from areal_q.models import DecoderConfig
 from areal_q.observability.learning_faults import learning_faults
 from areal_q.observability.metrics_log import Record, read_metrics
@@ -71,7 +71,7 @@ def examine(directory: Path, first: int | None, stop: int | None, console: Conso
     else:
         try:
             exact = _replay(directory, first, stop, probe, console)
-        except CheckpointError as error:
+        except (CheckpointError, ConfigError, TaskError) as error:  # own code may be another by now
             note = f"no decomposition: {error}"
     tokens = probe.table() if probe.parts else empty()
     disagreement = mean((r.metrics for r in records if r.step >= first), "routing/disagreement")

@@ -73,8 +73,8 @@ def main(
     if replay.what_if:
         _show_both(replay, done, differing, console)
     else:
-        _verdict(replay, done, differing, console)
-        raise typer.Exit(1 if differing else 0)
+        equal = _verdict(replay, done, differing, console)
+        raise typer.Exit(0 if equal else 1)
 
 
 def _rewards(
@@ -164,7 +164,8 @@ def inspect(policy, step: int, drawn, history) -> None:
     typer.echo(f"step {step}: on to the update")
 
 
-def _verdict(replay, done, differing, console: Console) -> None:
+def _verdict(replay, done, differing, console: Console) -> bool:
+    """Says what differs, and returns True if nothing does."""
     from learner.replay.compare import TOLERANCES, step_ranges
 
     how = "bit for bit"
@@ -193,19 +194,20 @@ def _verdict(replay, done, differing, console: Console) -> None:
             console.print(
                 f"{len(differing)} of {len(steps)} steps differ, the last is {max(differing)}"
             )
-    if replay.exact and steps[-1] + 1 == replay.stop:
-        _compare_checkpoint(replay, console)
+    whole = replay.exact and steps[-1] + 1 == replay.stop
+    return (not whole or _checkpoint_equals(replay, console)) and not differing
 
 
-def _compare_checkpoint(replay, console: Console) -> None:
+def _checkpoint_equals(replay, console: Console) -> bool:
     unequal = replay.unequal_tensors(replay.stop)
     if unequal is None:
-        return
+        return True
     name = f"checkpoint step-{replay.stop:06d}"
     if unequal:
         console.print(f"[red]{name}: {len(unequal)} tensors differ, {unequal[0]} first[/]")
     else:
         console.print(f"[green]{name}: weights and optimizer equal, tensor by tensor[/]")
+    return not unequal
 
 
 def _show_both(replay, done, differing, console: Console) -> None:

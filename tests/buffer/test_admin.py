@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from areal_q.config import Run, dump_toml
-from areal_q.messages import encode
+from areal_q.messages import Array, encode
 from areal_q.system.command import escaped
+from bench.records import make_ticket
 from buffer.__main__ import main
 from buffer.admin import actions, inspect_state
 from buffer.logs.trajectory_log import TrajectoryLog
@@ -209,6 +210,9 @@ def test_the_quarantine_is_bounded_and_cuts_long_records(client, redis_url, monk
     assert (kept[-1].nbytes, len(kept[-1].record), kept[-1].whole) == (17 << 20, 64 << 10, False)
     assert kept[-2].record[:1] == b"\x0b" and kept[-2].whole
     assert "only 65536 of" in (actions.still_refused(kept[-1], KEYS) or "")
+    bad = encode(make_ticket(prompt_ids=Array.of([], "int32")))
+    ticket = replace(kept[-2], source=KEYS.tickets, record=bad, nbytes=len(bad))
+    assert "prompt" in (actions.still_refused(ticket, KEYS) or "")
     learner.close()
     client.delete(KEYS.quarantine)
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from areal_q.config import Run, Sampling, dump_toml, load, override, settings_hash
-from areal_q.errors import LogError
+from areal_q.errors import LogError, TaskError
 from areal_q.messages import Array, Group, Trajectory, VersionSpan
 from areal_q.models import Decoder, DecoderConfig, init_weights
 from areal_q.observability.learning_faults import Fault
@@ -268,6 +268,30 @@ def test_planted_cause_is_named_with_a_number_and_a_remedy(tmp_path, healthy, ca
     assert cause not in names(healthy)
     finding = next(f for f in planted.findings if f.name == cause)
     assert finding.number > 0 and any(c.isdigit() for c in finding.says) and finding.change
+
+
+@pytest.mark.parametrize(
+    ("mask", "behind"),
+    [([1, 1, 1, 0, 0, 0, 1, 1, 1], 0), ([1] * 9, 6), ([1, 1, 1, 1, 0, 0, 1, 1, 1], 1)],
+)
+def test_a_turn_that_follows_on_a_message_is_not_behind_an_end(mask: list[int], behind: int):
+    """Every run of several turns was told to draw behind ends."""
+    ids = [5, 6, 2, 9, 9, 9, 7, 8, 2]
+    response = make_trajectory(0, ids, -0.5, loss_mask=Array.of(mask, "uint8"))
+    facts = look_at([(0, [make_group(trajectories=[response])])], [2])
+    assert facts.after_end == behind
+
+
+@pytest.mark.timeout(60)
+def test_a_changed_loss_costs_the_decomposition_alone(tmp_path, monkeypatch):
+    World(tmp_path / "run").play()
+
+    def changed(*_: object) -> None:
+        raise TaskError("mine.py: it is not what the run began with; put it back")
+
+    monkeypatch.setattr("learner.doctor.examine._replay", changed)
+    found = examine(tmp_path / "run", 0, None, Console())
+    assert "no decomposition: mine.py" in found.note and found.facts.responses
 
 
 @pytest.mark.timeout(60)

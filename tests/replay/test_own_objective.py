@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import typer
 from helpers.commands import areal_q
 from helpers.paths import ROOT
 
@@ -11,6 +12,7 @@ from areal_q.config import load
 from areal_q.errors import TaskError, UserError
 from areal_q.system.run_dir import claimed, resumed
 from buffer.logs.step_log import iter_steps
+from learner.replay import cli
 from learner.replay.replay_steps import Replay
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
@@ -54,6 +56,17 @@ def test_a_user_s_tis_is_tis_bit_for_bit_in_a_resumed_run(
         assert one.metrics == one.record.metrics
     assert replay.unequal_tensors(STEPS) == []
     assert replay.what_if == bool(settings)
+
+
+def test_a_checkpoint_that_differs_is_no_equal_replay(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Its moments, say, where every step's weights are equal: it was printed, and the exit code was 0."""
+    monkeypatch.setattr(Replay, "unequal_tensors", lambda self, step: ["optimizer: moment"])
+    shutil.copytree(runs / "runs" / "tis", tmp_path / "tis")
+    with pytest.raises(typer.Exit) as end:
+        cli.main(tmp_path / "tis", STEPS - 2)
+    assert end.value.exit_code == 1
 
 
 def test_another_loss_is_tried_on_what_was_logged(runs: Path, tmp_path: Path):

@@ -650,3 +650,8 @@ def test_thinning_keeps_means_maxima_and_the_last_step():
     assert len(thin) == 400 and thin[-1]["step"] == steps[-1]["step"]
     assert {r["reward/mean"] for r in thin} == {0.5}
     assert {r["lag/max"] for r in thin} == {6.0}
+    for step in steps[::2]:
+        step |= {"fidelity/kl": 3.0, "fidelity/max": -float(step["step"])}
+    thin = thinned(steps, 400)
+    assert {r["fidelity/kl"] for r in thin} == {3.0}
+    assert [r["fidelity/max"] for r in thin[:2]] == [-1.0, -11.0]

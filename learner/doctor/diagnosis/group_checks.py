@@ -69,8 +69,11 @@ def _count(
     counted = t.loss_mask.numpy() != 0
     missing = int((~np.isfinite(logprobs)).sum()) + max(0, len(ids) - len(logprobs))
     positive = int((logprobs > 1e-3).sum())
-    ended = np.isin(ids, list(end_ids))
-    after_end = int((counted[1:] & (np.cumsum(ended)[:-1] > 0)).sum())
+    # Where a turn ended last, and where a token was given last: a turn may follow on a message behind an end.
+    number, ended = np.arange(len(ids)), np.isin(ids, list(end_ids))
+    last_end = np.maximum.accumulate(np.where(ended, number, -1))
+    last_given = np.maximum.accumulate(np.where(counted, -1, number))
+    after_end = int((counted[1:] & (last_end[:-1] > last_given[:-1])).sum())
     loop = has_loop(ids)
     facts.responses += 1
     facts.tokens += len(ids)
