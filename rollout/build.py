@@ -11,7 +11,14 @@ from areal_q.checks.automatic import has_experts
 from areal_q.checks.hub import fetched
 from areal_q.config import Run, parse
 from areal_q.config.tasks import chat_of
-from areal_q.errors import BufferUnavailable, ConfigError, RecordError, RunChanged, RunFinished
+from areal_q.errors import (
+    BufferUnavailable,
+    ConfigError,
+    RecordError,
+    RunChanged,
+    RunFinished,
+    UserError,
+)
 from areal_q.tasks import Tokenizer, build_tokenizer
 from buffer.redis_store import WorkerBuffer
 from buffer.weight_sync import WeightSource, WeightSubscriber
@@ -95,8 +102,8 @@ async def serve(
 ) -> None:
     """Joins run `run_name` and works until the run is finished, or until cancelled. `observe` is called with
     the status of every heartbeat. If the run is finished already, a learner has `finished_wait_s` seconds to
-    resume it. Raises BufferUnavailable if Redis does not answer for a minute, and RecordError if no ticket
-    becomes a group any more.
+    resume it. Raises BufferUnavailable if Redis does not answer for a minute, RecordError if no ticket becomes
+    a group any more, and UserError for what the engine, the reward or the environment refuses.
 
     If another run takes that name, or the run is resumed with other settings, the worker sets itself up anew
     from what the learner has stored. It does not exit, since not every worker has a service manager that would
@@ -111,7 +118,7 @@ async def serve(
         except* RunFinished as ended:
             logger.info("%s: this worker ends", ended.exceptions[0])
             finished = True
-        except* (BufferUnavailable, RecordError) as errors:
+        except* (BufferUnavailable, RecordError, UserError) as errors:
             finished, gone = True, first_error(errors)
     if gone is not None:
         raise gone

@@ -161,10 +161,10 @@ class Worker:
     async def run(self, begin: Callable[[], Awaitable[object]] | None = None) -> None:
         """Works until cancelled. `begin` is awaited as soon as the engine takes requests. Any error of a loop
         is raised, in an ExceptionGroup, since a worker that cannot work must not look alive."""
-        await self._reward.start()
-        await self._environment.start()
-        await self._engine.start()
         try:
+            await self._reward.start()
+            await self._environment.start()
+            await self._engine.start()
             if begin:
                 await begin()
             async with asyncio.TaskGroup() as loops:
@@ -230,9 +230,10 @@ class Worker:
         started = time.time()
         self._take_up(work)
         await self._environment(ticket, work.responses)
+        # Before the ends of prompts that differ begin their responses: rewards judge the reply.
+        scores = await scored(self._reward, ticket, work.responses, self._tokenizer)
         ticket, responses = with_shared_prompt(ticket, work.responses)
         self._timeouts += sum(r.finish_reason == "timeout" for r in responses)
-        scores = await scored(self._reward, ticket, responses, self._tokenizer)
         wanted = self._run.learner.routing_replay and ticket.purpose == "train"
         pairs = zip(responses, scores, strict=True)
         group = Group(

@@ -104,7 +104,8 @@ def check_model(run: Run) -> FoundModel:
         check_teacher(run.learner.teacher.path, tokenizer)
     environment, tools = run.rollout.environment, []
     if isinstance(environment, PythonEnvironment) and run.rollout.workers:
-        tools = [tool.described for tool in load_environment(environment.path).tools.values()]
+        own = load_environment(environment.path, environment.settings)
+        tools = [tool.described for tool in own.tools.values()]
         check_tools(tools, tokenizer, environment, chat_of(run.task))
     return FoundModel(
         shape=shape,

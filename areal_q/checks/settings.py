@@ -77,12 +77,26 @@ def without_effect(run: Run) -> list[str]:
         )
     if run.buffer.tokens and not run.buffer.log:
         said.append("buffer.tokens does nothing without buffer.log: no token is logged")
+    scores_itself = _scores_itself(run)
     for part in map(run.of, run.sources):
         if part.reward.settings and not (part.reward.path or isinstance(part.task, Python)):
             said.append(
                 "reward.settings does nothing without reward.path: no function of yours is called"
             )
+        names = ("path", "judge", "format", "length", "overlong") if scores_itself else ()
+        for name in (one for one in names if getattr(part.reward, one)):
+            said.append(
+                f"reward.{name} does nothing: the environment, or its agents, give the rewards"
+            )
     return list(dict.fromkeys(said))
+
+
+def _scores_itself(run: Run) -> bool:
+    """Returns True if rewards come from the environment of the run, and not from its tasks."""
+    environment = run.rollout.environment
+    if isinstance(environment, PythonEnvironment) and run.rollout.workers:
+        return load_environment(environment.path, environment.settings).scores
+    return isinstance(environment, External | VerifiersEnvironment)
 
 
 def preflight(run: Run) -> None:
@@ -108,7 +122,7 @@ def preflight(run: Run) -> None:
     # Read, but not run: this process does without torch.
     with_digests(run, (*FIXED_CODE, "buffer.sampler", "rollout.environment", "trackers"))
     if isinstance(environment, PythonEnvironment) and workers:
-        load_environment(environment.path)
+        load_environment(environment.path, environment.settings)
     check_reward(run)
     task = build_task(run.task, columns_for(run))
     check_characters(run.model, run.warmstart, task)

@@ -388,8 +388,7 @@ class Run(Settings, frozen=True, kw_only=True):
         task = one.task or self.task
         reads = one.path is not None and hasattr(task, "path")
         task = replace(task, path=one.path) if reads else task
-        reward = replace(self.reward, path=None, settings={}) if one.task else self.reward
-        return replace(self, task=task, reward=reward)
+        return replace(self, task=task, reward=self.reward.of_the_task if one.task else self.reward)
 
     @property
     def tasks(self) -> dict[str, SingleTask]:

@@ -3,6 +3,7 @@
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, field
+from msgspec.structs import replace
 
 from areal_q.config.objectives import Overlong
 from areal_q.config.struct_types import (
@@ -342,6 +343,11 @@ class RewardConfig(Settings, frozen=True, kw_only=True):
     """Address space that scoring may take in each of these processes, beyond what loading the reward took: a
     response that makes it ask for more has failed with cause `killed`. 0: no bound, which the scorers of
     reasoning-gym do not start without"""
+
+    @property
+    def of_the_task(self) -> "RewardConfig":
+        """The same with the task's own score in place of a file's or a judge's."""
+        return replace(self, path=None, digest="", settings={}, judge=None)
 
 
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=64)]

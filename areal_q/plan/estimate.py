@@ -40,7 +40,7 @@ class Estimate:
     """Seconds for which a version occupies the learner's network card, all workers elsewhere."""
     redis: float
     token_bytes: float
-    """Of these, those of a response's token"""
+    """The share of each token of a response in it."""
     speed: Speed
     others: list[Speed] = field(default_factory=list)
     """Other splits, the best first; only --json shows them."""

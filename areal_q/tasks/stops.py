@@ -70,8 +70,11 @@ def judged_text(
 
 
 def logged_response(ticket: Ticket, logged: Trajectory, tokenizer: Tokenizer) -> Completed:
-    """Returns a response of one path as rewards judged it."""
-    ids, mask = logged.response_ids.numpy().tolist(), logged.loss_mask.numpy().tolist()
+    """Returns a response of one path as rewards judged it: without the end of a prompt that the group's prompts
+    do not share."""
+    mask = logged.loss_mask.numpy().tolist()
+    given = mask.index(1) if 1 in mask else 0
+    ids, mask = logged.response_ids.numpy()[given:].tolist(), mask[given:]
     text = judged_text(ids, mask, tokenizer, ticket.sampling)
     return Completed(text, sum(mask), ids, logged.finish_reason)
 

@@ -1,6 +1,7 @@
 """Generation from Python: by an engine in this process, or by the endpoint of a worker."""
 
 import json
+import operator
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,6 +31,14 @@ def sampling_of(run: Run, given: Mapping[str, Any]) -> Sampling:
         return msgspec.convert(table, Sampling)
     except msgspec.ValidationError as error:
         raise ConfigError(f"sampling: {in_words(error, Sampling, table)}") from error
+
+
+def _parted(
+    prompt: Sequence[Mapping[str, Any]] | Sequence[int],
+) -> tuple[list[dict[str, Any]], list[int]]:
+    """Returns messages, or ids of any kind of whole number."""
+    messages = [dict(one) for one in prompt if isinstance(one, Mapping)]
+    return messages, [operator.index(one) for one in prompt if not isinstance(one, Mapping)]
 
 
 class Local:
@@ -74,10 +83,8 @@ class Local:
     def _encoded(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode_prompt(prompt)
-        if prompt and isinstance(prompt[0], int):
-            return [int(i) for i in prompt if isinstance(i, int)]
-        messages = [dict(m) for m in prompt if isinstance(m, Mapping)]
-        return self.tokenizer.encode_messages(messages)
+        messages, ids = _parted(prompt)
+        return self.tokenizer.encode_messages(messages) if messages else ids
 
     def _told(self, prompt: list[int], done: Completion) -> dict[str, Any]:
         ids = done.response_ids.tolist()
@@ -118,11 +125,10 @@ class Remote:
     ) -> list[dict[str, Any]]:
         """Returns the fields of each completion. Raises ConfigError for what the endpoint refuses, and
         EngineDied if it does not answer."""
-        talk = not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping)
+        talk, ids = ([], prompt) if isinstance(prompt, str) else _parted(prompt)
         body = {**given, "n": n, "logprobs": True if talk else 1}
-        body |= {"messages" if talk else "prompt": prompt} | (
-            {} if seed is None else {"seed": seed}
-        )
+        body |= {"messages": talk} if talk else {"prompt": ids}
+        body |= {} if seed is None else {"seed": seed}
         at = f"{self._url}/{'chat/' if talk else ''}completions"
         try:
             async with self._session.post(at, data=json.dumps(body), headers=_JSON) as reply:

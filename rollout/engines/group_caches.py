@@ -14,7 +14,6 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -168,16 +167,11 @@ class GroupStepper:
         return count
 
     def unfinished(self, job: Job) -> dict[int, Completion]:
-        found = {
+        return {
             index: self._completion(rows, place)
             for rows in self.running
             if rows.job is job and rows.drawn
             for place, index in enumerate(rows.indices)
-        }
-        return {
-            index: msgspec.structs.replace(completion, finish_reason=None)
-            for index, completion in found.items()
-            if np.isfinite(completion.logprobs).all()
         }
 
     def drop(self, job: Job) -> None:

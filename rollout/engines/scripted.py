@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from msgspec.structs import replace
 
 from areal_q.config import ScriptedEngine
 from areal_q.errors import WeightVersionError
@@ -121,11 +120,7 @@ class ScriptedStepper:
         return len(running)
 
     def unfinished(self, job: Job) -> dict[int, Completion]:
-        return {
-            r.index: replace(self._completion(r), finish_reason=None)
-            for r in self.responses
-            if r.job is job
-        }
+        return {r.index: self._completion(r) for r in self.responses if r.job is job}
 
     def drop(self, job: Job) -> None:
         if job in self.waiting:

@@ -143,8 +143,9 @@ class Episodes(Environment):
         finally:
             for future in open_ones:
                 future.cancel()
-            self._free = [e for e in self._free if e not in mine]
-            self._played = {i: e for i, e in self._played.items() if e not in mine}
+            # Those that were begun again, too.
+            self._free = [e for e in self._free if not e.done.done()]
+            self._played = {i: e for i, e in self._played.items() if not e.done.done()}
 
     async def begin(self, timeout_s: float) -> Episode | None:
         """Returns an episode that nobody plays, under a new id; None if there was none within `timeout_s`."""

@@ -80,7 +80,7 @@ def main(path: str, settings: str, memory_mib: str) -> None:
     worker = private_socket()
     accept_any_text()  # an environment may print what the model wrote
     try:
-        own = load_environment(path)
+        own = load_environment(path, msgspec.json.decode(settings))
     except (ConfigError, TaskError) as error:
         worker.sendall(frame(Ready(error=str(error))))
         return

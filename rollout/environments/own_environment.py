@@ -27,6 +27,8 @@ from rollout.environments.own_process import EpisodeFailed, OwnProcess, OwnProce
 from rollout.reply_formats.reader import ReplyReader
 
 logger = logging.getLogger(__name__)
+LONGEST_TOKEN = 256
+"""Characters of a token at most: what is far too long for the room is not tokenised, which takes seconds"""
 
 
 class OwnTurns(Environment):
@@ -86,10 +88,11 @@ class OwnTurns(Environment):
     ) -> None:
         problem, most = Problem.of_ticket(ticket), ticket.sampling.max_tokens
         said = (await process.ask(Begin(problem, ticket.seed + index))).text
-        response.prompt = self._prompt(ticket, said)
-        room = self._cfg.max_given_tokens + len(ticket.prompt_ids.numpy())
-        room -= len(response.context(ticket))
-        if room < 0:
+        room = self._cfg.max_given_tokens
+        if not (too_long := len(said) > LONGEST_TOKEN * room):
+            response.prompt = self._prompt(ticket, said)
+            room += len(ticket.prompt_ids.numpy()) - len(response.context(ticket))
+        if too_long or room < 0:
             raise RecordError(f"{self._cfg.path}: reset gave more than max_given_tokens")
         stops = self._client.stop_ids | self._reader.ends
         while True:
@@ -99,6 +102,9 @@ class OwnTurns(Environment):
             if not answers:
                 break
             ended = int(done.response_ids[-1]) in stops
+            if sum(len(answer["content"]) for answer in answers) > LONGEST_TOKEN * room:
+                response.finish_reason = "length"
+                break
             given = self._tokenizer.encode_turn(answers, ended, calls=calls)
             room -= len(given)
             if room < 0 or response.drawn >= most:

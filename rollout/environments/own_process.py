@@ -73,7 +73,8 @@ class OwnProcesses:
                 size = int.from_bytes(await _received(ours, 4), "little")
                 ready = _readiness.decode(await _received(ours, size))
         except (TimeoutError, OSError, EOFError, msgspec.MsgspecError) as error:
-            ready = Ready(error=f"{self._cfg.path}: cannot be started: {in_words(error)}")
+            why = in_words(error) or f"it took more than {_START_S:.0f} s"
+            ready = Ready(error=f"{self._cfg.path}: cannot be started: {why}")
         ours.setblocking(True)
         if ready.error:
             await self.close()

@@ -11,7 +11,17 @@ from msgspec.structs import replace
 
 from areal_q.checks.automatic import settled
 from areal_q.checks.hub import directory_of
-from areal_q.config import EvalConfig, External, Mix, Run, Sampling, VerifiersEnvironment, load
+from areal_q.config import (
+    EvalConfig,
+    External,
+    Mix,
+    Run,
+    Sampling,
+    SingleTurn,
+    TorchEngine,
+    VerifiersEnvironment,
+    load,
+)
 from areal_q.config.run import FormatName
 from areal_q.errors import ConfigError
 from areal_q.evaluation.benchmarks import BENCHMARKS, Preset, preset_of
@@ -58,8 +68,13 @@ def check_format(format: str, settings: list[str]) -> None:
         raise ConfigError("rollout.format: the format of an evaluation is --format")
 
 
-def check_samples(preset: Preset, greedy: bool) -> None:
-    """Raises ConfigError unless something is asked, and samples can differ."""
+def check_samples(preset: Preset, greedy: bool, run: Run) -> None:
+    """Raises ConfigError unless something is asked, samples can differ, and the engine can draw as many of a
+    problem at once, which it does where no environment plays."""
+    engine, played = run.rollout.engine, run.rollout.environment
+    slots = (engine if isinstance(engine, TorchEngine) else TorchEngine()).slots
+    if preset.samples > slots and isinstance(played, SingleTurn):
+        raise ConfigError(f"--samples {preset.samples}: the engine draws {slots} responses at once")
     if preset.samples and preset.temperature == 0:
         raise ConfigError("--samples needs --temperature above 0: greedy answers are all the same")
     if not preset.samples and not greedy:
@@ -99,7 +114,8 @@ def settings_of(
     model: Path, task: str | None, data: Path | None, overrides: list[str]
 ) -> tuple[Run, Path]:
     """Returns the settings and the model's directory. The settings are the run's own if MODEL is a run's
-    directory, otherwise the defaults. Raises ConfigError for options that do not fit together."""
+    directory, otherwise the defaults; another task is judged by that task. Raises ConfigError for options that
+    do not fit together."""
     root = _run_of(model)
     config = root / "config.toml" if root else None
     path = model / "hf" if (model / "hf").is_dir() else Path(directory_of(str(model), "MODEL"))
@@ -118,6 +134,10 @@ def settings_of(
     # A model that no run was made with is measured in the format as it is.
     plain = [] if config else ["rollout.smoothing=off"]
     run = load(config, [*choice, *pretrained, *plain, *overrides])
+    other = config is not None and type(run.task) is not type(load(config).task)
+    asked = ("reward.path=", "reward.judge")
+    if other and not any(setting.startswith(asked) for setting in overrides):
+        run = replace(run, reward=run.reward.of_the_task)
     return settled(run), path
 
 

@@ -18,7 +18,7 @@ import msgspec
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from areal_q.errors import ConfigError, RecordError
+from areal_q.errors import ConfigError, ContextExceeded, RecordError
 from areal_q.evaluation.benchmarks import PRESETS, preset_named, with_options
 from areal_q.evaluation.estimates import Answered, Evaluation, estimates_by_source
 from areal_q.system import command
@@ -108,7 +108,7 @@ def main(
     if wanted:
         samples, greedy = samples or chosen.samples or SAMPLES, False
     chosen = with_options(chosen, samples, temperature, top_p, max_tokens)
-    check_samples(chosen, greedy)
+    check_samples(chosen, greedy, run)
     run = as_evaluated(run, model, format, serve_at)
     found = asked_problems(run, whole, wanted is not None)
     found = found[: problems or (None if data or wanted else 512)]
@@ -192,8 +192,10 @@ async def _collect(
                 advance()
     except asyncio.CancelledError:
         pass
-    except RecordError as error:  # the engine refuses a prompt that can never fit into the model
+    except ContextExceeded as error:  # a prompt that can never fit into the model
         raise ConfigError(f"--max-tokens {asked.sampling.max_tokens}: {error}") from error
+    except RecordError as error:
+        raise ConfigError(str(error)) from error
     finally:
         await answers.aclose()
     return sorted(rows, key=lambda row: row.index)
@@ -216,6 +218,8 @@ def _answers_file(path: Path | None) -> Iterator[tuple[Callable[[Answered], Any]
     if path is None:
         yield (lambda row: None), None
         return
+    if path.suffix == ".json":
+        raise ConfigError(f"--out {path}: the summary goes there; name the answers {path}l")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("wb", buffering=0)

@@ -47,6 +47,8 @@ logger = logging.getLogger(__name__)
 HEADER = "X-Episode"
 MAX_BODY_BYTES = 4 << 20
 """Most bytes in a request's body, enough for about 500,000 token ids in JSON"""
+SHUTDOWN_S = 1.0
+"""Seconds that a request which is being answered has at the end: it may wait for an episode for a minute"""
 BODY_S = 60.0
 """Seconds in which a request's body must have come"""
 
@@ -96,7 +98,9 @@ class Endpoint:
 
         app = web.Application(middlewares=[guard], client_max_size=MAX_BODY_BYTES)
         self._add_routes(app.router)
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+        self._runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S
+        )
         await self._runner.setup()
         connections = Connections(self._runner.server, most_connections())
         loop = asyncio.get_running_loop()

@@ -81,6 +81,14 @@ def test_a_set_with_a_file_has_the_task_of_the_run(tmp_path: Path, monkeypatch):
     assert (more.path, more.prompt) == (f"{tmp_path}/more.jsonl", "q")
 
 
+def test_a_set_of_another_task_is_judged_by_that_task():
+    judge = "reward.judge={url='http://127.0.0.1:9/v1', model='m'}"
+    model = "model={type='pretrained', path='m'}"
+    tasks = ["task={type='gsm8k', path='a'}", "eval.sets.more.task={type='gsm8k', path='b'}"]
+    run = load(None, [judge, model, *tasks])
+    assert run.reward.judge and run.of("more").reward.judge is None
+
+
 @pytest.mark.parametrize(
     ("change", "same"),
     [

@@ -7,7 +7,13 @@ from multiprocessing import shared_memory
 from pathlib import Path
 
 import pytest
+from helpers.commands import full_disk
+from helpers.fixture_types import MakeRun
+from helpers.policies import initial_model
 
+from areal_q.errors import ConfigError
+from learner.publishing.version_builder import VersionBuilder
+from rollout.engines.process.checkpoint_backend import write_version
 from rollout.engines.process.own_directory import SHARED_MEMORY, OwnDirectory
 
 PREFIX = "areal-q-test-"
@@ -87,3 +93,11 @@ def test_a_segment_that_another_made_since_is_kept(tmp_path: Path):
     finally:
         segment.close()
         segment.unlink()
+
+
+def test_a_full_disk_is_said_with_the_place(make_run: MakeRun, tmp_path: Path):
+    """/dev/shm has 64 MiB in a container: a worker ended with a traceback that named no setting."""
+    run = make_run("rollout.format=bf16")
+    version = VersionBuilder(run).build(initial_model(run), 0)
+    with full_disk(1000), pytest.raises(ConfigError, match=f"{tmp_path}: the weights cannot be"):
+        write_version(version, tmp_path)

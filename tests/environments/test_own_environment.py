@@ -17,6 +17,7 @@ from helpers.engines import responses
 from helpers.openai_server.scripted import TEMPLATE
 from helpers.paths import ROOT
 
+from areal_q.checks.settings import preflight, without_effect
 from areal_q.config import Chat, Run, Sampling, load
 from areal_q.errors import RecordError, TaskError
 from areal_q.messages import Array, Ticket, VersionSpan
@@ -192,6 +193,57 @@ async def test_turns_of_text_append_and_rewards_add_up(
     assert response.text(CHARS, sampling) == text
 
 
+@pytest.mark.parametrize(
+    ("asked", "given"),
+    [
+        ("problem", "problem['prompt']"),
+        ("*, seed=None, options=None", "int(seed > 0)"),
+        ("seed=None, episode_id=None, **others", "others['prompt']"),
+        ("**all", "all['row']['prompt']"),
+        ("*args", "args[0]['prompt']"),
+        ("problem, /", "problem['prompt']"),
+        ("", "'5-'"),
+    ],
+)
+async def test_reset_asks_in_the_ways_of_other_libraries(
+    world: Callable[..., World], asked: str, given: str
+):
+    """Gymnasium's, OpenEnv's and TRL's were refused, or failed in each episode."""
+    code = f"class Environment:\n    def reset(self, {asked}): return str({given})\n"
+    here = world(
+        f"{code}    def step(self, text): return '', 1.0, True\n", by_turn("3"), prompt="1+2="
+    )
+    (response,) = await here.play()
+    assert response.score and response.score.reward == 1.0 and response.prompt
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [("{a=1, b=1}", "unexpected keyword argument 'b'"), ("{}", "missing a required argument: 'a'")],
+)
+def test_settings_that_a_class_does_not_take_are_said_at_once(
+    tmp_path: Path, settings: str, said: str
+):
+    """Each episode failed of them."""
+    (tmp_path / "mine.py").write_text(
+        "class Environment:\n    def __init__(self, a): pass\n    def step(self, text): pass\n"
+    )
+    table = f'type="python", path="{tmp_path}/mine.py", max_given_tokens=64, settings={settings}'
+    own = f"rollout.environment={{{table}}}"
+    with pytest.raises(TaskError, match=f"rollout.environment.settings: .*{said}"):
+        preflight(load(None, [own]))
+
+
+def test_rewards_that_an_environment_replaces_are_said(tmp_path: Path):
+    (tmp_path / "mine.py").write_text("class Environment:\n    def step(self, text): pass\n")
+    own = f'rollout.environment={{type="python", path="{tmp_path}/mine.py", max_given_tokens=64}}'
+    length = "reward.length=0.5"
+    for environment in (own, "rollout.environment.type=external"):
+        said = without_effect(load(None, [environment, length]))
+        assert any("reward.length" in sentence for sentence in said)
+    assert without_effect(load(None, [length])) == []
+
+
 async def test_what_reset_gives_follows_the_prompt(world: Callable[..., World]):
     columns = '{"first": "7-", "answer": "3"}'
     here = world(STEPS, by_turn("3"), columns=columns, answer="3", group_size=2)
@@ -276,6 +328,25 @@ def limits() -> tuple[str, str]:
     """Returns settings under which each failure shows soon, and only that one on a busy machine."""
     timeout_s = f"rollout.environment.timeout_s={stretched(1.5)}"
     return timeout_s, "rollout.environment.memory_mib=512"
+
+
+async def test_what_is_far_too_long_is_not_tokenised(
+    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+):
+    """A page of some MB, say: that takes seconds, in which the worker keeps no lease."""
+    long = "class Environment:\n    def step(self, text):\n        return '9' * 8_000_000, 0.0, False\n"
+    here = world(long, by_turn("3"))
+    most = 0
+    encode = here.tokenizer.encode
+
+    def seen(text: str) -> list[int]:
+        nonlocal most
+        most = max(most, len(text))
+        return encode(text)
+
+    monkeypatch.setattr(here.tokenizer, "encode", seen)
+    (response,) = await here.play()
+    assert response.finish_reason == "length" and most < 1000
 
 
 @pytest.mark.parametrize("begins", [True, False])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from helpers.chain_models import CHATML, END_OF_TEXT, END_OF_TURN, byte_tokenizer, write_chain
-from helpers.commands import run_here
+from helpers.commands import refused, run_here
 
 from areal_q.tasks import load_tokenizer
 from rollout.evaluation import evaluate
@@ -24,6 +24,23 @@ def evaluated(
     )  # fmt: skip
     assert told.returncode == 0, told.stderr
     return json.loads(out.read_text())["greedy"]
+
+
+def test_answers_are_not_written_where_the_summary_goes(tmp_path: Path) -> None:
+    model = write_chain(tmp_path / "m", "42<|im_end|>xyz", byte_tokenizer())
+    (tmp_path / "d.jsonl").write_text('{"prompt": "which?", "answer": "42"}\n')
+    asked = [
+        "eval",
+        evaluate.main,
+        str(model),
+        "--task",
+        "jsonl",
+        "--data",
+        str(tmp_path / "d.jsonl"),
+    ]
+    refused(run_here(*asked, "--out", str(tmp_path / "a.json")), "--out", "a.json: the summary")
+    many = run_here(*asked, "--samples", "600", "--temperature", "1")
+    refused(many, "--samples 600: the engine draws 512 responses at once")
 
 
 CHAT = "task.template=chat"

@@ -695,6 +695,23 @@ async def test_an_episode_given_up_begins_again_with_whoever_asks_next(
     await engine.close()
 
 
+async def test_an_episode_that_began_again_goes_with_its_ticket(
+    make_run: MakeRun, make_ticket: Callable[..., Ticket]
+):
+    """It was played on, took a reward, and was thrown away."""
+    run = make_run(EXTERNAL)
+    client = EngineClient(build_engine(TorchEngine()), build_tokenizer(run.model, run.task))
+    episodes = Episodes(run, client, External())
+    task = asyncio.create_task(responses(episodes, make_ticket(group_size=2)))
+    first = await episodes.begin(5.0)
+    assert first is not None
+    episodes.drop(first)
+    assert await episodes.begin(5.0)
+    task.cancel()
+    await asyncio.wait([task])
+    assert episodes.unfinished == 0 and await episodes.begin(0.0) is None
+
+
 async def test_a_failed_episode_is_committed_without_a_reward(
     make_run: MakeRun, redis_url: str, short_dir: Path
 ):

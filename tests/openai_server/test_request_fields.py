@@ -12,6 +12,7 @@ from openai.types.chat import completion_create_params as chat_params
 from areal_q.errors import RecordError
 from rollout.openai_server.request_fields import WITHOUT_EFFECT, decoded_request
 from rollout.openai_server.schema import ChatBody, CompletionBody, Message
+from rollout.openai_server.token_route import decoded_tokens
 
 REFUSED: dict[str, Any] = {
     "audio": {"voice": "alloy", "format": "wav"},
@@ -93,3 +94,9 @@ def test_every_field_of_a_message_is_decided(role: str, kind: Any) -> None:
             messages = [{"role": role, "content": "?", name: OF_MESSAGES[name]}]
             with pytest.raises(RecordError, match=rf"`{name}` is not implemented in messages\[0\]"):
                 decoded_request(encoded({"messages": messages}), ChatBody)
+
+
+def test_a_field_of_another_kind_that_is_no_text_is_refused():
+    """It was answered with 500."""
+    with pytest.raises(RecordError, match="foo"):
+        decoded_tokens(b'{"token_ids": [1], "sampling_params": {}, "foo": "\xff"}')

@@ -28,7 +28,7 @@ from helpers.weight_sync import publish
 from msgspec.structs import asdict
 
 from areal_q.config import Run, ScriptedEngine, TorchEngine, dump_toml, override
-from areal_q.errors import RecordError
+from areal_q.errors import ConfigError, RecordError
 from areal_q.messages import (
     Array,
     Group,
@@ -887,6 +887,24 @@ async def test_a_worker_of_weights_that_diverged_says_so_in_a_line(
         side.url, side.run.name, "w", WeightSource(), lambda status: None, EndpointAddress(), 0.0
     )
     with pytest.raises(RecordError, match=r"gives up: 2 tickets .*: the policy has diverged"):
+        await work
+
+
+async def test_a_worker_whose_engine_refuses_a_setting_says_which(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide], monkeypatch: pytest.MonkeyPatch
+):
+    """It ended with a traceback and code 1, with which a service manager starts it again for ever."""
+
+    async def refuse(engine: Engine, weights: WeightVersion) -> None:
+        raise ConfigError("rollout.engine.memory: there is less")
+
+    side = learner(make_run("rollout.engine.type=torch", *ONE))
+    monkeypatch.setattr(type(build_engine(side.run.rollout.engine)), "load_weights", refuse)
+    side.publish(0)
+    work = serve(
+        side.url, side.run.name, "w", WeightSource(), lambda status: None, EndpointAddress(), 0.0
+    )
+    with pytest.raises(ConfigError, match=r"rollout\.engine\.memory: there is less"):
         await work
 
 

@@ -229,11 +229,26 @@ def test_a_box_has_the_value_that_a_reader_sees(answer: str, reply: str, correct
 
 REPEATED = ["1,", "1.", "#### 1 000 ", "#### (==", "answer is ", "answer:** ", "**1", "\\boxed{"]
 REPEATED += ["\\boxed ", "it is option ", "A) ", "so I ", "- ", "'", "1e", "="]
+REPEATED += ["The answer is Berlin (C). ", "1", "**1** "]
 
 
 @pytest.mark.parametrize("piece", REPEATED)
 def test_a_long_reply_is_read_in_linear_time(piece: str):
     """A search that took the square of the length would take minutes for these."""
-    text = piece * 50_000
+    text = "**" + piece * 50_000 + "x"
     for read in (final_number, letter, last_boxed):
         read(text)
+
+
+@pytest.mark.parametrize(
+    ("grader", "answer", "reply"),
+    [
+        ("exact", " Paris", "Paris"),
+        ("exact", "Paris\n", "Paris "),
+        ("choice", "b", "Answer: B"),
+        ("choice", " B ", "Answer: B"),
+    ],
+)
+def test_an_answer_in_the_data_is_read_as_people_write_it(grader: str, answer: str, reply: str):
+    """All rewards were 0 for a column that a CSV file begins with a space, or letters that are small."""
+    assert GRADERS[grader].score(Problem("q", answer), reply).correct

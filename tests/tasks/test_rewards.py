@@ -34,6 +34,7 @@ from areal_q.tasks import (
     check_reward,
     second_opinion,
 )
+from areal_q.tasks.grading.child_process import failure_of
 from areal_q.tasks.grading.own_reward import as_score, load_reward
 from areal_q.tasks.grading.rewards import STYLES, overlong_penalty
 
@@ -477,6 +478,12 @@ async def reward(response):
 def many(tmp_path: Path, timeout_s: float) -> Run:
     limit = f"reward.timeout_s={stretched(timeout_s)}"
     return settings(tmp_path, limit, "reward.processes=1", source=MANY)
+
+
+def test_half_a_character_in_a_note_ends_no_process():
+    """A model writes "\\ud83d", the reward decodes it, and the process could not send its answer."""
+    assert as_score({"reward": 1.0, "\ud83d": "\ud83d"}).notes == {"?": "?"}
+    assert failure_of(ValueError("\ud83d"), "")[0] == "raised ValueError: ?"
 
 
 @pytest.mark.timeout(60)

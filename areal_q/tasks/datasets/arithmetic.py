@@ -64,6 +64,6 @@ def _pair(index: int) -> tuple[int, int]:
 
 
 def score(problem: Problem, response: str) -> Score:
-    """Returns a reward of 1 for exactly the answer's digits, else 0."""
-    correct = response.strip() == problem.answer
+    """Returns a reward of 1 for exactly the answer, but for spaces around, else 0."""
+    correct = response.strip() == problem.answer.strip()
     return Score(float(correct), correct)

@@ -28,7 +28,7 @@ _SAID = re.compile(
 )
 """`the answer is 5`, `**Answer**: $5`, `<answer>5`; the group is the rest of the line"""
 _SENTENCE_END = re.compile(r"[;!?]|</|\.(?![0-9])")
-_BOLD = re.compile(r"\*\*(?![0-9]+\.\s)([^*\n]*[0-9][^*\n]*)(?<!:)\*\*(?!:)[^\n]*\s*\Z")
+_BOLD = re.compile(r"\*\*(?![0-9]+\.\s)(?=[^*\n0-9]*[0-9])([^*\n]*+)(?<!:)\*\*(?!:)")
 """What is bold in the last line, but for a heading such as `**Step 2:**` or `**2. Total**`"""
 _SIGN = re.compile(r"(?:[-−–]|minus\b|negative\b)[ \t]*\(?|—(?=[0-9$.])", re.IGNORECASE)
 _SPACED = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?: [0-9]{3})+(?![0-9])")
@@ -70,7 +70,7 @@ def _statements(text: str) -> Iterator[str]:
     yield last_boxed(text) or ""
     for said in deque(_SAID.findall(text), maxlen=1):
         yield _SENTENCE_END.split(said, maxsplit=1)[0]
-    yield from _BOLD.findall(text)
+    yield from _BOLD.findall(text.rstrip().rpartition("\n")[2])[:1]
 
 
 def _stated(statement: str) -> Decimal | None:

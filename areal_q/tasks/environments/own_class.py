@@ -29,6 +29,7 @@ from areal_q.errors import TaskError
 from areal_q.plugins import load_function, user_code
 from areal_q.tasks.base import Completed, Problem, Score
 from areal_q.tasks.environments.tools import OwnTool, tool_of
+from areal_q.tasks.grading.child_process import encodable
 from areal_q.tasks.grading.own_reward import as_score, scorer_of, scores_of
 
 _NO_TOOLS = ("reset", "step", "reward", "close")
@@ -58,9 +59,9 @@ class Stepped(msgspec.Struct, frozen=True):
     done: bool
 
 
-def load_environment(path: str) -> OwnEnvironment:
+def load_environment(path: str, settings: Mapping[str, Any]) -> OwnEnvironment:
     """Runs the file and returns the class that it names, or its `Environment`. Raises TaskError, with the line,
-    for a file that cannot be loaded and a class that cannot be used."""
+    for a file that cannot be loaded, a class that cannot be used, and `settings` that it does not take."""
     found = load_function(path, "Environment")
     if not isinstance(found, type):
         raise TaskError(f"{path}: an environment is a class, not {found!r}")
@@ -78,18 +79,27 @@ def load_environment(path: str) -> OwnEnvironment:
             scorer_of(blank.reward, path)
         if hasattr(found, "reset"):
             _arguments_of_reset(blank.reset, path)
+        try:
+            inspect.signature(found).bind(**settings)
+        except TypeError as error:
+            raise TaskError(f"{path}: rollout.environment.settings: {error}") from error
     return OwnEnvironment(path, found, steps, tools, scores or steps)
 
 
 def _arguments_of_reset(reset: Callable[..., Any], path: str) -> Callable[[Mapping[str, Any]], Any]:
-    """Returns what calls `reset` with what it asks for, by name; a single parameter of another name is the
-    row."""
-    names = [*inspect.signature(reset).parameters]
-    if all(name in _ASKED for name in names):
-        return lambda offered: reset(**{name: offered[name] for name in names})
-    if len(names) == 1:
+    """Returns what calls `reset` with what it asks for, by name, or with all for `**`; a single parameter of
+    another name is the row, and others that have a default are left to it."""
+    parameters = [*inspect.signature(reset).parameters.values()]
+    by_place = [p.name for p in parameters if p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD)]
+    if len(parameters) == len(by_place) == 1 and by_place[0] not in _ASKED:
         return lambda offered: reset(offered["row"])
-    raise TaskError(f"{path}: reset asks for {', '.join(names)}; there are {', '.join(_ASKED)}")
+    named = {p.name: p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    if lacking := [p for name, p in named.items() if name not in _ASKED and p.default is p.empty]:
+        asks, there = ", ".join(map(str, lacking)), ", ".join(_ASKED)
+        raise TaskError(f"{path}: reset asks for {asks}; there are {there}")
+    asked = [name for name in _ASKED if name in named or takes_all]
+    return lambda offered: reset(**{name: offered[name] for name in asked})
 
 
 class OwnEpisode:
@@ -165,5 +175,5 @@ class OwnEpisode:
 def _text(given: Any) -> str:
     """Returns what goes to the model: a text as it is, nothing for None, and JSON for all else."""
     if given is None or isinstance(given, str):
-        return given or ""
+        return encodable(given or "")
     return json.encode(given, enc_hook=str).decode()

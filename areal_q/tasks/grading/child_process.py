@@ -14,10 +14,15 @@ RAISED = (Exception, SystemExit)
 """What a user's code may raise: sys.exit is its own end, not that of the process that others use"""
 
 
+def encodable(text: str) -> str:
+    """Returns `text` with `?` for each half of a surrogate pair, which no encoding has."""
+    return text.encode("utf-8", "replace").decode()
+
+
 def failure_of(error: BaseException, path: str) -> tuple[str, FailureCause]:
     """Returns what a user's code raised, with their line if `path` names their file, and the cause that it
     is."""
-    said = f"raised {type(error).__name__}: {error}"[:500]
+    said = encodable(f"raised {type(error).__name__}: {error}"[:500])
     said += f", in {line_of(error, path)}" if path else ""
     if isinstance(error, RewardUnavailable):
         return said, "unavailable"

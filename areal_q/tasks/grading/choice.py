@@ -42,6 +42,7 @@ _NAMED = [
 ]
 """`The answer is Berlin (C)`, `it must be Berlin (C)`"""
 _NAMED_ALONE = re.compile(rf"\A{_BRACKETED}[\s.!]*\Z", re.IGNORECASE)
+_LONGEST_CLAUSE = 300
 _DENIED = re.compile(r"n['’]t\b|\b(?:not|cannot|never|unlikely|exclude|eliminate)\b", re.IGNORECASE)
 _CLAUSE = re.compile(
     r"[.!?;:\n]|\bbut\b|, (?=(?:the|my|it|so|I|we|hence|thus|therefore)\b)", re.IGNORECASE
@@ -80,7 +81,8 @@ def letter(response: str, offered: str = ascii_uppercase) -> str | None:
 def _affirmed(text: str, matches: Iterable[re.Match[str]]) -> Iterator[re.Match[str]]:
     """Yields the matches in `text` whose clause does not deny what it says: `it cannot be Berlin (C)`"""
     for match in matches:
-        *_, clause = _CLAUSE.split(text[: match.start(1)])
+        start = match.start(1)
+        *_, clause = _CLAUSE.split(text[max(0, start - _LONGEST_CLAUSE) : start])
         if not _DENIED.search(clause):
             yield match
 
@@ -91,10 +93,14 @@ def offered(problem: Problem) -> str:
     listed = set(_OFFERED.findall(problem.prompt))
     missing = next((i for i, each in enumerate(ascii_uppercase) if each not in listed), 26)
     letters = ascii_uppercase[:missing]
-    return letters if missing > 1 and problem.answer in letters else ascii_uppercase
+    return letters if missing > 1 and _right(problem) in letters else ascii_uppercase
+
+
+def _right(problem: Problem) -> str:
+    return problem.answer.strip().upper()
 
 
 def score(problem: Problem, response: str) -> Score:
     """Returns a reward of 1 for the right letter, else 0."""
-    correct = letter(response, offered(problem)) == problem.answer
+    correct = letter(response, offered(problem)) == _right(problem)
     return Score(float(correct), correct)

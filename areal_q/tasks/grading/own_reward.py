@@ -26,6 +26,7 @@ from areal_q.messages.tokens import LARGEST_REWARD
 from areal_q.messages.trajectories import LONGEST_NOTE
 from areal_q.plugins import load_function, place_of, user_code
 from areal_q.tasks.base import Completed, Problem, Score
+from areal_q.tasks.grading.child_process import encodable
 
 NAMES = {
     "prompt": "the text of the prompt",
@@ -281,8 +282,9 @@ def as_score(given: Any) -> Score:
     if isinstance(given, Score):
         return given
     table = given if isinstance(given, Mapping) else {"reward": given}
-    notes = {str(n): v for n, v in table.items() if isinstance(v, str) and n != "reward"}
-    parts = {str(n): _number(str(n), v) for n, v in table.items() if str(n) not in notes}
+    table = {encodable(str(name)): value for name, value in table.items()}
+    notes = {n: v for n, v in table.items() if isinstance(v, str) and n != "reward"}
+    parts = {n: _number(n, v) for n, v in table.items() if n not in notes}
     if "reward" not in parts:
         raise ValueError("the table has no `reward`")
     reward = parts.pop("reward")
@@ -291,6 +293,7 @@ def as_score(given: Any) -> Score:
 
 
 def _cut(text: str) -> str:
+    text = encodable(text)
     return text if len(text) <= LONGEST_NOTE else text[: LONGEST_NOTE - 1] + "…"
 
 

@@ -4,7 +4,9 @@ import logging
 import uuid
 from pathlib import Path
 
-from areal_q.errors import CheckpointError, EngineDied, WeightVersionError
+from safetensors import SafetensorError
+
+from areal_q.errors import CheckpointError, ConfigError, EngineDied, WeightVersionError
 from areal_q.messages import Manifest
 from areal_q.models.hf.quantized import QUANTIZATION_CONFIGS, write_checkpoint
 from areal_q.weights.version import WeightVersion
@@ -32,13 +34,17 @@ def check_weights(weights: WeightVersion, first: Manifest | None) -> None:
 
 
 def write_version(weights: WeightVersion, directory: Path) -> None:
-    """Writes a checkpoint of `weights` into `directory`, which exists. Raises WeightVersionError if that is not
-    possible."""
+    """Writes a checkpoint of `weights` into `directory`, which exists. Raises WeightVersionError for weights
+    that make none, and ConfigError where there is no room for it."""
     manifest = weights.manifest
     try:
         write_checkpoint(weights.tensors, manifest.format, manifest.model, directory)
     except (CheckpointError, KeyError) as error:
         raise WeightVersionError(f"version {manifest.version}: {error}") from error
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"{directory}: the weights cannot be handed to the engine there: {error}"
+        ) from error
 
 
 def check_quantized(engine: str, linears: dict[str, str], format: str) -> None:

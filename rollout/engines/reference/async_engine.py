@@ -33,7 +33,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from msgspec.structs import replace
 
 from areal_q.errors import RecordError
 from areal_q.messages import FinishReason, Manifest, VersionSpan
@@ -184,7 +186,7 @@ class Stepper(Protocol):
         ...
 
     def unfinished(self, job: Job) -> dict[int, Completion]:
-        """Returns the tokens drawn so far for those of a job's responses that have not ended, by index."""
+        """Returns what was drawn so far of those of a job's responses that have not ended, by index."""
         ...
 
     def drop(self, job: Job) -> None:
@@ -292,13 +294,17 @@ class AsyncEngine(EngineBase):
             self._task.cancel()
 
     async def _withdraw(self, job: Job) -> dict[int, Completion]:
-        """Has the thread forget a job. Returns the tokens of its responses that have not ended, by index; none
-        if the engine has ended or the present step takes too long."""
+        """Has the thread forget a job. Returns its responses that have not ended, by index, but for those of a
+        policy that has diverged; none if the engine has ended or the present step takes too long."""
 
         def forget() -> dict[int, Completion]:
             found = self._stepper.unfinished(job)
             self._stepper.drop(job)
-            return found
+            return {
+                index: replace(completion, finish_reason=None)
+                for index, completion in found.items()
+                if np.isfinite(completion.logprobs).all()
+            }
 
         with suppress(Exception):
             return await asyncio.wait_for(self._ask(forget), PATIENCE_S)

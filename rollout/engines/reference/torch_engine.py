@@ -14,7 +14,6 @@ from collections import deque
 from itertools import islice, starmap, takewhile
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -347,12 +346,7 @@ class TorchStepper:
     @torch.inference_mode()
     def unfinished(self, job: Job) -> dict[int, Completion]:
         slots = [slot for slot, row in enumerate(self.rows) if row.job is job]
-        found = {index: done for _, index, done in self._drawn(slots)} if slots else {}
-        return {
-            index: msgspec.structs.replace(completion, finish_reason=None)
-            for index, completion in found.items()
-            if np.isfinite(completion.logprobs).all()
-        }
+        return {index: done for _, index, done in self._drawn(slots)} if slots else {}
 
     def _finish(self, slots: list[int]) -> None:
         failed = False
