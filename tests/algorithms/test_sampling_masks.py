@@ -129,7 +129,8 @@ def test_the_learner_scores_by_the_distribution_that_drew(
     batch = pack_samples(samples_of(group_of(completions).validate()))
     found, _ = token_logprobs(model, batch, 0.8)
     wanted = batch.behavior_logprobs[batch.mask]
-    torch.testing.assert_close(found[batch.mask], wanted, atol=1e-5, rtol=0)
+    # A processor that multiplies bfloat16 rounds the engine's products otherwise.
+    torch.testing.assert_close(found[batch.mask], wanted, atol=1e-4, rtol=0)
     whole, _ = token_logprobs(model, dataclasses.replace(batch, sampling_mask=None), 0.8)
     assert not torch.allclose(whole[batch.mask], wanted, atol=1e-2)
 
