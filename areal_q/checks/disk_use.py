@@ -10,10 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_q.config import AdamW, AdamW8bit, Run, SmallModel
-from areal_q.errors import ConfigError
+from areal_q.errors import CheckpointError, ConfigError
+from areal_q.models.hf.weight_files import weight_files
+from areal_q.quant.linears import is_quantized
 from areal_q.system.disk import size
 from areal_q.system.run_dir import checkpoints_of, path_of
 
+_UNREADABLE = (
+    *(CheckpointError, OSError, ValueError, KeyError, TypeError, AttributeError),
+    *(RecursionError, struct.error),
+)
+"""What a file raises that is no safetensors, or a header that is none"""
 _TOKEN_BYTES = 24
 """Most bytes of a response's token in trajectories/, tokens/ and redis/ together: its id and log-probs"""
 _EIGHT_BITS = ("int8", "int8-weight", "fp8", "fp8-channel", "fp8-weight")
@@ -59,14 +66,19 @@ def disk_use(run: Run) -> DiskUse:
     """Returns what `run` writes from its start to its end. The directory of a run need not exist yet."""
     directory = path_of(run).absolute()
     where = next(path for path in (directory, *directory.parents) if path.exists())
-    weights, model = _weights_of(run)
+    found = _counted(run)
     kept, cfg = run.checkpoint, run.learner
     written = math.ceil(run.steps / kept.every)
     later = min(kept.keep + 1, written) + (run.steps // kept.keep_every if kept.keep_every else 0)
-    each = format_bytes(run.rollout.format) if cfg.lora else 4
-    reference = cfg.reference_kl is not None and cfg.lora is None
-    modules = weights * each * (2 if reference else 1)
-    moments = 0 if cfg.lora else weights * moment_bytes(run)
+    weights, model = found.weights, found.nbytes
+    if cfg.lora:  # the base is packed; with its float32 it is written once, as are the adapters
+        packed = found.linears * format_bytes(run.rollout.format)
+        modules = packed + 4 * (weights - found.linears) + 4 * found.adapters
+        moments = found.adapters * moment_bytes(run)
+        model += 4 * weights + 4 * found.adapters
+    else:
+        modules = 4 * weights * (2 if cfg.reference_kl else 1)
+        moments = weights * moment_bytes(run)
     separate = cfg.critic is not None and cfg.critic.trunk == "separate"
     critic = weights * (4 + 8) if separate else 0
     sampled = run.steps * cfg.groups * cfg.group_size * run.rollout.sampling.max_tokens
@@ -137,27 +149,45 @@ def moment_bytes(run: Run) -> int:
             return 4
 
 
-def _weights_of(run: Run) -> tuple[int, int]:
-    """Returns how many weights the model has, and the bytes of its files. Files that cannot be read have none,
-    which loading them reports."""
-    model = run.model
+@dataclass
+class _Counted:
+    """What a model's files hold."""
+
+    weights: int = 0
+    linears: int = 0
+    """Of these, those that a number format applies to"""
+    adapters: int = 0
+    """Weights of the adapters that a run with them trains"""
+    nbytes: int = 0
+
+
+def _counted(run: Run) -> _Counted:
+    """Returns what the model holds. Files that cannot be read hold nothing, which loading them reports."""
+    model, lora = run.model, run.learner.lora
     if isinstance(model, SmallModel):
-        attention = 2 * model.width**2 * (1 + model.kv_heads / model.heads)
-        mlp = 3 * model.width * model.mlp * max(1, model.experts)
-        weights = round(model.layers * (attention + mlp))
-        return weights, 4 * weights
-    files = list(Path(model.path).glob("*.safetensors"))
+        width, given = model.width, model.width * model.kv_heads // model.heads
+        mlps = [(width, model.mlp)] * 3 * max(1, model.experts)
+        layer = [(width, width)] * 2 + [(width, given)] * 2 + mlps
+        weights = model.layers * sum(rows * columns for rows, columns in layer)
+        sides = model.layers * sum(rows + columns for rows, columns in layer)
+        return _Counted(weights, weights, lora.rank * sides if lora else 0, 4 * weights)
+    found = _Counted()
     try:
-        return sum(map(_elements, files)), sum(file.stat().st_size for file in files)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error):
-        return 0, 0
+        for file in weight_files(Path(model.path)):
+            found.nbytes += file.stat().st_size
+            for name, shape in _shapes(file).items():
+                found.weights += math.prod(shape)
+                if is_quantized(name):
+                    found.linears += math.prod(shape)
+                    found.adapters += lora.rank * sum(shape[-2:]) if lora else 0
+    except _UNREADABLE:
+        return _Counted()
+    return found
 
 
-def _elements(file: Path) -> int:
-    """Returns the number of elements of all tensors in a safetensors file, by its header."""
+def _shapes(file: Path) -> dict[str, list[int]]:
+    """Returns the shapes of all tensors in a safetensors file, by its header."""
     with file.open("rb") as opened:
         (length,) = struct.unpack("<Q", opened.read(8))
         header = json.loads(opened.read(min(length, 100 << 20)))
-    return sum(
-        math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"
-    )
+    return {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}

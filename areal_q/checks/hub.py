@@ -48,6 +48,11 @@ def directory_of(path: str, setting: str) -> str:
     return _snapshot(named[1], named[2], setting) if named else path
 
 
+def is_cached(path: Path) -> bool:
+    """Returns True for a directory in the Hub's cache, which another host fetches by its name."""
+    return _CACHED.fullmatch(str(path)) is not None
+
+
 def _snapshot(id: str, revision: str | None, setting: str) -> str:
     try:
         import huggingface_hub

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from areal_q.checks.automatic import settled
 from areal_q.checks.memory import learner_memory, total, worker_memory
 from areal_q.checks.pass_memory import Lengths
 from areal_q.config import Run, SglangEngine, VllmEngine
@@ -76,13 +77,13 @@ class Cluster:
 
     def megabytes(self) -> tuple[int, int]:
         """Returns how much of a host's memory the learner's and a worker's job ask for, in MB."""
-        tokenizer, task = build_tokenizer(self.run.model, self.run.task), build_task(self.run.task)
-        shape = shape_of(self.run.model, tokenizer)
+        run = settled(self.run)
+        tokenizer, task = build_tokenizer(run.model, run.task), build_task(run.task)
+        shape = shape_of(run.model, tokenizer)
         prompt = len(tokenizer.encode_prompt(task.train[0].asked))
-        lengths = Lengths(prompt, self.run.rollout.tokens_after_prompt)
-        ranks = self.nodes * self.ranks
-        learner = total(learner_memory(self.run, shape, lengths, ranks))
-        worker = total(worker_memory(self.run, shape, lengths))
+        lengths = Lengths(prompt, run.rollout.tokens_after_prompt)
+        learner = total(learner_memory(run, shape, lengths, self.nodes * self.ranks))
+        worker = total(worker_memory(run, shape, lengths))
         return (
             math.ceil(_ROOM * learner / 1e6) + self.gpus * _CUDA_MB,
             math.ceil(_ROOM * worker / 1e6) + self.worker_gpus * _CUDA_MB,

@@ -12,7 +12,9 @@ from typing import Any
 
 import msgspec
 
+from areal_q.checks.hub import is_cached
 from areal_q.config.load import parsed
+from areal_q.errors import ConfigError
 from areal_q.launch.cluster import Cluster
 from areal_q.launch.place import place_of
 from areal_q.plugins import parted
@@ -47,7 +49,7 @@ def task(cluster: Cluster, gpu: str, bucket: str) -> dict[str, Any]:
     files = sorted(_files(msgspec.to_builtins(run)))
     mounts: dict[str, Any] = {str(path): str(path) for path in (place, *files)}
     if bucket:
-        mounts[str(path_of(run))] = {"name": bucket, "mode": "MOUNT"}
+        mounts[str(path_of(run))] = {"name": bucket, "mode": "MOUNT_CACHED"}
     resources = {"cpus": f"{max(cluster.learner_cores, cluster.worker_cores)}+", **accelerators}
     options = dict(parsed(option) for option in cluster.learner_options)
     script = _LEARNER.format(
@@ -76,7 +78,11 @@ def _files(settings: Any) -> set[Path]:
     named = (settings.get(name) for name in _NAME_FILES)
     texts = [text for text in named if isinstance(text, str)]
     files = {Path(path) for text in texts for path in (text, parted(text)[0])}
-    paths = {path for path in files if path.exists()}
+    # A model in the Hub's cache is links, which SkyPilot does not copy: its hosts fetch that commit.
+    paths = {path for path in files if path.exists() and not is_cached(path)}
+    for link in (one for path in paths if path.is_dir() for one in path.iterdir()):
+        if link.is_symlink():
+            raise ConfigError(f"{link}: SkyPilot copies no links; put the file itself there")
     own = "digest" in settings
     found = {path.parent if own and path.is_file() else path for path in paths}
     return found.union(*map(_files, settings.values()))

@@ -159,6 +159,8 @@ def _complete(rope: Table, name: str, hf: Table) -> None:
     CheckpointError."""
     kind, longest = KINDS[name], hf.get("max_position_embeddings")
     if CONTEXT in kind.needed:
+        if (beside := hf.get(CONTEXT)) is not None:  # it goes before the table's
+            rope[CONTEXT] = beside
         rope.setdefault(CONTEXT, longest)
     if name == "yarn" and rope.get("factor") is None and rope[CONTEXT] and longest:
         rope["factor"] = longest / rope[CONTEXT]

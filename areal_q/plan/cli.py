@@ -11,6 +11,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from areal_q.checks.automatic import settled
 from areal_q.checks.hub import fetched
 from areal_q.checks.memory import of_others, total
 from areal_q.checks.model import check_model
@@ -79,7 +80,7 @@ def main(
     """
     file = config / "config.toml" if config.is_dir() else config
     on = hardware(gpu, tflops, gb_s, gb)
-    run = on_gpus(fetched(load(file, overrides)), not on.is_cpu, not on.is_cpu)
+    run = settled(on_gpus(fetched(load(file, overrides)), not on.is_cpu, not on.is_cpu))
     found = check_model(run)
     shape, prompt = found.shape, float(len(found.prompt))
     correction = Correction()

@@ -117,11 +117,12 @@ def path_of(run: Run) -> Path:
 
 
 def with_absolute_files(run: Run) -> Run:
-    """Returns `run` with absolute paths of its model, data, chat template and own code, so that it can be
-    evaluated and resumed from any directory. A path that is no file here, such as the id of a data set, stays
-    as it is."""
+    """Returns `run` with absolute paths of its models, data, chat template, keys and own code, so that it can
+    be evaluated and resumed from any directory. A path that is no file here, such as the id of a data set,
+    stays as it is."""
     sets = [f"eval.sets.{name}" for name in run.eval.sets]
-    for name in ("model", *code_tables(run, own_code(run)), "sft", "learner.teacher", *sets):
+    others = ("sft", "learner.teacher", "learner.reference_kl")
+    for name in ("model", *code_tables(run, own_code(run)), *others, *sets):
         if path := getattr(table_at(run, name), "path", None):
             run = with_changes(run, name, path=absolute(path))
     for name in (*run.tasks, "sft"):
@@ -130,6 +131,8 @@ def with_absolute_files(run: Run) -> Run:
             run = with_changes(run, name, heldout=absolute(heldout))
         if (chat := chat_of(table)) and chat.template_file:
             run = with_changes(run, f"{name}.chat", template_file=absolute(chat.template_file))
+    if run.broadcast.keys:
+        run = with_changes(run, "broadcast", keys=absolute(run.broadcast.keys))
     return _own_trackers(run, "path", absolute)
 
 

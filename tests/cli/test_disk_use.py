@@ -1,5 +1,6 @@
 """What is said of a run's disk, beside what checkpoints of such a policy take."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,7 @@ def state(step: int, model: dict) -> checkpoint.State:
         ("learner.optimizer.type=adamw8bit",),
         ("learner.reference_kl={}",),
         ("learner.advantage.type=gae", "learner.critic={}"),
+        ("learner.lora={rank=8}", "rollout.format=nvfp4"),
     ],
 )
 def test_checkpoints_take_what_is_said(
@@ -59,6 +61,10 @@ def test_a_pretrained_model_is_counted_by_its_files(tmp_path: Path):
     use = disk_use(load(None, [*pretrained, "steps=10", "checkpoint.start=false"]))
     assert use.checkpoints == 12 * 12007
     assert use.model == (tmp_path / "model.safetensors").stat().st_size
+    # As Mistral's directories have it: a second time, in another layout, that nobody reads.
+    shutil.copy(tmp_path / "model.safetensors", tmp_path / "consolidated.safetensors")
+    again = disk_use(load(None, [*pretrained, "steps=10", "checkpoint.start=false"]))
+    assert (again.checkpoints, again.model) == (use.checkpoints, use.model)
     (tmp_path / "model.safetensors").write_bytes(b"no tensors")
     assert disk_use(load(None, pretrained)).checkpoints == 0
 

@@ -63,6 +63,17 @@ def test_every_file_is_made_absolute_and_own_code_hashed(mixed: list[str], tmp_p
     assert all(it["digest"] for it in (a["task"], b["reward"], sets["own"]["task"]))
 
 
+def test_models_and_keys_are_made_absolute(tmp_path: Path, monkeypatch):
+    """A resume from another directory found no reference, and a job elsewhere no keys."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("ref", "keys"):
+        Path(name).mkdir()
+    run = load(None, ["learner.reference_kl={path='ref'}", "broadcast.keys=keys"])
+    run = with_absolute_files(run)
+    assert run.learner.reference_kl and run.learner.reference_kl.path == f"{tmp_path}/ref"
+    assert run.broadcast.keys == f"{tmp_path}/keys"
+
+
 def test_a_file_of_a_set_that_is_missing_is_named(mixed: list[str]):
     Path("mine.py").unlink()
     with pytest.raises(TaskError, match=r"mine\.py"):

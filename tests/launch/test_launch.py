@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 import yaml
 from helpers.commands import refused, run_here, wait_until
+from helpers.kinds import write_foreign
 from helpers.paths import ROOT
 from helpers.slurm.cluster import directives
 
 from areal_q.config import load
+from areal_q.errors import ConfigError
 from areal_q.launch import cli, ray_job, role, sky, slurm
 from areal_q.launch.cluster import Cluster
 from areal_q.launch.place import (
@@ -32,6 +34,7 @@ from areal_q.launch.place import (
 from areal_q.observability.metrics_log import read_metrics
 from areal_q.system.files import try_lock
 from areal_q.system.run_dir import METRICS_FILE
+from areal_q.tasks import CharTokenizer
 from buffer.weight_sync.curve import client_keys, server_keys
 
 SHELLCHECK = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
@@ -305,7 +308,10 @@ def test_sky_yaml_reads_as_the_task_that_was_meant(config: Path, tmp_path: Path)
     assert yaml.safe_load(sky.yaml(table)) == table
     assert table["resources"]["use_spot"] is True and table["resources"]["region"] == "us-east-1"
     assert table["num_nodes"] == 4 and table["resources"]["accelerators"] == "H100:8"
-    assert table["file_mounts"][str(tmp_path / "far")] == {"name": "my-runs", "mode": "MOUNT"}
+    assert table["file_mounts"][str(tmp_path / "far")] == {
+        "name": "my-runs",
+        "mode": "MOUNT_CACHED",
+    }
     assert table["file_mounts"][str(cluster.place)] == str(cluster.place)
     large = cluster_of(config, tmp_path, gpus=1, worker_gpus=4)
     assert sky.task(large, "H100", "")["resources"]["accelerators"] == "H100:4"
@@ -335,6 +341,29 @@ def test_sky_copies_what_the_settings_name(config: Path, tmp_path: Path, functio
     )
     mounts = sky.task(cluster, "", "")["file_mounts"]
     assert set(mounts) == {*map(str, (cluster.place, model, data, code.parent))}
+    (model / "model.safetensors").symlink_to(data)
+    with pytest.raises(ConfigError, match=r"model\.safetensors: SkyPilot copies no links"):
+        sky.task(cluster, "", "")
+
+
+def test_sky_hosts_fetch_a_model_of_the_hub(config: Path, tmp_path: Path):
+    """The cache has links to its files, which SkyPilot leaves out: hosts found a directory without any."""
+    model = tmp_path / "hub" / "models--org--name" / "snapshots" / ("0" * 40)
+    model.mkdir(parents=True)
+    (model / "config.json").symlink_to(tmp_path)
+    pretrained = ["model.type=pretrained", f"model.path={model}", "task.type=gsm8k", "task.path=x"]
+    run = load(config, [f"root={tmp_path}", *pretrained])
+    cluster = Cluster(run=run, place=prepared(run), python="python")
+    assert set(sky.task(cluster, "", "")["file_mounts"]) == {str(cluster.place)}
+
+
+def test_a_foreign_model_s_memory_is_asked_for(config: Path, tmp_path: Path):
+    write_foreign(tmp_path / "model", "phi")
+    CharTokenizer().save(str(tmp_path / "model"))
+    pretrained = [f"model={{type='pretrained', path='{tmp_path}/model'}}", "learner.uaq=1.0"]
+    run = load(config, [f"root={tmp_path}", *pretrained])
+    learner, worker = Cluster(run=run, place=tmp_path, python="python").megabytes()
+    assert learner > 0 and worker > 0
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
 """LoRA on a quantized base: what trains, what travels, what engine and learner make of it, what PEFT reads."""
 
+import errno
+import json
+import os
 from pathlib import Path
 
 import pytest
@@ -8,6 +11,7 @@ from helpers.engines import ask, generate
 from helpers.fixture_types import MakeRun, MakeSamples
 from helpers.kinds import write_foreign
 from helpers.policies import initial_model, raw_bytes, save_at
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from areal_q.config import Run, TorchEngine
@@ -284,9 +288,14 @@ def test_settings_that_do_not_go_with_adapters_are_refused(
     ],
 )
 def test_families_learn_what_engine_and_transformers_run(
-    make_run: MakeRun, make_samples: MakeSamples, tmp_path: Path, variant: str
+    make_run: MakeRun,
+    make_samples: MakeSamples,
+    tmp_path: Path,
+    variant: str,
+    caplog: pytest.LogCaptureFixture,
 ):
-    """Two steps; then the log-probs of what the engine draws, and the logits of the merged export."""
+    """Two steps; then the log-probs of what the engine draws, and the logits of the merged export; and that of
+    some mixtures' adapters PEFT takes a part alone."""
     write_foreign(tmp_path / "model", variant)
     model = f"model={{type='pretrained', path='{tmp_path / 'model'}'}}"
     run = make_run(model, *LORA, "rollout.format=nf4", "learner.uaq=1.0")
@@ -303,7 +312,29 @@ def test_families_learn_what_engine_and_transformers_run(
     save_adapted(
         policy.model, tmp_path, run.learner.lora, 1.0, build_tokenizer(run.model, run.task)
     )
+    in_part = variant in ("qwen2_moe", "qwen3_5_moe_text", "gpt_oss")
+    assert ("PEFT takes a part of it only" in caplog.text) == in_part
+    base = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert base["base_model_name_or_path"] == str(tmp_path / "base")
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     with torch.no_grad():
         merged = exported(torch.tensor([ids])).logits[0]
     torch.testing.assert_close(merged, logits(policy.model, ids), atol=1e-4, rtol=1e-4)
+
+
+def test_a_full_disk_costs_no_adapter(
+    make_run: MakeRun, make_samples: MakeSamples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It was written last, after two models of many times its size."""
+    run = make_run(*LORA)
+    policy = learnt(run, make_samples(4))
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("areal_q.models.hf.adapters.save_decoder", full)
+    assert run.learner.lora
+    with pytest.raises(OSError, match="No space"):
+        save_adapted(policy.model, tmp_path, run.learner.lora, 1.0, None)
+    assert load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert (tmp_path / "adapter" / "adapter_config.json").exists()

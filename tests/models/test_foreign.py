@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers.kinds import FAMILIES, VOCAB, foreign_config, foreign_model, upright, write_foreign
 from helpers.strategies import grouped
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BertConfig, MambaConfig
 from transformers.pytorch_utils import Conv1D
@@ -154,9 +155,19 @@ def test_an_export_is_loaded_with_the_same_logits(family: str, tmp_path: Path) -
     torch.testing.assert_close(again(input_ids=ids).logits, net(input_ids=ids).logits)
     before = dict(net.named_parameters())
     assert all(torch.equal(p, before[name]) for name, p in again.named_parameters())
+    modes = {file.stat().st_mode for file in (tmp_path / "export").iterdir()}
+    assert len(modes) == 1, "others may read its weights where they may read its config.json"
     state = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
     every = {tensor.data_ptr() for tensor in model.net.state_dict().values()}
     assert len(state) == len(every) and {*state.values()} == every
+
+
+def test_a_tensor_of_no_layer_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_foreign(tmp_path, "phi")
+    file = tmp_path / "model.safetensors"
+    save_file(load_file(file) | {"value_head.weight": torch.ones(2)}, file, {"format": "pt"})
+    loaded(tmp_path)
+    assert "tensor value_head.weight is of no layer and left out (1 in all)" in caplog.text
 
 
 def test_every_linear_of_a_layer_but_routers_is_quantized() -> None:

@@ -157,6 +157,8 @@ tied_or_not = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untie
         {"rope_scaling": LLAMA3 | {"rope_theta": 3e5}, "rope_theta": 1e6},
         {"rope_parameters": {"rope_type": "default", "rope_theta": 3e5}, "rope_theta": 1e6},
         {"rope_parameters": {"rope_type": "default"}, "rope_scaling": LLAMA3},
+        {"rope_scaling": LLAMA3, "original_max_position_embeddings": 16},
+        {"rope_scaling": {"type": "yarn", "factor": 2.0}, "original_max_position_embeddings": 16},
     ],
 )
 def test_rope_is_what_transformers_reads_from_either_table(

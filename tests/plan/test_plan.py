@@ -13,7 +13,7 @@ import pytest
 from helpers.commands import run_here
 from helpers.engines import worker_beside
 from helpers.fixture_types import MakeRun
-from helpers.kinds import HALF_A_BILLION, M20, QUICKSTART, SMOLLM2
+from helpers.kinds import HALF_A_BILLION, M20, QUICKSTART, SMOLLM2, write_foreign
 from helpers.paths import ROOT
 from msgspec import structs
 
@@ -41,6 +41,7 @@ from areal_q.plan.speed import (
 from areal_q.plan.wire import wire
 from areal_q.system.disk import size
 from areal_q.system.run_dir import METRICS_FILE
+from areal_q.tasks import CharTokenizer
 from bench.records import make_group, make_trajectory
 from buffer.logs.step_log import StepLog, StepRecord
 from learner.build import build_learner
@@ -339,6 +340,16 @@ def test_a_response_takes_the_bytes_that_are_expected(tokens: int):
         told = estimate(run, MIXTURE, Load(Lengths(prompt, tokens)), cpu(100))
         steps = run.checkpoint.every + run.learner.max_lag + 1
         assert told.redis / (steps * 64) == pytest.approx(held[1] - held[0], rel=0.15)
+
+
+def test_a_foreign_model_is_planned_as_it_will_run(tmp_path: Path):
+    write_foreign(tmp_path, "phi")
+    CharTokenizer().save(str(tmp_path))
+    pretrained = f"model={{type='pretrained', path='{tmp_path}'}}"
+    told = run_here(
+        "plan", cli.main, "quickstart", pretrained, "learner.uaq=1.0", "warmstart.steps=0"
+    )
+    assert told.returncode == 0 and "learner" in told.stdout, told.stderr
 
 
 def test_what_does_not_fit_is_said_with_what_would_help():

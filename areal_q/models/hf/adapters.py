@@ -9,6 +9,7 @@ multiplied.
 """
 
 import json
+import logging
 from pathlib import Path
 
 import torch
@@ -19,9 +20,10 @@ from areal_q.models.foreign import TRANSPOSED
 from areal_q.models.hf.checkpoint import new_decoder, save_decoder
 from areal_q.models.low_bit.lora import adapted, adapters_off, merged_state
 from areal_q.quant.rescaling import fold_back
-from areal_q.system.files import save_tensors
+from areal_q.system.files import replacing, save_tensors
 from areal_q.tasks.base import Tokenizer
 
+logger = logging.getLogger(__name__)
 _BEHIND_A_NORM = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 
 
@@ -36,10 +38,18 @@ def save_adapted(
 ) -> None:
     """Writes `hf/`, `base/` and `adapter/` into `directory`. `source` and the `dtype` of hf/ are as for
     `save_decoder`. The base is float32, since the adapters were trained on these very numbers."""
+    with replacing(directory / "adapter") as adapter:  # first, as it is all that was learnt
+        adapter.mkdir(parents=True)
+        _write_adapter(model, adapter, directory / "base", cfg, uaq_scale)
     save_decoder(_plain(model, uaq_scale), directory / "hf", tokenizer, dtype, source)
     with adapters_off(model):
         base = _plain(model, uaq_scale)
         save_decoder(base, directory / "base", tokenizer, source=source)
+
+
+def _write_adapter(
+    model: Decoder, directory: Path, base: Path, cfg: Lora, uaq_scale: float
+) -> None:
     tensors: dict[str, torch.Tensor] = {}
     targets: dict[str, None] = {}  # a set in this order
     for name, linear in adapted(model).items():
@@ -50,13 +60,11 @@ def save_adapted(
         a, b = linear.factors()
         tensors[f"base_model.model.{name}.lora_A.weight"] = (a * scale).contiguous().cpu()
         tensors[f"base_model.model.{name}.lora_B.weight"] = b.contiguous().cpu()
-    target = directory / "adapter"
-    target.mkdir(exist_ok=True)
-    save_tensors(tensors, target / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_tensors(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(directory / "base"),
+        "base_model_name_or_path": str(base.resolve()),
         "r": cfg.rank,
         "lora_alpha": cfg.alpha,
         "lora_dropout": 0.0,
@@ -65,7 +73,20 @@ def save_adapted(
         "fan_in_fan_out": model.config.family in TRANSPOSED,
         "inference_mode": True,
     }
-    (target / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (directory / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    if not {"gate_proj", "up_proj", "down_proj"}.isdisjoint(targets) and _is_taken_in_part(model):
+        logger.warning(
+            "adapter/: PEFT takes a part of it only for a %s with such layers; hf/ has all, merged",
+            model.config.family,
+        )
+
+
+def _is_taken_in_part(model: Decoder) -> bool:
+    """Returns True for a mixture that is not Qwen3-MoE's with experts in each layer: of others PEFT 0.21 adapts
+    either the experts, which it holds in one tensor, or the linears of the same names beside them."""
+    config = model.config
+    whole = config.family == "qwen3_moe" and len(config.sparse_layers) == config.layers
+    return not whole and any(".experts." in name for name in model.state_dict())
 
 
 def _plain(model: Decoder, uaq_scale: float) -> Decoder:

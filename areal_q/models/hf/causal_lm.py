@@ -164,7 +164,10 @@ class HfDecoder(Decoder):
             "architectures": [type(self.net).__name__],
             "dtype": str(dtype).removeprefix("torch."),
         }
-        (directory / "config.json").write_text(json.dumps(table, indent=2) + "\n")
+        file = directory / "config.json"
+        file.write_text(json.dumps(table, indent=2) + "\n")
+        for weights in directory.glob("*.safetensors"):  # safetensors lets nobody else read them
+            weights.chmod(file.stat().st_mode)
 
     def _with_tied(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns `state` with the further names of tied tensors, which transformers itself leaves out."""
@@ -238,6 +241,10 @@ def load_foreign(config: DecoderConfig, path: str | Path) -> HfDecoder:
         raise CheckpointError(f"{path}: {said[0]}") from error
     if missing := sorted(found["missing_keys"]):
         raise CheckpointError(f"{path}: tensor {missing[0]} is missing ({len(missing)} in all)")
+    if odd := sorted(found["unexpected_keys"]):
+        logger.warning(
+            "%s: tensor %s is of no layer and left out (%d in all)", path, odd[0], len(odd)
+        )
     for name, tensor in net.named_parameters():
         if not all(end.isfinite() for end in tensor.detach().aminmax()):
             raise CheckpointError(f"{path}: {name} holds NaN or an infinity")
