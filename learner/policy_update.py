@@ -350,7 +350,8 @@ def minibatch_loss(
     balance = None
     if cfg.router_aux_coef:
         routed = [inputs.routed for inputs in counted if inputs.routed]
-        balance = balance_weights(routed, backend.shape, backend.ranks) * cfg.router_aux_coef
+        weights = balance_weights(routed, backend.shape, backend.ranks, cfg.device)
+        balance = weights * cfg.router_aux_coef
 
     def loss(batch: PackedBatch, before: LossInputs, scores: Scores) -> tuple[Tensor, Metrics]:
         inputs, told = replace(before, **scores), {}

@@ -41,9 +41,8 @@ def head_logprobs(
     hidden is [T, D], weight [V, D] and targets int64 [T]. Gradients flow to hidden and weight from the
     log-probs, and from the entropies if `entropy_learns`.
     """
-    exact = (
-        hidden.dtype == weight.dtype
-    )  # otherwise torch would round the logits to the coarser dtype
+    # Otherwise torch would round the logits to the coarser dtype.
+    exact = hidden.dtype == weight.dtype == torch.promote_types(hidden.dtype, torch.float32)
     if exact and len(hidden) * len(weight) <= _WHOLE:
         return whole(hidden, weight, targets, temperature, entropy_learns)
     return blockwise(hidden, weight, targets, temperature, entropy_learns)

@@ -83,6 +83,8 @@ class Fetcher:
         self._question: FetchManifest | FetchDeltas = FetchManifest()
         self._resting = False
         self._failures = 0
+        self._refusals = 0
+        """How often in a row what came was refused; chunks that fit between two do not end that"""
         self.due_s = math.inf
         """Monotonic time at which `on_due` wants to be called; infinite while idle."""
         self.dealer = self._connect()
@@ -227,7 +229,7 @@ class Fetcher:
             self.stats.catch_up_bytes += sum(len(body) for _, body in result)
         if self._failures:
             logger.info("the learner answers again about weights")
-        self._failures = 0
+        self._failures = self._refusals = 0
         self._idle()
         return result
 
@@ -257,8 +259,9 @@ class Fetcher:
         self.stats.mismatches += 1
         foreseen = isinstance(error, WeightVersionError)
         logger.warning("fetched weights refused, fetching again: %s", error, exc_info=not foreseen)
-        rest_s = min(self._timeout_s, FIRST_REST_S * 2**self._failures)
-        self._failures = min(self._failures + 1, 16)
+        rest_s = min(self._timeout_s, FIRST_REST_S * 2**self._refusals)
+        self._refusals = min(self._refusals + 1, 16)
+        self._failures = max(self._failures, 1)
         self._question = FetchManifest()
         self._rest(rest_s)
 

@@ -4,11 +4,13 @@ import copy
 from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from areal_q.config import CriticConfig
 from areal_q.models import Decoder
 from areal_q.models.layers.linear import Linear
+from areal_q.models.layers.norm import wide
 from areal_q.models.low_bit.bf16_rounding import round_rest
 from areal_q.models.low_bit.quantized_forward import use
 from learner.data.packing import PackedBatch
@@ -43,4 +45,5 @@ class Critic(nn.Module):
         """Returns the values, float32 [T], from the policy's hidden states [T, D] that predict the tokens."""
         if self.trunk is not None:
             hidden = self.trunk(batch.token_ids, batch.layout)[batch.predict]
-        return self.head(hidden.to(self.head.weight.dtype)).squeeze(-1).float()
+        head = self.head  # of ranks in bfloat16 it is that, whose numbers near 100 are 0.5 apart
+        return F.linear(wide(hidden), wide(head.weight), wide(head.bias)).squeeze(-1)

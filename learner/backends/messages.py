@@ -23,6 +23,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     branch: int
     share: float
     of_turns: float
+    masked: bool
 
     @classmethod
     def of(cls, s: Sample) -> "Piece":
@@ -30,7 +31,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
         advantage = s.advantage
         if isinstance(advantage, np.ndarray):
             advantage = Array.of(advantage, "float32")
-        tree = s.source, s.shared, s.branch, s.share, s.of_turns
+        tree = s.source, s.shared, s.branch, s.share, s.of_turns, s.masked
         return cls(s.ticket, prompt, s.trajectory, advantage, lag, s.weight, *tree)
 
     def sample(self) -> Sample:

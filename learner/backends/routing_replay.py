@@ -61,12 +61,14 @@ def _disagreement(own: Tensor, recorded: Tensor | None) -> Metrics:
     return {DISAGREEMENT: Mean(int((differ & known).sum()), int(known.sum()))}
 
 
-def balance_weights(parts: Sequence[Routed], config: DecoderConfig, ranks: Ranks) -> Tensor:
-    """Returns the weights, float32 [L, E], whose sum of products with a micro-batch's `Routed.probs` is its
-    share of the balancing loss. `parts` are from this rank's micro-batches of the step. Collective."""
+def balance_weights(
+    parts: Sequence[Routed], config: DecoderConfig, ranks: Ranks, device: str
+) -> Tensor:
+    """Returns the weights, float32 [L, E] on `device`, whose sum of products with a micro-batch's
+    `Routed.probs` is its share of the balancing loss. `parts` are from this rank's micro-batches of the step,
+    which may be none. Collective."""
     assert config.experts
     shape = len(config.sparse_layers), config.experts.count
-    device = parts[0].taken.device if parts else None
     taken = sum((part.taken for part in parts), torch.zeros(shape, device=device))
     taken = ranks.add(taken)
     choices = taken.sum(-1, keepdim=True).clamp(min=1)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
 
-import msgspec
 import numpy as np
 import torch
 
@@ -60,6 +59,8 @@ class Sample:
     """Share of the episode's tokens that count, in which this sample stands for the episode"""
     of_turns: float = 0.0
     """How much of the episode's reward is that of its turns, and not the episode's own"""
+    masked: bool = False
+    """True if none of its tokens counts, though its reward does in the baseline of its group"""
 
     @property
     def num_tokens(self) -> int:
@@ -75,6 +76,11 @@ class Sample:
     def learns(self) -> bool:
         """Returns True if any of its tokens has an advantage."""
         return bool(np.any(self.advantage))
+
+    @property
+    def counted(self) -> np.ndarray:
+        """Returns which tokens of the response count, bool [T]."""
+        return (self.trajectory.loss_mask.numpy() != 0) & (not self.masked)
 
     @property
     def advantages(self) -> np.ndarray:
@@ -226,9 +232,7 @@ def unlearnt_samples(groups: Sequence[Group]) -> list[Sample]:
 
 def masked(sample: Sample) -> Sample:
     """Returns `sample` with all tokens masked, so that it has no influence on the loss."""
-    none = Array.of(np.zeros(sample.trajectory.num_tokens), "uint8")
-    trajectory = msgspec.structs.replace(sample.trajectory, loss_mask=none)
-    return replace(sample, trajectory=trajectory, advantage=0.0)
+    return replace(sample, masked=True, advantage=0.0)
 
 
 def microbatches(
@@ -306,7 +310,7 @@ def pack_samples(
         targets=tensor(joined("response_ids"), torch.int64),
         behavior_logprobs=tensor(joined("behavior_logprobs"), torch.float32),
         advantages=tensor(np.concatenate([s.advantages for s in samples]), torch.float32),
-        mask=tensor((joined("loss_mask") != 0) & own, torch.bool),
+        mask=tensor(np.concatenate([s.counted for s in samples]) & own, torch.bool),
         version_lag=tensor(np.concatenate([sample.lag for sample in samples]), torch.int64),
         sequence_ids=tensor(spread(np.arange(len(samples))), torch.int64),
         responses=tuple((s.ticket, s.trajectory.index, s.branch) for s in samples),

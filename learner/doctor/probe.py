@@ -165,7 +165,7 @@ class Probe:
             advantage=np.concatenate([s.advantages for s in samples]),
             behavior=behavior, proximal=proximal, entropy=entropy, terms=terms,
         )  # fmt: skip
-        return table.where((_tokens(samples, "loss_mask") != 0) & np.isfinite(behavior))
+        return table.where(np.concatenate([s.counted for s in samples]) & np.isfinite(behavior))
 
     def _known(self, span, history: VersionHistory) -> int:
         """Returns the version that drew `span`, or _UNKNOWN if its weights, told by their digest, are not
@@ -197,7 +197,7 @@ class Probe:
         found += [score(m, some, learner)[0] for m in (version.dequantized, version.engine)]
         with perturbed(version.engine):
             noisy = score(version.engine, some, learner)[0]
-        counted = mine[places] & (_tokens(some, "loss_mask") != 0)
+        counted = mine[places] & np.concatenate([s.counted for s in some])
         self.rounding.append((noisy - found[-1])[counted])
         last = found[-1].copy()
         recorded = np.repeat(

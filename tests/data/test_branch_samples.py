@@ -107,7 +107,7 @@ def test_a_reward_counts_once_whatever_the_branches(
 
 def test_a_branch_cut_off_is_masked_alone(make_group: MakeGroup) -> None:
     samples = sampled(with_branches(make_group()), mask=("length",))
-    counted = [int(s.trajectory.loss_mask.numpy().sum()) for s in samples]
+    counted = [int(s.counted.sum()) for s in samples]
     assert [bool(n) for n in counted] == [True, True, False, False]
     assert [s.share for s in samples] == [1.0, 1.0, 0.0, 0.0]
 
@@ -191,8 +191,7 @@ def test_penalties_of_all_paths_are_the_episodes(
     )
     (found,) = with_advantages([inputs], samples, run.learner)
     counted = [
-        sum(int(s.trajectory.loss_mask.numpy().sum()) for s in samples if s.trajectory.index == i)
-        for i in range(2)
+        sum(int(s.counted.sum()) for s in samples if s.trajectory.index == i) for i in range(2)
     ]
     rewards = np.array([0.0, 1.0]) - 0.1 * np.log(2) * np.array(counted)
     for sequence, sample in enumerate(samples):

@@ -192,12 +192,12 @@ def test_a_cut_off_response_has_no_loss_but_a_reward(make_run: MakeRun):
     cut = samples_of(drawn, Grpo(), history, 1, mask=run.learner.mask)
     for before, after in zip(plain, cut, strict=True):
         if before.trajectory.finish_reason == "length":
-            assert not after.trajectory.loss_mask.numpy().any() and after.advantage == 0.0
+            assert not after.counted.any() and after.advantage == 0.0
         else:
             assert after.advantage == before.advantage
             assert after.trajectory == before.trajectory
     policy = build_policy(run)
-    counted = sum(int(s.trajectory.loss_mask.numpy().sum()) for s in cut)
+    counted = sum(int(s.counted.sum()) for s in cut)
     tokens = 0
     for part in prepare_minibatches(policy, cut):
         tokens += sum(int(x.mask.sum()) for _, x in part)

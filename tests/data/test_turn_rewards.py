@@ -329,6 +329,26 @@ def test_penalties_come_off_the_episodes_own_reward(
     assert second[batch.mask[5:]][::2].tolist() == pytest.approx([-1.2, -0.2, -1.2])
 
 
+@pytest.mark.parametrize("cfg", [DrGrpo(), ReinforcePlusPlus(), Grpo()])
+def test_a_masked_episode_stays_in_the_baseline(make_run: Callable[..., Run], cfg: AdvantageConfig):
+    """With a KL in the reward it stood with its whole return after every turn, or weighed nothing."""
+    cut = replace(episode([2, 0, 1]), finish_reason="length")
+    group = group_of(episode([1, 1, 1]), cut)
+    samples = [
+        Piece.of(s).sample()
+        for s in samples_of(SampledGroups([group]), cfg, VersionHistory(4), 1, mask=("length",))
+    ]
+    batch = pack_samples(samples)
+    scores = {"logprobs": batch.behavior_logprobs, "entropy": batch.behavior_logprobs}
+    inputs = loss_inputs(batch, scores, batch.behavior_logprobs)  # no distance, so no penalty
+    run = make_run("learner.reference_kl={coef=0.1, place='reward', estimator='k1'}")
+    learner = replace(run.learner, advantage=cfg)
+    (found,) = with_advantages([inputs], samples, learner)
+    counted = batch.mask
+    torch.testing.assert_close(found.advantages[counted], batch.advantages[counted])
+    assert counted.sum() == 6 and batch.advantages[counted].any()
+
+
 DEFECTS = {
     "of no token": ((TurnReward(5, 1.0),), "at token 5, which was not drawn"),
     "of a result": ((TurnReward(2, 1.0),), "at token 2, which was not drawn"),

@@ -384,7 +384,8 @@ def test_sample_arrives_as_sent_and_a_filler_counts_for_nothing(
         assert sent.trajectory == sample.trajectory
         assert np.array_equal(sent.prompt_ids, sample.prompt_ids)
         assert np.array_equal(sent.lag, sample.lag)
-        assert not masked(sample).trajectory.loss_mask.numpy().any()
+        none = masked(sample)
+        assert not none.counted.any() and Piece.of(none).sample().masked
 
 
 def test_every_kind_of_metric_arrives_as_it_was_sent():

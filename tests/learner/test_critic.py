@@ -81,6 +81,20 @@ def two_responses(make_samples: MakeSamples):
     return samples, inputs
 
 
+def test_values_are_not_rounded_to_the_dtype_of_their_head(
+    make_run: MakeRun, make_samples: MakeSamples
+):
+    """That of ranks in bfloat16, whose numbers near 100 are 0.5 apart: GAE takes their differences."""
+    critic = build_policy(make_run(*GAE, "learner.critic.trunk=shared")).critic
+    assert critic is not None
+    critic.head.to(torch.bfloat16)
+    with torch.no_grad():
+        critic.head.weight[0, :2] = 1.0
+    hidden = torch.zeros(3, critic.head.in_features, dtype=torch.bfloat16)
+    hidden[:, 0], hidden[:, 1] = 100.0, 0.25
+    assert critic(hidden, pack_samples(make_samples(1))).tolist() == [100.25] * 3
+
+
 def test_token_rewards_of_gae_are_penalties_then_the_reward(
     make_run: MakeRun, make_samples: MakeSamples
 ):

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import numpy as np
@@ -461,6 +462,12 @@ def test_a_step_without_recorded_routes_takes_the_own_ones() -> None:
     assert all(torch.equal(t, states[1][name]) for name, t in states[0].items())
 
 
+def test_a_rank_without_groups_counts_on_its_own_device() -> None:
+    """Its zeros were on the processor, and the others waited for it on their GPUs for ever."""
+    ranks = Mock(add=Mock(side_effect=lambda own: own))
+    assert balance_weights([], CONFIG, ranks, "meta").device.type == "meta"
+
+
 def test_the_balancing_loss_is_switchs() -> None:
     """transformers counts a token's K choices as K tokens, and takes all layers together."""
     config = msgspec.structs.replace(
@@ -472,7 +479,7 @@ def test_the_balancing_loss_is_switchs() -> None:
     assert routing is not None
     model(batch.token_ids, batch.layout, routing)
     part = routed(routing, batch, config)
-    ours = (balance_weights([part], config, ALONE) * part.probs).sum()
+    ours = (balance_weights([part], config, ALONE, "cpu") * part.probs).sum()
     logits = routing.probs[0][batch.predict[batch.mask]].log()
     theirs = load_balancing_loss_func((logits,), num_experts=8, top_k=2)
     torch.testing.assert_close(ours, theirs / 2)

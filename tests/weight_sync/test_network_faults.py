@@ -21,6 +21,7 @@ from helpers.weight_sync import (
 
 from areal_q import messages
 from areal_q.config import BroadcastConfig
+from areal_q.errors import WeightVersionError
 from areal_q.messages import Announce, FetchChunk, FetchManifest, Gone, Manifest, ManifestReply
 from areal_q.weights.version import WeightVersion, digest_of
 from bench.chaos.lies import Frames, reply_with, snapshots_only
@@ -319,3 +320,23 @@ def test_a_silent_learner_is_noticed_once_and_followed_again(
     assert not subscriber.silent
     assert subscriber.stats.silences == 1
     assert caplog.text.count("no announcement") == 1
+
+
+@pytest.mark.parametrize("unanswered", [0, 2000])
+def test_pauses_double_however_much_of_a_version_was_right(
+    monkeypatch: pytest.MonkeyPatch, unanswered: int
+) -> None:
+    """Each good chunk began them anew: a version that is spoilt at its end was fetched five times a second.
+    After an outage of hours the pause overflowed, and the thread ended."""
+    with zmq.Context() as context:
+        made = fetcher.Fetcher(
+            context, zmq.Poller(), "tcp://127.0.0.1:9", lambda _: True, BroadcastConfig(), None
+        )
+        pauses: list[float] = []
+        made._failures = unanswered
+        monkeypatch.setattr(made, "_rest", pauses.append)
+        for _ in range(4):
+            made._refuse(WeightVersionError("it does not hash to its digest"))
+            made._failures = min(made._failures, 1)  # as a chunk does
+        made.dealer.close(linger=0)
+    assert pauses == [0.1, 0.2, 0.4, 0.8]

@@ -24,6 +24,7 @@ from areal_q.models.foreign import COMPUTED_BY, TRANSPOSED
 from areal_q.models.hf.foreign_files import transformers
 from areal_q.models.layers.linear import Linear
 from areal_q.models.layers.moe import Routing
+from areal_q.models.layers.norm import wide
 from areal_q.models.logprobs import BLOCK, head_logprobs
 from areal_q.models.low_bit.bf16_rounding import roundable, straight
 from areal_q.models.packed_layout import PackedLayout
@@ -129,7 +130,10 @@ class HfDecoder(Decoder):
     def _whole(
         self, hidden: Tensor, targets: Tensor, temperature: float, entropy_learns: bool
     ) -> tuple[Tensor, Tensor]:
-        logp = torch.log_softmax(self.logits(hidden).float() / temperature, dim=-1)
+        head = self.net.get_output_embeddings()
+        bias = None if head.bias is None else wide(head.bias)
+        logits = self.behind_head(F.linear(wide(hidden), wide(self.head), bias))
+        logp = torch.log_softmax(logits / temperature, dim=-1)
         with torch.set_grad_enabled(entropy_learns and torch.is_grad_enabled()):
             entropy = -(logp.exp() * logp).sum(-1)
         return logp.gather(-1, targets[:, None]).squeeze(-1), entropy

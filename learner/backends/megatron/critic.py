@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from areal_q.config import Lora, MegatronBackend
 from areal_q.models import DecoderConfig
+from areal_q.models.layers.norm import wide
 from learner.backends.megatron.layers.lora import AdapterSettings, split
 from learner.backends.megatron.model import MegatronModel
 from learner.backends.megatron.tensor_names import WHOLE, TensorEntry, entries
@@ -72,7 +73,7 @@ class PolicyAndCritic(nn.Module):
 def values(critic: ValueHead | CriticTrunk, hidden: Tensor, batch: PackedBatch) -> Tensor:
     """Returns values, float32 [T], from the critic's hidden states [N, 1, D]."""
     head, states = critic.value, hidden[batch.predict, 0]
-    return F.linear(states.to(head.weight.dtype), head.weight, head.bias).squeeze(-1).float()
+    return F.linear(wide(states), wide(head.weight), wide(head.bias)).squeeze(-1)
 
 
 def critic_entries(
