@@ -47,7 +47,7 @@ from areal_q.config.objectives import parts_of
 from areal_q.config.tasks import chat_of
 from areal_q.errors import CheckpointError, ConfigError, LogError, TaskError
 from areal_q.plugins import absolute, digest_of
-from areal_q.system.files import replacing, try_lock
+from areal_q.system.files import SCRATCH, replacing, try_lock
 
 METRICS_FILE, RUN_ID_FILE, STOPS_FILE = "metrics.jsonl", "run-id", "stops.json"
 SETTINGS_DIR, TRACKERS_DIR, COMMIT_FILE = "settings", "trackers", "commit"
@@ -363,7 +363,8 @@ def has_checkpoint(directory: Path) -> bool:
 
 def learnt_nothing(directory: Path) -> bool:
     """Returns True if a run's directory has no checkpoint, no logged step and no file of other origin."""
-    if has_checkpoint(directory) or not {path.name for path in directory.iterdir()} <= OF_A_START:
+    names = {name for name in os.listdir(directory) if not name.startswith(SCRATCH)}
+    if has_checkpoint(directory) or not names <= OF_A_START:
         return False
     metrics = directory / METRICS_FILE
     logs = ("trajectories", "steps")

@@ -608,6 +608,7 @@ def test_starts_that_learnt_nothing_leave_one_directory(tmp_path):
             assert moved is None and not (directory / "metrics.jsonl").exists()
             id = run_dir.run_id(directory)
             (directory / "metrics.jsonl").write_text('{"kind":"warmstart","step":0}\n')
+            (directory / ".tmp-config.toml").touch()  # of a launcher that was killed over it
             with (directory / "logs" / "learner.log").open("a") as log:
                 log.write(f"{said}\n")
     assert [path.name for path in tmp_path.iterdir()] == ["demo"]
