@@ -155,7 +155,7 @@ class _Counted:
 
     weights: int = 0
     linears: int = 0
-    """Of these, those that a number format applies to"""
+    """How many of them a number format applies to"""
     adapters: int = 0
     """Weights of the adapters that a run with them trains"""
     nbytes: int = 0
