@@ -58,6 +58,10 @@ def load_function(path: str, *defaults: str) -> Callable[..., Any]:
     raise TaskError(f"{where}: no function {' or '.join(map(repr, names))}")
 
 
+RAISED = (Exception, SystemExit)
+"""What a user's code may raise: its sys.exit is not the end of the process that others use"""
+
+
 def place_of(function: Callable[..., Any]) -> str:
     """Returns `file:line` of the definition of a function, or of what an object that is called does; what it is
     if it is neither."""
@@ -76,7 +80,7 @@ def user_code(
         yield
     except AReaLQError:
         raise
-    except (Exception, SystemExit) as error:  # the user's code may raise anything, also as it exits
+    except RAISED as error:
         what = f"{doing}{type(error).__name__}: {error}"
         place = place_of(function) if function else path
         raise TaskError(f"{line_of(error, path, place)}: {what}") from error

@@ -27,7 +27,7 @@ TELL_EVERY_S = 10.0
 LOOK_S = 1.0
 """Seconds between two searches for tickets that were lost."""
 LONGEST_WAITS = 10
-"""Times as long as for workers that draw nothing is an answer of those waited for that do."""
+"""How many times as long an answer is waited for while workers draw."""
 
 
 class BestVersion:

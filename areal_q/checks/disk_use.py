@@ -179,7 +179,9 @@ def _counted(run: Run) -> _Counted:
                 found.weights += math.prod(shape)
                 if is_quantized(name):
                     found.linears += math.prod(shape)
-                    found.adapters += lora.rank * sum(shape[-2:]) if lora else 0
+                    # Experts may be stacked.
+                    sides = math.prod(shape[:-2]) * sum(shape[-2:])
+                    found.adapters += lora.rank * sides if lora else 0
     except _UNREADABLE:
         return _Counted()
     return found

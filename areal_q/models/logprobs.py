@@ -53,6 +53,11 @@ def whole(
 ) -> tuple[Tensor, Tensor]:
     """Returns the same by its definition in plain torch, with memory for several tensors [T, V]."""
     logits = wide(torch.nn.functional.linear(hidden, weight)) / temperature
+    return of_logits(logits, targets, entropy_learns)
+
+
+def of_logits(logits: Tensor, targets: Tensor, entropy_learns: bool) -> tuple[Tensor, Tensor]:
+    """Returns the same of logits [T, V]."""
     logp = torch.log_softmax(logits, dim=-1)
     with torch.set_grad_enabled(entropy_learns and torch.is_grad_enabled()):
         entropy = -(logp.exp() * logp).sum(-1)

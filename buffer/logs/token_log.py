@@ -10,7 +10,7 @@
 | advantages         | advantage of the token in the loss                                                   |
 | lag                | versions between the weights that drew the token and the learner's                   |
 | marks              | what the objective did to the token, a sum of MARKS                                  |
-| largest_gap        | largest |log w| = |log π_prox - log π_behav| of a token that counts                  |
+| largest_gap        | largest distance of log π_prox and log π_behav of a token that counts                |
 | marked             | number of tokens that count and have a mark                                          |
 
 Lists have one value for each response token. Together with behavior_logprobs of the trajectory log they give

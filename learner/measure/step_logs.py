@@ -12,7 +12,7 @@ from areal_q.observability.metrics_log import MetricsLog
 from areal_q.system import run_dir
 from areal_q.tasks import Tokenizer, stops_text
 from areal_q.tasks.stops import write_stops
-from buffer.logs.parquet_log import drop_from
+from buffer.logs.parquet_log import LogFormat, drop_from
 from buffer.logs.step_log import STEP_LOG_FORMAT, StepLog, StepRecord, iter_steps
 from buffer.logs.token_log import TOKEN_LOG_FORMAT, TokenLog
 from buffer.logs.trajectory_log import TrajectoryLog
@@ -23,12 +23,6 @@ from learner.data.staleness import VersionHistory
 from learner.measure.token_recorder import TokenRecorder
 
 logger = logging.getLogger(__name__)
-LOGS = {
-    "trajectories": TRAJECTORY_LOG_FORMAT,
-    "steps": STEP_LOG_FORMAT,
-    "tokens": TOKEN_LOG_FORMAT,
-}
-"""The logs of a run by their directories"""
 
 
 class StepLogs:
@@ -39,12 +33,13 @@ class StepLogs:
         `scores_here`: with several ranks token scores stay on the rank that computed them."""
         self._run, logs = run, run.buffer.log
         tokens = logs and run.buffer.tokens and scores_here
-        on = {"trajectories": logs, "steps": logs, "tokens": tokens}
-        for log in (log for log in LOGS if not on[log]):  # it may have been on before
-            try:
-                drop_from(directory / log, LOGS[log], start)
-            except RecordError as error:
-                logger.warning("%s; it keeps what is there", error)
+        for name, format, on in (
+            ("trajectories", TRAJECTORY_LOG_FORMAT, logs),
+            ("steps", STEP_LOG_FORMAT, logs),
+            ("tokens", TOKEN_LOG_FORMAT, tokens),
+        ):
+            if not on:  # it may have been on before
+                _forget(directory / name, format, start)
         self._groups = TrajectoryLog(directory / "trajectories", start) if logs else None
         self._steps = StepLog(directory / "steps", start) if logs else None
         self._tokens = TokenLog(directory / "tokens", start) if tokens else None
@@ -134,3 +129,12 @@ def _changed_settings(run: Run, directory: Path, start: int) -> str:
         if changed:
             return f"from step {start} on: {'; '.join(changed)}"
     return ""
+
+
+def _forget(log: Path, format: LogFormat, start: int) -> None:
+    """Removes the steps from `start` on of a log that is off. One that cannot be read stays: a run may go on
+    without it."""
+    try:
+        drop_from(log, format, start)
+    except RecordError as error:
+        logger.warning("%s; it keeps what is there", error)

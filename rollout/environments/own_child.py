@@ -19,11 +19,12 @@ import msgspec
 
 from areal_q.errors import ConfigError, TaskError
 from areal_q.messages.trajectories import FailureCause
+from areal_q.plugins import RAISED
 from areal_q.system.command import accept_any_text
 from areal_q.system.processes import limit_memory
 from areal_q.tasks.base import Completed, Problem, Score, Tool
 from areal_q.tasks.environments.own_class import OwnEnvironment, OwnEpisode, load_environment
-from areal_q.tasks.grading.child_process import RAISED, failure_of, frame, private_socket
+from areal_q.tasks.grading.child_process import failure_of, frame, private_socket
 
 NUMBER_BYTES = 8
 """Size of an episode's number on the socket to the worker"""

@@ -88,12 +88,14 @@ class OwnTurns(Environment):
     ) -> None:
         problem, most = Problem.of_ticket(ticket), ticket.sampling.max_tokens
         said = (await process.ask(Begin(problem, ticket.seed + index))).text
-        room = self._cfg.max_given_tokens
-        if not (too_long := len(said) > LONGEST_TOKEN * room):
-            response.prompt = self._prompt(ticket, said)
-            room += len(ticket.prompt_ids.numpy()) - len(response.context(ticket))
-        if too_long or room < 0:
-            raise RecordError(f"{self._cfg.path}: reset gave more than max_given_tokens")
+        too_much = RecordError(f"{self._cfg.path}: reset gave more than max_given_tokens")
+        if len(said) > LONGEST_TOKEN * self._cfg.max_given_tokens:
+            raise too_much
+        response.prompt = self._prompt(ticket, said)
+        room = self._cfg.max_given_tokens + len(ticket.prompt_ids.numpy())
+        room -= len(response.context(ticket))
+        if room < 0:
+            raise too_much
         stops = self._client.stop_ids | self._reader.ends
         while True:
             left = most - response.drawn

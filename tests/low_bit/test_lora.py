@@ -251,6 +251,30 @@ def test_peft_loads_the_adapter_onto_the_base(
     torch.testing.assert_close(merged, wanted, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.peers
+@pytest.mark.timeout(60)
+@pytest.mark.filterwarnings("ignore")  # of what it leaves out, too
+@pytest.mark.parametrize("variant", ["qwen2_moe", "qwen3_5_moe_text", "gpt_oss"])
+def test_peft_takes_a_part_of_other_mixtures(
+    make_run: MakeRun, make_samples: MakeSamples, tmp_path: Path, variant: str
+):
+    """As the log says where it is written; once this fails, PEFT takes all, and the warning can go."""
+    peft = pytest.importorskip("peft", reason="peft is not installed: make test-peers")
+    write_foreign(tmp_path / "model", variant)
+    model = f"model={{type='pretrained', path='{tmp_path / 'model'}'}}"
+    run = make_run(model, *LORA, "rollout.format=nf4", "learner.uaq=1.0")
+    policy = learnt(run, make_samples(12))
+    assert run.learner.lora
+    save_adapted(
+        policy.model, tmp_path, run.learner.lora, 1.0, build_tokenizer(run.model, run.task)
+    )
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    wanted = logits(policy.model, IDS)
+    with torch.no_grad():
+        theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")(torch.tensor([IDS]))
+    assert not torch.allclose(theirs.logits[0], wanted, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [

@@ -25,7 +25,7 @@ from areal_q.models.hf.foreign_files import transformers
 from areal_q.models.layers.linear import Linear
 from areal_q.models.layers.moe import Routing
 from areal_q.models.layers.norm import wide
-from areal_q.models.logprobs import BLOCK, head_logprobs
+from areal_q.models.logprobs import BLOCK, head_logprobs, of_logits
 from areal_q.models.low_bit.bf16_rounding import roundable, straight
 from areal_q.models.packed_layout import PackedLayout
 from areal_q.quant import is_quantized
@@ -133,10 +133,7 @@ class HfDecoder(Decoder):
         head = self.net.get_output_embeddings()
         bias = None if head.bias is None else wide(head.bias)
         logits = self.behind_head(F.linear(wide(hidden), wide(self.head), bias))
-        logp = torch.log_softmax(logits / temperature, dim=-1)
-        with torch.set_grad_enabled(entropy_learns and torch.is_grad_enabled()):
-            entropy = -(logp.exp() * logp).sum(-1)
-        return logp.gather(-1, targets[:, None]).squeeze(-1), entropy
+        return of_logits(logits / temperature, targets, entropy_learns)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Returns the tensors by transformers' names; of those that are tied, the first alone."""

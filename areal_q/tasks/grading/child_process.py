@@ -10,9 +10,6 @@ from areal_q.errors import RewardUnavailable
 from areal_q.messages.trajectories import FailureCause
 from areal_q.plugins import line_of
 
-RAISED = (Exception, SystemExit)
-"""What a user's code may raise: sys.exit is its own end, not that of the process that others use"""
-
 
 def encodable(text: str) -> str:
     """Returns `text` with `?` for each half of a surrogate pair, which no encoding has."""

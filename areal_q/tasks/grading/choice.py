@@ -43,6 +43,7 @@ _NAMED = [
 """`The answer is Berlin (C)`, `it must be Berlin (C)`"""
 _NAMED_ALONE = re.compile(rf"\A{_BRACKETED}[\s.!]*\Z", re.IGNORECASE)
 _LONGEST_CLAUSE = 300
+"""Characters before a letter in which a denial of it is looked for"""
 _DENIED = re.compile(r"n['’]t\b|\b(?:not|cannot|never|unlikely|exclude|eliminate)\b", re.IGNORECASE)
 _CLAUSE = re.compile(
     r"[.!?;:\n]|\bbut\b|, (?=(?:the|my|it|so|I|we|hence|thus|therefore)\b)", re.IGNORECASE

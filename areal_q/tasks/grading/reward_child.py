@@ -18,10 +18,11 @@ import msgspec
 
 from areal_q.config.tasks import Judge
 from areal_q.errors import ConfigError, TaskError
+from areal_q.plugins import RAISED
 from areal_q.sandbox.confine import NotIsolated, confine
 from areal_q.system.command import accept_any_text
 from areal_q.system.processes import limit_memory, others_alive
-from areal_q.tasks.grading.child_process import RAISED, failure_of, frame, private_socket
+from areal_q.tasks.grading.child_process import failure_of, frame, private_socket
 from areal_q.tasks.grading.graders import GRADERS, check_extra, is_confined
 from areal_q.tasks.grading.judge import AskedJudge
 from areal_q.tasks.grading.own_reward import Scorer, load_reward, scores_of
