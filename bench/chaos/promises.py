@@ -27,10 +27,11 @@ from areal_q.messages import (
     decode_group,
 )
 from bench.chaos.cluster import RUN, Cluster, Notes
-from buffer.admin.inspect_state import groups, pages, tickets
+from buffer.admin.inspect_state import groups, tickets
 from buffer.logs.step_log import StepRecord, iter_steps
 from buffer.logs.trajectory_log import read_log
 from buffer.redis_store.keys import Keys
+from buffer.redis_store.streams import pages
 from learner import checkpoint
 
 KEYS = Keys(RUN)
@@ -188,7 +189,7 @@ class Left:
             checkpoint.read_state(checkpoint.steps(run_dir / "checkpoints")[-1]),
             waiting,
             {g.ticket.number for _, g in groups(client, RUN)},
-            {entry for entry, _ in pages(client, KEYS.groups)},
+            {entry.decode() for entry, _ in pages(client, KEYS.groups)},
             [fields for _, fields in pages(client, KEYS.quarantine)],
             said_published(learner_log),
         )

@@ -11,11 +11,12 @@ import redis
 from areal_q.errors import BufferFull, ConfigError, LogError, RecordError
 from areal_q.messages import Group, decode_group, decode_ticket, encode
 from buffer.admin import inspect_state
-from buffer.admin.inspect_state import ENTRIES_PER_PAGE, RefusedRecord
+from buffer.admin.inspect_state import RefusedRecord
 from buffer.logs.trajectory_log import TrajectoryLog, iter_log
 from buffer.redis_store import lua_scripts
 from buffer.redis_store.connection import refuses_writes
 from buffer.redis_store.keys import RECORD, Keys
+from buffer.redis_store.streams import READ_PAGE
 
 NOT_TAKEN = -1
 """Version that an exported log gives in place of the learner's, since no learner has taken its groups"""
@@ -24,9 +25,8 @@ What = Literal["quarantine", "groups", "all"]
 
 
 def export_groups(client: redis.Redis, run: str, directory: Path) -> int:
-    """Writes the committed groups to `directory` as a trajectory log, with ENTRIES_PER_PAGE groups as one
-    `step`, and returns their number. They stay in Redis. Raises LogError if the directory exists and is not
-    empty."""
+    """Writes the committed groups to `directory` as a trajectory log, with READ_PAGE groups as one `step`,
+    and returns their number. They stay in Redis. Raises LogError if the directory exists and is not empty."""
     if directory.exists() and any(directory.iterdir()):
         raise LogError(f"{directory}: not empty")
     found = (group for _, group in inspect_state.groups(client, run))
@@ -125,7 +125,7 @@ def purge_run(client: redis.Redis, run: str, what: What) -> int:
 
 
 def _pages(groups: Iterator[Group]) -> Iterator[list[Group]]:
-    while page := list(islice(groups, ENTRIES_PER_PAGE)):
+    while page := list(islice(groups, READ_PAGE)):
         yield page
 
 

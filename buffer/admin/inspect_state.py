@@ -9,10 +9,8 @@ import redis
 
 from areal_q.errors import RecordError
 from areal_q.messages import Group, Ticket, decode_group, decode_ticket
-from buffer.interface import END, START
 from buffer.redis_store.keys import RECORD, WORKERS_GROUP, Keys
-
-ENTRIES_PER_PAGE = 64
+from buffer.redis_store.streams import pages
 
 
 class Stream(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,7 +96,7 @@ def groups(client: redis.Redis, run: str) -> Iterator[tuple[str, Group]]:
     """Yields (entry id, group) of the committed groups in order, except those that are not valid."""
     for entry, fields in pages(client, Keys(run).groups):
         try:
-            yield entry, decode_group(fields.get(RECORD, b"")).validate()
+            yield entry.decode(), decode_group(fields.get(RECORD, b"")).validate()
         except RecordError:
             continue
 
@@ -106,7 +104,7 @@ def groups(client: redis.Redis, run: str) -> Iterator[tuple[str, Group]]:
 def tickets(client: redis.Redis, stream: str) -> Iterator[tuple[str, Ticket]]:
     for entry, fields in pages(client, stream):
         try:
-            yield entry, decode_ticket(fields.get(RECORD, b""))
+            yield entry.decode(), decode_ticket(fields.get(RECORD, b""))
         except RecordError:
             continue
 
@@ -116,24 +114,12 @@ def quarantine(client: redis.Redis, run: str) -> Iterator[RefusedRecord]:
         text = {k: fields.get(k, b"").decode(errors="replace") for k in (b"source", b"reason")}
         record, nbytes = fields.get(RECORD, b""), fields.get(b"bytes", b"")
         yield RefusedRecord(
-            id=entry,
+            id=entry.decode(),
             source=text[b"source"],
             reason=text[b"reason"],
             nbytes=int(nbytes) if nbytes.isdigit() else len(record),
             record=record,
         )
-
-
-def pages(client: redis.Redis, stream: str) -> Iterator[tuple[str, dict[bytes, bytes]]]:
-    """Yields (entry id, fields) of a stream, reading ENTRIES_PER_PAGE entries at a time."""
-    after = START
-    while after != END:
-        page: Any = client.xrange(stream, min=f"({after}", count=ENTRIES_PER_PAGE)
-        for entry, fields in page:
-            after = entry.decode()
-            yield after, fields
-        if len(page) < ENTRIES_PER_PAGE:
-            return
 
 
 def _stream(client: redis.Redis, name: str, key: str, claims: bool = False) -> Stream:

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import operator
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -55,13 +56,12 @@ _decode_spans: MessageDecoder[_SpansOf] = MessageDecoder(_SpansOf)
 _decode_group_number: MessageDecoder[_GroupOf] = MessageDecoder(_GroupOf)
 
 
-def pages(connection: LeasedConnection, stream: str, after: str) -> Iterator[tuple[bytes, _Fields]]:
-    """Yields (entry id, fields) of `stream`."""
+def pages(
+    client: redis.Redis, stream: str, after: str = START, call: Callable[..., Any] = operator.call
+) -> Iterator[tuple[bytes, _Fields]]:
+    """Yields (entry id, fields) of `stream`; `call` makes each read of READ_PAGE entries, and may repeat it."""
     while after != END:
-        start = f"({after}"
-        page: Any = connection.call(
-            functools.partial(connection.redis.xrange, stream, min=start, count=READ_PAGE)
-        )
+        page = call(functools.partial(client.xrange, stream, min=f"({after}", count=READ_PAGE))
         yield from page
         if len(page) < READ_PAGE:
             return
@@ -72,7 +72,7 @@ def records(
     connection: LeasedConnection, stream: str, after: str, decode: Callable[[bytes], _T]
 ) -> Iterator[tuple[bytes, _T]]:
     """Yields (entry id, decoded record). A record that cannot be decoded is left to whoever takes it."""
-    for entry, fields in pages(connection, stream, after):
+    for entry, fields in pages(connection.redis, stream, after, connection.call):
         try:
             yield entry, decode(fields.get(RECORD, b""))
         except RecordError as error:
@@ -127,7 +127,8 @@ class GroupStream:
     def drain(self) -> list[Group]:
         """Returns all groups after `position`, and deletes them."""
         groups, read = [], []
-        for entry, fields in pages(self._connection, self._stream, self.position):
+        leased = self._connection
+        for entry, fields in pages(leased.redis, self._stream, self.position, leased.call):
             group = self._decoded(entry, fields)
             if group:
                 groups.append(group)
