@@ -33,7 +33,7 @@ from bench.common import ROOT, commit, device, number, peer_env, publish, say, t
 from bench.peers.buffer_rows import make_group as arrays_of
 from bench.peers.buffer_rows import nbytes_of, summary
 from bench.records import make_group, make_ticket, make_trajectory
-from buffer.logs.trajectory_log import TrajectoryLog, read_log
+from buffer.logs.trajectory_log import TrajectoryLog, iter_log
 from buffer.logs.trajectory_schema import TRAJECTORY_SCHEMA, groups_to_table
 from buffer.redis_store import Claim, LearnerBuffer, WorkerBuffer
 from buffer.redis_store.local_server import RedisServer
@@ -170,7 +170,7 @@ def log_results(tokens: int, count: int) -> Result:
         return {
             "write": _elapsed(write),
             "plain_write": _elapsed(plain),
-            "read": _elapsed(lambda: read_log(directory / "log")),
+            "read": _elapsed(lambda: list(iter_log(directory / "log"))),
             "plain_read": _elapsed(lambda: pq.read_table(directory / "plain")),
         }
 

@@ -50,7 +50,7 @@ from areal_q.system.run_dir import METRICS_FILE
 from areal_q.weights import delta, version
 from bench.records import make_beat, make_group, make_ticket, make_trajectory
 from buffer.logs.step_log import StepLog, StepRecord, iter_steps
-from buffer.logs.trajectory_log import TrajectoryLog, read_log
+from buffer.logs.trajectory_log import TrajectoryLog, iter_log
 from learner import checkpoint
 
 INTERESTING = (
@@ -259,7 +259,12 @@ def _file_targets(place: Path) -> Iterator[Target]:
 
     refused = (RecordError,)
     yield Target(
-        "trajectory log", *part(groups, lambda: read_log(groups)), refused, "", 0.05, apart=True
+        "trajectory log",
+        *part(groups, lambda: list(iter_log(groups))),
+        refused,
+        "",
+        0.05,
+        apart=True,
     )
     yield Target(
         "step log", *part(steps, lambda: list(iter_steps(steps))), refused, "", 0.05, apart=True

@@ -29,7 +29,7 @@ from areal_q.messages import (
 from bench.chaos.cluster import RUN, Cluster, Notes
 from buffer.admin.inspect_state import groups, tickets
 from buffer.logs.step_log import StepRecord, iter_steps
-from buffer.logs.trajectory_log import read_log
+from buffer.logs.trajectory_log import iter_log
 from buffer.redis_store.keys import Keys
 from buffer.redis_store.streams import pages
 from learner import checkpoint
@@ -185,7 +185,7 @@ class Left:
         return cls(
             max_lag,
             list(iter_steps(run_dir / "steps")),
-            read_log(run_dir / "trajectories"),
+            list(iter_log(run_dir / "trajectories")),
             checkpoint.read_state(checkpoint.steps(run_dir / "checkpoints")[-1]),
             waiting,
             {g.ticket.number for _, g in groups(client, RUN)},

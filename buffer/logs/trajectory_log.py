@@ -1,7 +1,7 @@
 """The trajectory log: every group that the learner used, one row group for each step
 (buffer/logs/parquet_log.py).
 
-buffer/logs/trajectory_schema.py describes the columns. Any Parquet reader can read them, and `read_log` returns
+buffer/logs/trajectory_schema.py describes the columns. Any Parquet reader can read them, and `iter_log` yields
 them as Groups.
 """
 
@@ -38,16 +38,6 @@ class TrajectoryLog(ParquetLog):
             self.append_rows(lambda: groups_to_table(step, version, groups, episodes))
 
 
-def read_log(
-    directory: str | Path, from_step: int = 0, to_step: int | None = None
-) -> list[tuple[int, list[Group]]]:
-    """Returns (step, groups) of the steps in [from_step, to_step), in the order in which the learner used them.
-
-    Raises RecordError for a part that is not a trajectory log or is of a newer schema.
-    """
-    return list(iter_log(directory, from_step, to_step))
-
-
 def iter_log(
     directory: str | Path,
     from_step: int = 0,
@@ -55,8 +45,12 @@ def iter_log(
     *,
     validate: bool = True,
 ) -> Iterator[tuple[int, list[Group]]]:
-    """Yields what `read_log` returns, with one step in memory at a time. Without `validate`, groups that are
-    not valid are yielded too, so that a caller can find out what is wrong with them."""
+    """Yields (step, groups) of the steps in [from_step, to_step), in the order in which the learner used them,
+    with one step in memory at a time. Without `validate`, groups that are not valid are yielded too, so that a
+    caller can find out what is wrong with them.
+
+    Raises RecordError for a part that is not a trajectory log or is of a newer schema.
+    """
     steps = groupby(row_groups(Path(directory), TRAJECTORY_LOG_FORMAT), key=lambda rows: rows.step)
     for step, parts in steps:
         if from_step <= step and (to_step is None or step < to_step):

@@ -20,7 +20,7 @@ from areal_q.config import Run
 from areal_q.observability.metrics_log import read_metrics
 from areal_q.system.run_dir import METRICS_FILE, claimed, has_checkpoint
 from bench.chaos.foreign_hand import ForeignHand
-from buffer.logs.trajectory_log import read_log
+from buffer.logs.trajectory_log import iter_log
 from buffer.weight_sync import WeightSource
 from learner.build import build_learner
 from learner.loop import Learner
@@ -121,7 +121,7 @@ async def test_no_record_of_a_foreign_hand_ends_learner_or_worker(
     assert steps[-1]["buffer/quarantined"] > 0
     assert max(map(len, file.read_bytes().splitlines())) < 100_000
     assert steps[-1]["buffer/duplicates"] > 0
-    taken = [g.ticket.number for _, groups in read_log(directory / "trajectories") for g in groups]
+    taken = [g.ticket.number for _, groups in iter_log(directory / "trajectories") for g in groups]
     assert len(taken) == len({*taken}) == 2 * STEPS * run.learner.groups
     replayed = run_here("replay", replay.main, str(directory))
     assert replayed.returncode == 0 and "bit for bit" in replayed.stdout, replayed

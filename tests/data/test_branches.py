@@ -24,7 +24,7 @@ from areal_q.messages import (
     parts,
 )
 from buffer.admin.tables import group_facts
-from buffer.logs.trajectory_log import TrajectoryLog, read_log
+from buffer.logs.trajectory_log import TrajectoryLog, iter_log
 from buffer.logs.trajectory_schema import groups_from_table, groups_to_table, has_episodes
 
 MakeGroup = Callable[..., Group]
@@ -148,4 +148,4 @@ def test_a_log_without_branches_is_as_it_was(tmp_path, make_group: MakeGroup) ->
     (only,) = (tmp_path / "plain").iterdir()
     assert first.read_bytes() == only.read_bytes()
     assert ["branches" in pq.read_schema(p).names for p in (first, later)] == [False, True]
-    assert read_log(tmp_path / "tree") == [(0, [plain]), (1, [tree]), (2, [plain])]
+    assert list(iter_log(tmp_path / "tree")) == [(0, [plain]), (1, [tree]), (2, [plain])]

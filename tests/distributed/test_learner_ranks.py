@@ -20,7 +20,7 @@ from areal_q.config import Run, dump_toml
 from areal_q.models import load_decoder
 from areal_q.observability.metrics_log import read_metrics
 from bench.chaos.foreign_hand import ForeignHand
-from buffer.logs.trajectory_log import read_log
+from buffer.logs.trajectory_log import iter_log
 from learner import checkpoint
 
 STEPS = 8
@@ -140,7 +140,7 @@ def test_forged_records_end_neither_of_two_ranks(
     assert [r["step"] for r in records] == list(range(1, STEPS + 1))
     assert records[-1]["buffer/quarantined"] > 0
     taken = [
-        g.ticket.number for _, groups in read_log(tmp_path / "two/trajectories") for g in groups
+        g.ticket.number for _, groups in iter_log(tmp_path / "two/trajectories") for g in groups
     ]
     assert len(taken) == len({*taken}) == STEPS * run.learner.groups
 

@@ -19,7 +19,7 @@ from helpers.commands import wait_until
 from areal_q.messages import WorkerStatus, decode_status
 from areal_q.observability.metrics_log import read_metrics
 from areal_q.system.run_dir import METRICS_FILE
-from buffer.logs.trajectory_log import read_log
+from buffer.logs.trajectory_log import iter_log
 from buffer.redis_store.keys import Keys
 
 KEYS = Keys("twice")
@@ -144,7 +144,7 @@ def test_a_learner_stopped_beyond_its_lease_writes_nothing(
     until_step(tmp_path / "b", at + 2, second, processes.worker("w1"))
     second.send_signal(signal.SIGTERM)
     assert second.wait() == 143
-    log = read_log(tmp_path / "b" / "twice" / "trajectories")
+    log = list(iter_log(tmp_path / "b" / "twice" / "trajectories"))
     uses = Counter(group.ticket.number for _, taken in log for group in taken)
     assert [step for step, _ in log] == list(range(len(log)))
     assert set(uses.values()) == {1}
@@ -165,7 +165,7 @@ def test_a_worker_rebuilds_itself_for_another_run(processes: Processes, tmp_path
     assert processes.said("w0").count("setting up anew") == 1
     rewards, ids = {}, {}
     for name in ("a", "b"):
-        log = read_log(tmp_path / name / "twice" / "trajectories")
+        log = list(iter_log(tmp_path / name / "twice" / "trajectories"))
         groups = [group for _, taken in log for group in taken]
         cut = [t for g in groups for t in g.trajectories if t.finish_reason == "length"]
         rewards[name] = {t.reward - t.reward_parts["correct"] for t in cut}
@@ -196,6 +196,6 @@ def test_a_worker_takes_no_weights_of_an_earlier_run(
             assert found.run_id == earlier or found.version == -1
     processes.worker("w1")
     assert second.wait() == 0
-    log = read_log(tmp_path / "b" / "twice" / "trajectories")
+    log = list(iter_log(tmp_path / "b" / "twice" / "trajectories"))
     assert {group.worker for _, taken in log for group in taken} == {"w1"}
     assert processes.said("w0").count(refused) == 1

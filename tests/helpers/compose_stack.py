@@ -20,7 +20,7 @@ import yaml
 from helpers.paths import ROOT
 
 from areal_q.observability.metrics_log import Record
-from buffer.logs.trajectory_log import read_log
+from buffer.logs.trajectory_log import iter_log
 
 COMPOSE = ROOT / "docker" / "compose.yaml"
 SMALL = [
@@ -244,7 +244,7 @@ class Stack:
         self("cp", "learner:/runs/quickstart", str(target))
         lines = (target / "metrics.jsonl").read_text().splitlines()
         *_, last = [r for r in map(msgspec.json.decode, lines) if r["kind"] == "step"]
-        log = read_log(target / "trajectories")
+        log = list(iter_log(target / "trajectories"))
         numbers = [group.ticket.number for _, groups in log for group in groups]
         return numbers, last["buffer/dropped_stale"]
 

@@ -38,7 +38,7 @@ from areal_q.quant.state_dict import rest_in_bf16
 from areal_q.tasks import Score
 from areal_q.weights.version import WeightVersion
 from bench.records import drawn_trajectory, make_group, make_ticket
-from buffer.logs.trajectory_log import TrajectoryLog, read_log
+from buffer.logs.trajectory_log import TrajectoryLog, iter_log
 from buffer.logs.trajectory_schema import groups_from_table, groups_to_table
 from learner import checkpoint
 from learner.backends.data_parallel import ALONE
@@ -223,7 +223,7 @@ def test_routes_go_through_message_and_log_bit_for_bit(
     log = TrajectoryLog(tmp_path)
     log.append(0, 0, groups)
     log.close()
-    assert read_log(tmp_path) == [(0, groups)]
+    assert list(iter_log(tmp_path)) == [(0, groups)]
 
 
 def tree(model: Decoder) -> tuple[list[int], Trajectory, list[Completion]]:

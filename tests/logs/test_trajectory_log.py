@@ -19,7 +19,7 @@ from areal_q.messages import encode
 from buffer.logs import parquet_log
 from buffer.logs import trajectory_log as log_module
 from buffer.logs.step_log import StepLog, iter_steps
-from buffer.logs.trajectory_log import TrajectoryLog, read_log
+from buffer.logs.trajectory_log import TrajectoryLog, iter_log
 from buffer.logs.trajectory_schema import TRAJECTORY_SCHEMA, groups_from_table, groups_to_table
 
 
@@ -41,8 +41,8 @@ def test_the_log_reads_back_what_was_appended(tmp_path, make_ticket, make_group)
         if step == 1:
             log.flush()
     log.close()
-    assert read_log(tmp_path / "log") == list(enumerate(batches))
-    assert read_log(tmp_path / "log", 1, 3) == [(1, batches[1]), (2, batches[2])]
+    assert list(iter_log(tmp_path / "log")) == list(enumerate(batches))
+    assert list(iter_log(tmp_path / "log", 1, 3)) == [(1, batches[1]), (2, batches[2])]
 
 
 def test_log_probs_keep_every_bit_and_columns_their_types(tmp_path, make_group):
@@ -77,12 +77,12 @@ print("written", flush=True); time.sleep(60)
         assert child.stdout is not None
         assert child.stdout.readline() == "written\n"
         os.kill(child.pid, signal.SIGKILL)
-    assert read_log(tmp_path / "log") == [(0, [make_group()])]
+    assert list(iter_log(tmp_path / "log")) == [(0, [make_group()])]
     log = TrajectoryLog(tmp_path / "log", resume_at=1)
     assert not list((tmp_path / "log").glob(".*"))
     log.append(1, 1, [make_group()])
     log.close()
-    assert [step for step, _ in read_log(tmp_path / "log")] == [0, 1]
+    assert [step for step, _ in iter_log(tmp_path / "log")] == [0, 1]
 
 
 @pytest.mark.parametrize("resume_at", range(8))
@@ -99,7 +99,7 @@ def test_reopening_at_a_step_drops_the_abandoned_steps(
     for step in range(resume_at, 9):
         log.append(step, step, [make_group(make_ticket(100 + step))])
     log.close()
-    numbers = [(step, g.ticket.number) for step, batch in read_log(tmp_path) for g in batch]
+    numbers = [(step, g.ticket.number) for step, batch in iter_log(tmp_path) for g in batch]
     kept = [(s, s) for s in range(min(resume_at, 7))]
     assert numbers == kept + [(s, 100 + s) for s in range(resume_at, 9)]
 
@@ -146,7 +146,7 @@ def test_parts_beyond_a_million_stay_in_order(tmp_path, make_ticket, make_group,
         log = TrajectoryLog(tmp_path, resume_at=step)
         log.append(step, step, [make_group(make_ticket(step))])
         log.close()
-    assert [step for step, _ in read_log(tmp_path)] == [0, 1, 2]
+    assert [step for step, _ in iter_log(tmp_path)] == [0, 1, 2]
 
 
 def test_append_waits_only_once_the_writers_queue_is_full(tmp_path, make_group, monkeypatch):
@@ -169,7 +169,7 @@ def test_append_waits_only_once_the_writers_queue_is_full(tmp_path, make_group, 
     gate.set()
     fifth.join()
     log.close()
-    assert len(read_log(tmp_path)) == parquet_log.QUEUE_STEPS + 1
+    assert len(list(iter_log(tmp_path))) == parquet_log.QUEUE_STEPS + 1
 
 
 def test_an_error_of_the_writer_reaches_the_learner(tmp_path, make_group, monkeypatch):
@@ -184,7 +184,7 @@ def test_an_error_of_the_writer_reaches_the_learner(tmp_path, make_group, monkey
         log.flush()
     with pytest.raises(LogError, match="No space"):
         log.close()
-    assert read_log(tmp_path) == []
+    assert list(iter_log(tmp_path)) == []
 
 
 def test_a_part_of_a_newer_schema_or_of_somebody_else_is_refused(tmp_path, make_group):
@@ -193,10 +193,10 @@ def test_a_part_of_a_newer_schema_or_of_somebody_else_is_refused(tmp_path, make_
     for metadata in (newer, None):
         pq.write_table(table.replace_schema_metadata(metadata), tmp_path / "part-000000.parquet")
         with pytest.raises(RecordError, match="log schema"):
-            read_log(tmp_path)
+            list(iter_log(tmp_path))
     (tmp_path / "part-000000.parquet").write_bytes(b"PAR1 torn")
     with pytest.raises(RecordError, match="part-000000"):
-        read_log(tmp_path)
+        list(iter_log(tmp_path))
 
 
 FULL_DISK = """
