@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from areal_q.messages.tokens import common
 from areal_q.tasks.base import Message, Tool
 from rollout.engines.base import Completion
 from rollout.environments.base import Response
@@ -85,11 +86,3 @@ def _nearest(response: Response, prompt: list[int], context: list[int]) -> tuple
 
     best = max(range(len(shared)), key=order)
     return best, shared[best], shared[best] == lengths[best]
-
-
-def common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Returns the length of the longest common beginning."""
-    length = min(len(a), len(b))
-    if a[:length] == b[:length]:  # mostly, and much faster
-        return length
-    return next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)

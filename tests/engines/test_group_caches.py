@@ -14,6 +14,7 @@ from transformers import LlamaConfig
 from areal_q.config import HfEngine, Sampling, TorchEngine
 from areal_q.config.run import ROUNDS_ACTIVATIONS
 from areal_q.errors import WeightVersionError
+from areal_q.messages.tokens import common
 from areal_q.models import DecoderConfig
 from areal_q.models.foreign import COMPUTED_BY, TRANSFORMERS
 from areal_q.models.low_bit.engine_policy import engine_policy
@@ -23,7 +24,6 @@ from rollout.engines import build_engine
 from rollout.engines.base import Completion, Request
 from rollout.engines.group_caches import GroupStepper
 from rollout.engines.reference.async_engine import Job
-from rollout.environments.episode_tree import common
 
 PROMPT = [3, 1, 20, 7, 9, 2]
 

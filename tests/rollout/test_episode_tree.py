@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_q.messages import VersionSpan, parts
+from areal_q.messages.tokens import common
 from areal_q.tasks import Score
 from rollout.engines.base import Completion
 from rollout.environments.base import Response
-from rollout.environments.episode_tree import common, path_of, record
+from rollout.environments.episode_tree import path_of, record
 
 PROMPT = [1, 2, 3]
 TOKENS = st.lists(st.integers(1, 3), max_size=4)

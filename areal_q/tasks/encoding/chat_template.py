@@ -11,8 +11,9 @@ from typing import Any
 
 from areal_q.config.tasks import Chat
 from areal_q.errors import ConfigError, TaskError
+from areal_q.messages.tokens import common
 from areal_q.tasks.base import NO_VARIABLES, Message, Tool, Variables
-from areal_q.tasks.encoding.transcripts import assistant_parts, common
+from areal_q.tasks.encoding.transcripts import assistant_parts
 
 MARK = "\x02the assistant\x03"
 """A text that no chat template changes and no conversation contains"""

@@ -77,9 +77,3 @@ def _part(
     if end is None:
         raise TaskError(f"message {place + 1}: the chat template ends it with no special token")
     return Part(start, end.end())
-
-
-def common(one: Sequence[object], other: Sequence[object]) -> int:
-    """Returns how many items at the beginning of both are the same."""
-    pairs = zip(one, other, strict=False)
-    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
