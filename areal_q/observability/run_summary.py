@@ -5,13 +5,14 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from string import Formatter
-from typing import Any
+from typing import Any, TypeVar
 
 from areal_q.config import Run
 from areal_q.observability.learning_faults import Fault, learning_faults
 from areal_q.observability.metrics_log import Record
 from areal_q.system.disk import size
 
+_T = TypeVar("_T")
 SUMMARY_ROWS = (
     ("staleness", "{lag/mean:.2f} versions on average, {lag/max:.0f} at most"),
     (
@@ -329,6 +330,13 @@ def mean(records: Iterable[Record], key: str) -> float | None:
     """Returns the mean of all finite values of `key`; None if there are none."""
     values = [r[key] for r in records if r.get(key) is not None]
     return sum(values) / len(values) if values else None
+
+
+def evenly(rows: Sequence[_T], most: int) -> list[_T]:
+    """Returns at most `most` of `rows`, evenly spaced from the first to the last."""
+    count = min(most, len(rows))
+    chosen = {round(i * (len(rows) - 1) / max(1, count - 1)) for i in range(count)}
+    return [rows[i] for i in sorted(chosen)]
 
 
 def duration(seconds: float) -> str:

@@ -20,7 +20,7 @@ from areal_q.errors import LogError
 from areal_q.evaluation.estimates import read_evaluations
 from areal_q.observability.metric_table import METRICS, Metric
 from areal_q.observability.metrics_log import Record, read_metrics
-from areal_q.observability.run_summary import Summary, in_time, mean, summarize
+from areal_q.observability.run_summary import Summary, evenly, in_time, mean, summarize
 from areal_q.system.files import by_number
 from areal_q.system.run_dir import METRICS_FILE, flat
 from buffer.logs.token_log import MARKS
@@ -206,13 +206,14 @@ def different_settings(runs: Sequence[Run]) -> list[dict[str, Any]]:
 def _words(run: Reported) -> dict[str, Any]:
     summary = run.summary
     last = max((r["step"] for r in run.records), default=0)
+    sampled = evenly([r for r in run.evals if r.get("samples")], MAX_SAMPLED)
     return {
         "name": run.name,
         "title": summary.title if run.ended else f"at step {last} of {run.run.steps}",
         "ended": run.ended,
         "rows": summary.rows,
         "answers": summary.answers,
-        "samples": [{"step": r["step"], "samples": r["samples"]} for r in _sampled(run.evals)],
+        "samples": [{"step": r["step"], "samples": r["samples"]} for r in sampled],
         "evaluations": [
             {"task": e.task, "format": e.format, "says": ", ".join(map(str, e.estimates))}
             for e in read_evaluations(run.directory)
@@ -222,13 +223,6 @@ def _words(run: Reported) -> dict[str, Any]:
         "note": run.pieces.note,
         "logged": {"steps": len(run.index.steps), "trajectories": run.index.num_trajectories},
     }
-
-
-def _sampled(evals: list[Record]) -> list[Record]:
-    evals = [r for r in evals if r.get("samples")]
-    count = min(MAX_SAMPLED, len(evals))
-    chosen = {round(i * (len(evals) - 1) / max(1, count - 1)) for i in range(count)}
-    return [evals[i] for i in sorted(chosen)]
 
 
 def _by_worker(run: Reported) -> dict[str, list[Record]]:

@@ -19,6 +19,7 @@ from rich.text import Text
 from areal_q.config import External, Python, PythonEnvironment, Run, override
 from areal_q.errors import ConfigError, LogError, TaskError
 from areal_q.messages import Group, Ticket
+from areal_q.observability.run_summary import evenly
 from areal_q.system.command import one_line
 from areal_q.tasks import (
     Problem,
@@ -34,7 +35,7 @@ from areal_q.tasks import (
 from areal_q.tasks.lazy import Lazy
 from areal_q.tasks.ordering.mixture import parts_of
 from buffer.logs.trajectory_log import iter_log
-from learner.replay.tables import evenly
+from learner.replay.tables import MAX_ROWS
 
 logger = logging.getLogger(__name__)
 _OF_REWARDS = re.compile(r"(task\.sources\.[^.]+\.)?(reward|reward\..+|task\.(grader|path))")
@@ -258,7 +259,7 @@ def rows_table(found: Rescored) -> Table:
     titles = ("step", task, "responses", "not scored", "reward\nlogged", "\nnow", "alike")
     for title in (*titles, "uniform groups\nlogged", "\nnow"):
         table.add_column(title, justify="right")
-    for row in evenly(found.rows):
+    for row in evenly(found.rows, MAX_ROWS):
         shares = (row.alike, row.uniform_logged, row.uniform_now)
         alike, *uniform = (f"{share:.0%}" for share in shares)
         means = (f"{mean:.3g}" for mean in (row.logged, row.now))

@@ -3,17 +3,17 @@
 import csv
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from areal_q.observability.metric_table import METRICS, Metric
+from areal_q.observability.run_summary import evenly
 
 if TYPE_CHECKING:
     from learner.replay.replay_steps import Replayed
 
 MAX_ROWS = 20
-T = TypeVar("T")
 
 
 def compared(steps: Sequence["Replayed"]) -> list[Metric]:
@@ -32,17 +32,10 @@ def side_by_side(steps: Sequence["Replayed"], width: int) -> Table:
     for metric in columns:
         table.add_column(f"{metric.name}\nlogged", justify="right", style="dim", no_wrap=True)
         table.add_column("\nnow", justify="right", no_wrap=True)
-    for one in evenly(steps):
+    for one in evenly(steps, MAX_ROWS):
         pairs = ((one.record.metrics.get(m.key), one.metrics.get(m.key)) for m in columns)
         table.add_row(str(one.record.step), *(_number(x) for pair in pairs for x in pair))
     return table
-
-
-def evenly(rows: Sequence[T]) -> list[T]:
-    """Returns at most MAX_ROWS of `rows`, evenly spaced from the first to the last."""
-    count = min(MAX_ROWS, len(rows))
-    chosen = {round(i * (len(rows) - 1) / max(1, count - 1)) for i in range(count)}
-    return [rows[i] for i in sorted(chosen)]
 
 
 def every_metric(one: "Replayed") -> Table:
