@@ -13,6 +13,7 @@ from areal_q.observability.run_summary import (
     ACCURACY,
     LIVE_ROWS,
     SUPERVISED_ROWS,
+    best_of,
     duration,
     figures,
     is_supervised,
@@ -89,7 +90,7 @@ def _figures(history: History, width: int) -> RenderableType:
     if history.evals and "eval/loss" in history.evals[-1]:
         rows.insert(1, ("held-out", shown("{eval/loss:.4f} nats a token", history.evals[-1])))
     elif heldout := of_heldout(history.evals):
-        best = history.best_eval
+        best = best_of(heldout, "eval/accuracy", history.run)
         told = f", best {shown(ACCURACY, best)} at {best['step']}" if best else ""
         told += unscored(heldout[-1], "eval")
         rows.insert(1, ("held-out", shown(ACCURACY, heldout[-1]) + told))

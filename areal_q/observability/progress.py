@@ -14,7 +14,6 @@ from areal_q.observability.run_summary import (
     Gap,
     duration,
     held_out,
-    in_time,
     of_heldout,
     set_accuracies,
     shown,
@@ -130,13 +129,6 @@ class History:
         if abs(change) <= 2 * error:
             way = "level"
         return f"{fmean(self._first):.3f} → {fmean(now):.3f}, {way}"
-
-    @property
-    def best_eval(self) -> Record | None:
-        """The evaluation with the best held-out accuracy, of those that were answered in time; None without."""
-        key = "eval/accuracy"
-        timely = (r for r in of_heldout(self.evals) if in_time(r, key, self.run))
-        return max(timely, key=lambda r: r.get(key) or 0.0, default=None)
 
     @property
     def sets(self) -> dict[str, float | None]:

@@ -10,7 +10,7 @@ from areal_q.config import Run
 from areal_q.errors import RecordError
 from areal_q.observability.learning_faults import learning_faults
 from areal_q.observability.metrics_log import MetricsLog, Record, read_metrics
-from areal_q.observability.run_summary import in_time
+from areal_q.observability.run_summary import best_of
 from areal_q.system.files import try_lock
 from areal_q.system.run_dir import METRICS_FILE, checkpoints_of
 
@@ -72,9 +72,8 @@ def best_checkpoint(
     without one by the held-out accuracy; None if none was evaluated."""
     metric, steps = run.eval.best or "eval/accuracy", checkpoints_of(directory)
     evals = [r for r in records if r["kind"] == "eval" and r["step"] in steps]
-    counting = [r for r in evals if r.get(metric) is not None and in_time(r, metric, run)]
-    known = [(r["step"], metric, r[metric]) for r in counting]
-    return max(known, key=lambda found: found[2], default=None)
+    found = best_of((r for r in evals if r.get(metric) is not None), metric, run)
+    return (found["step"], metric, found[metric]) if found else None
 
 
 def is_held(directory: Path) -> bool:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from string import Formatter
 from typing import Any, TypeVar
@@ -191,6 +191,14 @@ def in_time(record: Record, key: str, run: Run) -> bool:
     return late <= max(1, run.learner.max_lag) and late < every
 
 
+def best_of(
+    evals: Iterable[Record], key: str, run: Run, best: Callable[..., Any] = max
+) -> Record | None:
+    """Returns the evaluation with the best value of `key`, of those that count (`in_time`); None without."""
+    timely = (r for r in evals if in_time(r, key, run))
+    return best(timely, key=lambda r: r.get(key) or 0.0, default=None)
+
+
 def of_heldout(evals: Iterable[Record]) -> list[Record]:
     """Returns the evaluations that asked held-out problems, and not sets alone."""
     of_them = {"eval/problems", "eval/accuracy", "eval/loss"}
@@ -249,8 +257,7 @@ def _held_out_rows(evals: list[Record], run: Run) -> Iterable[tuple[str, str]]:
         problems += unscored(last, "eval")
         times = f"from {duration(first['elapsed_s'])} to {duration(last['elapsed_s'])}{problems}"
         yield label, f"{shown(template, first)} → {shown(template, last)}   ({times})"
-        if timely := [r for r in known if in_time(r, key, run)]:
-            top = best(timely, key=lambda r: r.get(key) or 0.0)
+        if top := best_of(known, key, run, best):
             yield "best", f"{shown(template, top)} at step {top['step']}"
 
 

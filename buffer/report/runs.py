@@ -20,7 +20,7 @@ from areal_q.errors import LogError
 from areal_q.evaluation.estimates import read_evaluations
 from areal_q.observability.metric_table import METRICS, Metric
 from areal_q.observability.metrics_log import Record, read_metrics
-from areal_q.observability.run_summary import Summary, evenly, in_time, mean, summarize
+from areal_q.observability.run_summary import Summary, best_of, evenly, mean, summarize
 from areal_q.system.files import by_number
 from areal_q.system.run_dir import METRICS_FILE, flat
 from buffer.logs.token_log import MARKS
@@ -178,9 +178,8 @@ def _final_and_best(run: Reported, metric: Metric) -> dict[str, Any]:
     found = [r for r in records if r.get(key) is not None]
     last = found[-1:] if key.startswith("eval/") else found[-max(1, len(found) // 10) :]
     out: dict[str, Any] = {"final": mean(last, key), "best": None, "step": None}
-    timely = [r for r in found if in_time(r, key, run.run)]
-    if metric.best and timely:
-        best = (max if metric.best == "max" else min)(timely, key=lambda r: r[key])
+    order = min if metric.best == "min" else max
+    if metric.best and (best := best_of(found, key, run.run, order)):
         out |= {"best": best[key], "step": best["step"]}
     return out
 

@@ -10,7 +10,7 @@ from areal_q.cli.picture import picture
 from areal_q.config import load
 from areal_q.observability.metrics_log import MetricsLog
 from areal_q.observability.progress import History, ProgressLog
-from areal_q.observability.run_summary import summarize
+from areal_q.observability.run_summary import best_of, summarize
 from learner.heldout_eval import BestVersion
 
 
@@ -87,7 +87,7 @@ def test_no_view_calls_a_late_evaluation_the_best(settings, late_by, best):
         version.add(50 * number, values)
 
     assert version.step == (-1 if best is None else best)
-    assert (history.best_eval or {}).get("step") == best
+    assert (best_of(history.evals, "eval/accuracy", run) or {}).get("step") == best
     told = dict(summarize(history.evals, run).rows).get("best")
     assert told == (None if best is None else f"0.200 at step {best}")
     console = Console(width=120, record=True, file=StringIO())
