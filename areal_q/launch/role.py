@@ -87,7 +87,8 @@ def main(
     if role == "worker-once":
         found = _found(place, head, redis)
         if head:
-            _await_redis(found.redis)
+            gone = ConfigError(f"{found.redis}: no Redis answers, so the learner's host has ended")
+            _await_redis(found.redis, _GIVE_UP_S, _LOOK_S, gone)
         named = ["--id", id] if id else []
         settings = ["--config", str(place / SETTINGS), "--keys", str(place / KEYS)]
         where = ["--redis", found.redis, "--run", run.name]
@@ -171,13 +172,13 @@ def _found(place: Path, head: str, redis: str, start: str = "") -> Endpoint:
         time.sleep(_LOOK_S)
 
 
-def _await_redis(url: str) -> None:
-    """Waits until Redis answers. Raises ConfigError after _GIVE_UP_S."""
-    deadline = time.monotonic() + _GIVE_UP_S
+def _await_redis(url: str, seconds: float, pause_s: float, late: Exception) -> None:
+    """Waits until Redis answers. Raises `late` after `seconds`."""
+    deadline = time.monotonic() + seconds
     while not answers(url):
         if time.monotonic() > deadline:
-            raise ConfigError(f"{url}: no Redis answers, so the learner's host has ended")
-        time.sleep(_LOOK_S)
+            raise late
+        time.sleep(pause_s)
 
 
 def _learner(place: Path, at: Endpoint, nodes: int, rank: int, ranks: int) -> list[str]:
@@ -214,13 +215,8 @@ def _redis(place: Path, endpoint: Endpoint, started_here: bool) -> Iterator[None
             preexec_fn=die_with_parent(),
         )
     try:
-        deadline = time.monotonic() + _START_S
-        while not answers(endpoint.redis):
-            if time.monotonic() > deadline:
-                raise BufferUnavailable(
-                    f"{endpoint.redis}: Redis did not answer within {_START_S:.0f} s"
-                )
-            time.sleep(0.2)
+        late = BufferUnavailable(f"{endpoint.redis}: Redis did not answer within {_START_S:.0f} s")
+        _await_redis(endpoint.redis, _START_S, 0.2, late)
         yield
     finally:
         if server is not None:
