@@ -21,8 +21,7 @@ from areal_q.tasks import CharTokenizer, Problem, Tokenizer, build_tokenizer, lo
 from areal_q.tasks.base import Message, Task, columns_of
 from areal_q.tasks.datasets.benchmark_fields import text_of
 from areal_q.tasks.datasets.conversations import problem_of
-from areal_q.tasks.datasets.jsonl_rows import read_objects
-from areal_q.tasks.datasets.row_files import is_columnar
+from areal_q.tasks.datasets.row_files import is_columnar, read_objects
 from areal_q.tasks.lazy import Lazy
 from areal_q.tasks.ordering.mixture import Joined, parts_of
 from areal_q.tasks.shuffle import shuffled

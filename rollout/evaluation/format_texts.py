@@ -14,7 +14,7 @@ from areal_q.errors import ConfigError, TaskError
 from areal_q.models import Decoder
 from areal_q.quant import quantize_state
 from areal_q.tasks import Tokenizer
-from areal_q.tasks.datasets.jsonl_rows import read_objects
+from areal_q.tasks.datasets.row_files import read_objects
 from areal_q.weights.version import WeightVersion, pack_version
 from rollout.engines import build_engine
 from rollout.engines.base import Engine, Request

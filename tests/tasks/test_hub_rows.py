@@ -12,7 +12,7 @@ from areal_q.config import Sft, load
 from areal_q.config.tasks import Calculator, Choice, Gsm8k, Jsonl, Math
 from areal_q.errors import ConfigError, TaskError
 from areal_q.tasks import asked_of, build_task
-from areal_q.tasks.datasets.row_files import is_columnar, is_on_hub, read_rows_as
+from areal_q.tasks.datasets.row_files import is_columnar, is_on_hub, read_objects
 from learner.supervised.demonstrations import read_demonstrations
 
 ROW = {
@@ -85,7 +85,7 @@ def test_sets_sources_and_demonstrations_read_the_hub(asked: list[Any]):
     ],
 )
 def test_config_split_and_revision_are_in_the_name(path: str, read: Any, asked: list[Any]):
-    assert read_rows_as(path, dict)[3][0] == f"{path}[3]" and asked == [read]
+    assert read_objects(path)[3][0] == f"{path}[3]" and asked == [read]
     assert is_columnar(path)
 
 
@@ -98,7 +98,7 @@ def test_a_path_is_none_of_the_hub(path: str, tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     assert not is_on_hub(path)
     with pytest.raises(TaskError, match=f"^{path}: ((?!Hub).)*$"):
-        read_rows_as(path, dict)
+        read_objects(path)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from areal_q.config.tasks import Choice, Jsonl, Math
 from areal_q.errors import TaskError
 from areal_q.tasks.base import Problem, columns_of
 from areal_q.tasks.datasets.conversations import problem_of
-from areal_q.tasks.datasets.jsonl_rows import read_objects
+from areal_q.tasks.datasets.row_files import read_objects
 from areal_q.tasks.grading.boxed import last_boxed
 
 _Row = dict[str, Any]

@@ -1,13 +1,13 @@
 """Rows of data as questions with worked answers, or as they are, and their split. Imports no torch."""
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from areal_q.errors import TaskError
 from areal_q.tasks.base import columns_of
-from areal_q.tasks.datasets.row_files import converted, read_rows_as
+from areal_q.tasks.datasets.row_files import converted, read_objects
 
 T = TypeVar("T")
 
@@ -36,12 +36,6 @@ def read_rows(path: str) -> list[Row]:
         Row(where, line.question, line.answer, columns_of(row, where))
         for (where, row), (_, line) in zip(rows, converted(rows, _Line), strict=True)
     ]
-
-
-def read_objects(path: str) -> list[tuple[str, dict[str, Any]]]:
-    """Returns pairs of a place, such as `train.jsonl:12`, and the object there. Raises as `read_rows`
-    does."""
-    return read_rows_as(path, dict[str, Any])
 
 
 def split_heldout(rows: Sequence[T], share: float, path: str) -> tuple[Sequence[T], Sequence[T]]:

@@ -29,6 +29,7 @@ from areal_q.decode_errors import in_words, untyped
 from areal_q.errors import ConfigError, TaskError, installing
 
 T = TypeVar("T")
+_Object = dict[str, Any]
 _FORMATS = "; it takes JSON lines, JSON, CSV, Parquet and directories of save_to_disk"
 _PARQUET = b"PAR1"
 _ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
@@ -43,25 +44,25 @@ _LONGEST = 240
 """Characters of what `datasets` says that an error repeats"""
 
 
-def read_rows_as(path: str, kind: type[T]) -> list[tuple[str, T]]:
-    """Returns pairs of a place, such as `train.jsonl:12` or `train.parquet[11]`, and the row there as a `kind`.
-    Raises TaskError with the place, for data that cannot be read or do not fit the kind, and ConfigError if the
-    Hub needs an extra that is not installed."""
+def read_objects(path: str) -> list[tuple[str, _Object]]:
+    """Returns pairs of a place, such as `train.jsonl:12` or `train.parquet[11]`, and the row there, an object.
+    Raises TaskError with the place, for data that cannot be read or are none, and ConfigError if the Hub needs
+    an extra that is not installed."""
     if is_on_hub(path):
-        return converted(_hub_rows(path), kind)
+        return converted(_hub_rows(path), _Object)
     try:
         if Path(path).is_dir():
-            return converted(_saved_rows(path), kind)
+            return converted(_saved_rows(path), _Object)
         data = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8)
         if data.startswith(_PARQUET) or path.endswith(".parquet"):
-            return converted(_parquet_rows(path), kind)
+            return converted(_parquet_rows(path), _Object)
         if path.endswith((".csv", ".tsv")):
-            return converted(_text_rows(path, data), kind)
+            return converted(_text_rows(path, data), _Object)
     except OSError as error:
         raise TaskError(f"{path}: {error.strerror or error}") from error
     if data.lstrip().startswith(b"[") and isinstance(rows := untyped(data), list):
-        return converted(((f"{path}[{i}]", row) for i, row in enumerate(rows)), kind)
-    return _lines(path, data, kind)
+        return converted(((f"{path}[{i}]", row) for i, row in enumerate(rows)), _Object)
+    return _lines(path, data)
 
 
 def is_columnar(path: str) -> bool:
@@ -80,8 +81,8 @@ def is_on_hub(path: str) -> bool:
     return not any(map(os.path.exists, (path, named[1])))
 
 
-def _lines(path: str, data: bytes, kind: type[T]) -> list[tuple[str, T]]:
-    decoder = msgspec.json.Decoder(kind)
+def _lines(path: str, data: bytes) -> list[tuple[str, _Object]]:
+    decoder = msgspec.json.Decoder(_Object)
     rows = []
     for number, text in enumerate(data.splitlines(), 1):
         if text.strip():
@@ -89,7 +90,7 @@ def _lines(path: str, data: bytes, kind: type[T]) -> list[tuple[str, T]]:
             try:
                 rows.append((where, decoder.decode(text)))
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                why = in_words(error, kind, untyped(text))
+                why = in_words(error, _Object, untyped(text))
                 fits = isinstance(error, msgspec.ValidationError) and not why.startswith("must be")
                 raise TaskError(f"{where}: {why}{'' if fits else _ONE_A_LINE}") from error
     return rows
