@@ -68,6 +68,14 @@ def in_words(error: Exception, kind: Any = None, value: Any = msgspec.UNSET) -> 
     return f"{given if path else ''}{refusal}"
 
 
+def fitted(value: Any, kind: Any, error: type[Exception], where: str = "") -> Any:
+    """Returns `value` as a `kind`. Raises `error`, with one clause on why it does not fit after `where`."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as misfit:
+        raise error(where + in_words(misfit, kind, value)) from misfit
+
+
 def untyped(data: bytes) -> Any:
     """Returns the content of JSON as plain values, for `in_words`; UNSET if it cannot be decoded."""
     try:

@@ -3,10 +3,9 @@ rule. What `config.json` says of them, and the shapes of their tensors."""
 
 from typing import Annotated, Any, TypeVar
 
-import msgspec
 from msgspec import Meta, Struct
 
-from areal_q.decode_errors import in_words
+from areal_q.decode_errors import fitted
 from areal_q.errors import CheckpointError
 from areal_q.models.variants import STATEFUL, state_layers_of
 
@@ -179,7 +178,4 @@ def experts_of(family: str, hf: dict[str, Any]) -> Experts | None:
 
 def read(hf: dict[str, Any], kind: type[_T]) -> _T:
     """Returns those entries of `hf` that `kind` names. Raises CheckpointError for one that does not fit."""
-    try:
-        return msgspec.convert(hf, kind)
-    except msgspec.ValidationError as error:
-        raise CheckpointError(in_words(error, kind, hf)) from error
+    return fitted(hf, kind, CheckpointError)

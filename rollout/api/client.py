@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from areal_q.config import Run, Sampling, TorchEngine
-from areal_q.decode_errors import in_words
+from areal_q.decode_errors import fitted
 from areal_q.errors import ConfigError, EngineDied, installing
 from areal_q.models import Decoder
 from areal_q.tasks import Tokenizer, build_tokenizer, without_end
@@ -27,10 +27,7 @@ Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
 def sampling_of(run: Run, given: Mapping[str, Any]) -> Sampling:
     """Returns the settings of the run with those that are given. Raises ConfigError for what does not fit."""
     table = msgspec.to_builtins(run.rollout.sampling) | dict(given)
-    try:
-        return msgspec.convert(table, Sampling)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"sampling: {in_words(error, Sampling, table)}") from error
+    return fitted(table, Sampling, ConfigError, "sampling: ")
 
 
 def _parted(

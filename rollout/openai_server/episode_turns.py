@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence, Set
 import msgspec
 
 from areal_q.config import Sampling
-from areal_q.decode_errors import in_words
+from areal_q.decode_errors import fitted
 from areal_q.errors import RecordError
 from areal_q.tasks import Tokenizer
 from areal_q.tasks.base import Message, Variables
@@ -90,10 +90,7 @@ def asked_sampling(body: CompletionBody | ChatBody, settings: Sampling) -> Sampl
     asked |= {"max_tokens": body.limit, "stop": body.stops or None}
     given = {k: v for k, v in asked.items() if v is not None}
     table = msgspec.structs.asdict(settings) | given
-    try:
-        return msgspec.convert(table, Sampling)
-    except msgspec.ValidationError as error:
-        raise RecordError(in_words(error, Sampling, table)) from error
+    return fitted(table, Sampling, RecordError)
 
 
 def fixed_sampling(body: CompletionBody | ChatBody, episode: Episode) -> Sampling:

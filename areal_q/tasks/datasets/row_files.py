@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from areal_q.decode_errors import in_words, untyped
+from areal_q.decode_errors import fitted, in_words, untyped
 from areal_q.errors import ConfigError, TaskError, installing
 
 T = TypeVar("T")
@@ -98,13 +98,7 @@ def _lines(path: str, data: bytes) -> list[tuple[str, _Object]]:
 
 def converted(rows: Iterable[tuple[str, Any]], kind: type[T]) -> list[tuple[str, T]]:
     """Returns pairs of a place and a row, the rows as a `kind`. Raises TaskError with the place."""
-    found = []
-    for where, row in rows:
-        try:
-            found.append((where, msgspec.convert(row, kind)))
-        except msgspec.ValidationError as error:
-            raise TaskError(f"{where}: {in_words(error, kind, row)}") from error
-    return found
+    return [(where, fitted(row, kind, TaskError, f"{where}: ")) for where, row in rows]
 
 
 def _text_rows(path: str, data: bytes) -> Iterator[tuple[str, Any]]:

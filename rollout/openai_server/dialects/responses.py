@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from areal_q.decode_errors import in_words
+from areal_q.decode_errors import fitted
 from areal_q.errors import RecordError
 from rollout.openai_server.dialects.blocks import Block, Blocks, Change
 from rollout.openai_server.replies import Event, Reply
@@ -120,10 +120,7 @@ def decoded_chat(data: bytes) -> ChatBody:
 def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     out: list[dict[str, Any]] = []
     for i, raw in enumerate(items):
-        try:
-            item: Any = msgspec.convert(raw, _Item)
-        except msgspec.ValidationError as error:
-            raise RecordError(f"input[{i}]: {in_words(error, _Item, raw)}") from error
+        item = fitted(raw, _Item, RecordError, f"input[{i}]: ")
         refuse_unread(raw, item, f"input[{i}]", _HARMLESS)
         match item:
             case _Message(role="assistant", content=said):
