@@ -5,7 +5,6 @@ that the user can correct (one line on stderr); 130 killed by a second Ctrl-C.
 """
 
 import ast
-import os
 import sys
 from importlib import import_module
 from importlib.util import find_spec
@@ -26,7 +25,7 @@ from areal_q.system.command import (
     check_names,
     exit_with,
 )
-from areal_q.system.processes import module_command
+from areal_q.system.processes import become
 
 EXITS = (
     "Exit codes: 0 done, or stopped by Ctrl-C with a checkpoint; 143 so stopped by SIGTERM; 1 a process of the "
@@ -248,30 +247,25 @@ def version() -> None:
 @app.command(context_settings=PASS_THROUGH)
 def learner(ctx: typer.Context) -> None:
     """The learner alone, as a service."""
-    _become("learner", ctx.args)
+    become("learner", *ctx.args)
 
 
 @app.command(context_settings=PASS_THROUGH)
 def rollout(ctx: typer.Context) -> None:
     """A rollout worker alone, as a service."""
-    _become("rollout", ctx.args)
+    become("rollout", *ctx.args)
 
 
 @app.command(context_settings=PASS_THROUGH)
 def relay(ctx: typer.Context) -> None:
     """Pass weights on to the workers of a host or rack, as a service."""
-    _become("buffer.weight_sync.commands.relay", ctx.args)
+    become("buffer.weight_sync.commands.relay", *ctx.args)
 
 
 @app.command(context_settings=PASS_THROUGH)
 def buffer(ctx: typer.Context) -> None:
     """Look into a run's Redis, live or not: status, peek, export, import, requeue, purge."""
-    _become("buffer", ctx.args)
-
-
-def _become(module: str, args: list[str]) -> None:
-    """Replaces this process, so that signals and exit codes are the module's own."""
-    os.execv(sys.executable, module_command(module, *args))
+    become("buffer", *ctx.args)
 
 
 def main() -> None:

@@ -42,7 +42,7 @@ from areal_q.observability import service_log
 from areal_q.observability.supervisor import Supervisor
 from areal_q.system.command import run_command
 from areal_q.system.ports import free_ports
-from areal_q.system.processes import die_with_parent, end_with_parent, module_command
+from areal_q.system.processes import become, die_with_parent, end_with_parent, module_command
 from areal_q.system.torchrun import by_torchrun
 
 logger = logging.getLogger("role")
@@ -92,10 +92,10 @@ def main(
         named = ["--id", id] if id else []
         settings = ["--config", str(place / SETTINGS), "--keys", str(place / KEYS)]
         where = ["--redis", found.redis, "--run", run.name]
-        _become(worker_python(run), "rollout", *where, *settings, *named)
+        become("rollout", *where, *settings, *named, python=worker_python(run))
     if role == "learner-once":
         at = _found(place, head, redis, start)
-        _become(learner_python(run), *_learner(place, at, nodes, rank, ranks))
+        become(*_learner(place, at, nodes, rank, ranks), python=learner_python(run))
     if role == "learner" and rank:
         _found(place, head, redis, start)  # without end where the first host refuses this start
     elif role == "learner":
@@ -193,11 +193,6 @@ def _learner(place: Path, at: Endpoint, nodes: int, rank: int, ranks: int) -> li
     first = at.host if nodes > 1 else "127.0.0.1"
     meeting = [f"--master-addr={first}", f"--master-port={at.ranks}"]
     return [*by_torchrun(*hosts, *meeting), *arguments]
-
-
-def _become(python: str, module: str, *arguments: str) -> None:
-    """Replaces this process, so that signals and exit codes are the service's own."""
-    os.execv(python, module_command(module, *arguments, python=python))
 
 
 @contextmanager

@@ -42,6 +42,11 @@ def module_command(module: str, *arguments: str, python: str = sys.executable) -
     return [python, "-P", "-X", "utf8", "-m", module, *arguments]
 
 
+def become(module: str, *arguments: str, python: str = sys.executable) -> None:
+    """Replaces this process by a module of ours, so that signals and exit codes are the module's own."""
+    os.execv(python, module_command(module, *arguments, python=python))
+
+
 def environment_at(name: str) -> Path:
     """Returns where `areal-q setup NAME` makes its environment: below AREAL_Q_ENVIRONMENTS, or among the data
     of the user."""
