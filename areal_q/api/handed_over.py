@@ -21,7 +21,7 @@ import pyarrow as pa
 from msgspec import json
 
 from areal_q.errors import TaskError
-from areal_q.system.files import replacing
+from areal_q.system.files import write_whole
 
 Code = str | Path | Callable[..., Any]
 """A function, or where one is: "mine.py", "mine.py:name" or "package.module:name"."""
@@ -73,8 +73,7 @@ def _kept(directory: Path, name: str, suffix: str, data: bytes) -> Path:
     file = directory.resolve() / f"{name}-{digest}{suffix}"
     if not file.exists():
         directory.mkdir(parents=True, exist_ok=True)
-        with replacing(file) as scratch:
-            scratch.write_bytes(data)
+        write_whole(file, data)
     return file
 
 

@@ -24,7 +24,7 @@ from msgspec import Struct
 
 from areal_q.config import Run, dump_toml
 from areal_q.errors import ConfigError
-from areal_q.system.files import replacing, try_lock
+from areal_q.system.files import try_lock, write_whole
 from areal_q.system.processes import module_command
 from areal_q.system.run_dir import path_of, with_absolute_files
 
@@ -71,8 +71,7 @@ def prepared(run: Run) -> Path:
         for directory in (place, place / "logs", place / "secrets"):
             directory.mkdir(parents=True, exist_ok=True)
             directory.chmod(0o700)
-        with replacing(place / SETTINGS) as scratch:
-            scratch.write_text(dump_toml(run), "utf-8")
+        write_whole(place / SETTINGS, dump_toml(run))
         if not (place / PASSWORD).exists():
             # Nobody else may read it, not even while it is written.
             handle = os.open(place / PASSWORD, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -111,8 +110,7 @@ def close_secrets(place: Path) -> None:
 
 
 def write_endpoint(place: Path, endpoint: Endpoint) -> None:
-    with replacing(place / _ENDPOINT) as scratch:
-        scratch.write_bytes(msgspec.json.encode(endpoint))
+    write_whole(place / _ENDPOINT, msgspec.json.encode(endpoint))
 
 
 def read_endpoint(place: Path) -> Endpoint | None:
@@ -128,8 +126,7 @@ def write_ended(place: Path, code: int | None) -> None:
     if code is None:
         (place / _ENDED).unlink(missing_ok=True)
         return
-    with replacing(place / _ENDED) as scratch:
-        scratch.write_bytes(msgspec.json.encode(Ended(code)))
+    write_whole(place / _ENDED, msgspec.json.encode(Ended(code)))
 
 
 def read_ended(place: Path) -> Ended | None:

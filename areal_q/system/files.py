@@ -41,6 +41,12 @@ def replacing(path: Path) -> Iterator[Path]:
         clear_leftovers(path.parent, glob.escape(path.name))
 
 
+def write_whole(path: Path, data: str | bytes) -> None:
+    """Writes bytes, or text in UTF-8, as all of the file `path`, in the way of `replacing`."""
+    with replacing(path) as scratch:
+        scratch.write_bytes(data.encode() if isinstance(data, str) else data)
+
+
 def move_into_place(scratch: Path, final: Path) -> None:
     """Syncs `scratch`, a file or a directory of files, to disk and renames it to `final`, which it replaces.
 

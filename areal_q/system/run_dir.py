@@ -47,7 +47,7 @@ from areal_q.config.objectives import parts_of
 from areal_q.config.tasks import chat_of
 from areal_q.errors import CheckpointError, ConfigError, LogError, TaskError
 from areal_q.plugins import absolute, digest_of
-from areal_q.system.files import SCRATCH, replacing, try_lock
+from areal_q.system.files import SCRATCH, try_lock, write_whole
 
 METRICS_FILE, RUN_ID_FILE, STOPS_FILE = "metrics.jsonl", "run-id", "stops.json"
 SETTINGS_DIR, TRACKERS_DIR, COMMIT_FILE = "settings", "trackers", "commit"
@@ -234,8 +234,7 @@ def claimed(run: Run, resume: bool, step: int | None = None) -> Iterator[tuple[P
             _go_back(directory, step)
         file = directory / "config.toml"
         before = load(file) if resume else None
-        with replacing(file) as scratch:
-            scratch.write_text(dump_toml(_dated(run, before)), "utf-8")
+        write_whole(file, dump_toml(_dated(run, before)))
     except OSError as error:
         raise ConfigError(f"{directory}: {error.strerror}") from error
     try:
@@ -323,8 +322,7 @@ def keep_settings(directory: Path, run: Run) -> None:
     path = directory / SETTINGS_DIR / f"{settings_hash(run)}.toml"
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
-        with replacing(path) as scratch:
-            scratch.write_text(dump_toml(run), "utf-8")
+        write_whole(path, dump_toml(run))
 
 
 def recorded_settings(directory: Path) -> Run:
@@ -396,8 +394,7 @@ def run_id(directory: Path, before: str = "") -> str:
     `before`, or a new one if that is empty."""
     path = directory / RUN_ID_FILE
     if not path.exists():
-        with replacing(path) as scratch:
-            scratch.write_text(f"{before or uuid.uuid4().hex}\n")
+        write_whole(path, f"{before or uuid.uuid4().hex}\n")
     return path.read_text().strip()
 
 

@@ -12,7 +12,7 @@ from areal_q.config import Sampling
 from areal_q.decode_errors import in_words
 from areal_q.errors import CheckpointError, LogError
 from areal_q.messages import Ticket, Trajectory
-from areal_q.system.files import replacing
+from areal_q.system.files import write_whole
 from areal_q.system.run_dir import STOPS_FILE
 from areal_q.tasks.base import Completed, Stop, Tokenizer
 
@@ -87,8 +87,7 @@ def _cut_after(text: str, stops: Sequence[str]) -> str:
 
 def write_stops(directory: Path, stops: Mapping[int, Stop]) -> None:
     """Writes `stops` to the run in `directory`."""
-    with replacing(directory / STOPS_FILE) as scratch:
-        scratch.write_bytes(msgspec.json.encode(stops))
+    write_whole(directory / STOPS_FILE, msgspec.json.encode(stops))
 
 
 def read_stops(directory: Path) -> dict[int, Stop]:

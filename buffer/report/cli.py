@@ -17,7 +17,7 @@ import typer
 
 from areal_q.errors import ConfigError, LogError
 from areal_q.observability.run_summary import plural
-from areal_q.system.files import replacing
+from areal_q.system.files import write_whole
 
 Out = Annotated[
     Path | None, typer.Option("--out", help="the file; default: report.html in the first RUN")
@@ -83,8 +83,7 @@ def _write(runs, out: Path, max_bytes: int, csv: Path | None) -> None:
             typer.echo(line)
     _tell(f"writing {sum(run.index.num_trajectories for run in runs):,} trajectories")
     page = whole_file(runs, max_bytes)
-    with replacing(out) as scratch:
-        scratch.write_text(page, encoding="utf-8")
+    write_whole(out, page)
     took = time.monotonic() - began
     typer.echo(f"{out}: {out.stat().st_size / 1e6:.1f} MB in {took:.1f} s")
     if csv:

@@ -11,7 +11,7 @@ from areal_q.config import LearnerConfig, Mix, Python, Sft, TaskConfig
 from areal_q.errors import ConfigError, RecordError, TaskError
 from areal_q.messages import Array, Group
 from areal_q.models import DecoderConfig
-from areal_q.system.files import replacing
+from areal_q.system.files import write_whole
 from areal_q.tasks import Task
 from areal_q.tasks.lazy import Lazy
 from areal_q.tasks.ordering.mixture import parts_of
@@ -94,8 +94,7 @@ def check_kept(directory: Path, kept: Task) -> None:
     digest, *known = record.read_text().split()
     count = str(len(kept.train) + len(kept.heldout))
     if not known:
-        with replacing(record) as file:
-            file.write_text(f"{digest} {count}\n")
+        write_whole(record, f"{digest} {count}\n")
     elif known != [count]:
         raise ConfigError(
             f"{count} problems leave room for a response, and {known[0]} did as the run began: put "

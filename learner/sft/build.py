@@ -18,7 +18,7 @@ from areal_q.models.hf.weight_files import check_tensors
 from areal_q.models.shape import shape_of
 from areal_q.observability.metrics_log import MetricsLog
 from areal_q.system import run_dir
-from areal_q.system.files import replacing
+from areal_q.system.files import write_whole
 from areal_q.tasks import Task, Tokenizer, build_task
 from areal_q.tasks.stops import write_stops
 from learner.backends.data_parallel import ALONE, Ranks
@@ -73,8 +73,7 @@ def build_supervised(
     data = _data(run, directory, rows, tokenizer, metrics, ranks)
     if not resume and (counted := _with_steps(run, data.size)) != run:
         run = counted
-        with replacing(directory / "config.toml") as scratch:
-            scratch.write_text(dump_toml(run), "utf-8")
+        write_whole(directory / "config.toml", dump_toml(run))
     metrics.write("start", 0, {}, doing="loading the model")
     policy, state = build_policy(run, directory, resume, rows, tokenizer, metrics, stop)
     start = state.step if state else 0

@@ -22,7 +22,7 @@ from areal_q.errors import ConfigError, ContextExceeded, RecordError
 from areal_q.evaluation.benchmarks import PRESETS, preset_named, with_options
 from areal_q.evaluation.estimates import Answered, Evaluation, estimates_by_source
 from areal_q.system import command
-from areal_q.system.files import replacing
+from areal_q.system.files import write_whole
 from areal_q.tasks import Tokenizer, build_tokenizer
 from rollout.evaluation.asked import (
     Asked,
@@ -233,8 +233,7 @@ def _answers_file(path: Path | None) -> Iterator[tuple[Callable[[Answered], Any]
 
     with file:
         yield write, path
-    with replacing(path) as scratch:
-        scratch.write_bytes(b"".join(line for _, line in sorted(lines)))
+    write_whole(path, b"".join(line for _, line in sorted(lines)))
 
 
 @contextlib.contextmanager

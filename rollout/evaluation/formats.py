@@ -22,7 +22,7 @@ from areal_q.models import load_decoder
 from areal_q.models.hf.vllm_shapes import vllm_refuses
 from areal_q.quant import FORMATS
 from areal_q.quant.state_dict import rest_in_bf16
-from areal_q.system.files import replacing
+from areal_q.system.files import write_whole
 from areal_q.tasks import Tokenizer, build_task, build_tokenizer, load_tokenizer
 from rollout.evaluation.asked import settings_of
 from rollout.evaluation.format_error import Error, Reference, Text
@@ -130,8 +130,7 @@ def main(
             model=str(model), texts=len(texts), tokens=count, formats=rows, layers=layers,
             parts=found, outliers=far,
         )  # fmt: skip
-        with replacing(out) as scratch:
-            scratch.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+        write_whole(out, msgspec.json.format(msgspec.json.encode(report)))
 
 
 def _show_formats(reference: Reference, speed: bool) -> list[Row]:

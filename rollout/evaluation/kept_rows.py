@@ -12,7 +12,7 @@ import typer
 from areal_q.config.tasks import ReasoningGym, TaskConfig, VerifiersTask
 from areal_q.errors import ConfigError
 from areal_q.evaluation.estimates import Answered
-from areal_q.system.files import replacing
+from areal_q.system.files import write_whole
 from areal_q.tasks import Problem
 from rollout.evaluation.asked import Asked
 
@@ -63,8 +63,7 @@ def write_rows(asked: Asked, rows: Sequence[Answered], wanted: WantedRows) -> No
             lines.append(msgspec.json.encode(kept | {PASS_RATE: rate}))
     try:
         wanted.out.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(wanted.out) as scratch:
-            scratch.write_bytes(b"".join(line + b"\n" for line in lines))
+        write_whole(wanted.out, b"".join(line + b"\n" for line in lines))
     except OSError as error:
         raise ConfigError(f"--out {wanted.out}: {error.strerror}") from error
     typer.echo(

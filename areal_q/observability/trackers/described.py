@@ -11,7 +11,7 @@ import msgspec
 
 from areal_q.config import Run, TrackerConfig
 from areal_q.observability.metrics_log import Record
-from areal_q.system.files import replacing
+from areal_q.system.files import write_whole
 from areal_q.system.run_dir import COMMIT_FILE, TRACKERS_DIR
 
 GIT_S = 5.0
@@ -47,8 +47,7 @@ def describe(
     scratch.mkdir(parents=True, exist_ok=True)
     file = scratch / "id"
     if not file.exists():
-        with replacing(file) as whole:  # a full disk would leave one that is empty
-            whole.write_text(uuid.uuid4().hex)
+        write_whole(file, uuid.uuid4().hex)  # a full disk would leave one that is empty
     kept = directory / COMMIT_FILE
     commit = {"commit": kept.read_text().strip()} if kept.exists() else {}
     return TrackedRun(

@@ -16,7 +16,7 @@ import msgspec
 import xxhash
 
 from areal_q.observability.metrics_log import Record, Tail
-from areal_q.system.files import replacing
+from areal_q.system.files import write_whole
 from areal_q.system.run_dir import METRICS_FILE
 
 Place = tuple[str, int]
@@ -77,8 +77,7 @@ class Logged:
         self._rewrite()
 
     def _rewrite(self) -> None:
-        with replacing(self._path) as scratch:
-            scratch.write_text("".join(_line(*one) for one in self._places.items()))
+        write_whole(self._path, "".join(_line(*one) for one in self._places.items()))
 
 
 class Feed:
