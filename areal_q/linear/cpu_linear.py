@@ -45,7 +45,7 @@ def cpu_linear(linear: Linear) -> Linear:
         case Fp8RowLinear():
             return FusedFp8RowLinear(linear)
         case Fp8GroupLinear():
-            return FusedFp8GroupLinear(linear)
+            return FusedFp8GroupLinear(linear.weight)
         case FloatLinear() if has(
             "avx512f"
         ):  # others have too few registers for the sums of a tile
@@ -239,14 +239,10 @@ class FusedFp8RowLinear:
         return torch.from_numpy(y)
 
 
-class FusedFp8GroupLinear:
+class FusedFp8GroupLinear(FloatLinear):
     """An Fp8GroupLinear with the same rounded activations to the bit."""
-
-    def __init__(self, linear: Fp8GroupLinear) -> None:
-        self.weight = linear.weight
 
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
         rounded = np.empty(x.shape, np.float32)
         cpu_activations.e4m3_groups(x.numpy(), rounded)
-        y = F.linear(torch.from_numpy(rounded), self.weight)
-        return y if add is None else y.add_(add)
+        return super().__call__(torch.from_numpy(rounded), add)

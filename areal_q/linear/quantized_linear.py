@@ -59,7 +59,7 @@ class FloatLinear:
         return y if add is None else y.add_(add)
 
     def rows(self, index: Tensor) -> "FloatLinear":
-        return FloatLinear(self.weight[index])
+        return type(self)(self.weight[index])
 
 
 class Int8Linear:
@@ -95,19 +95,12 @@ class Fp8RowLinear:
         return Fp8RowLinear(self.codes[index], self.scale[index])
 
 
-class Fp8GroupLinear:
+class Fp8GroupLinear(FloatLinear):
     """Activations in E4M3 with a scale per 128 channels of a token; weight: dequantized float32 [out,
     in]. fp8_gemm.Fp8KernelLinear scales each group's partial sum instead."""
 
-    def __init__(self, weight: Tensor) -> None:
-        self.weight = weight
-
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
-        y = F.linear(dequantize_groups(*quantize_groups_e4m3(x)), self.weight)
-        return y if add is None else y.add_(add)
-
-    def rows(self, index: Tensor) -> "Fp8GroupLinear":
-        return Fp8GroupLinear(self.weight[index])
+        return super().__call__(dequantize_groups(*quantize_groups_e4m3(x)), add)
 
 
 def int8_matmul(a: Tensor, b: Tensor) -> Tensor:
