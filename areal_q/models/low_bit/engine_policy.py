@@ -31,14 +31,13 @@ def engine_policy(
     published: Mapping[str, Tensor],
     format: str,
     device: str = "cpu",
-    lora_scale: float = 0.0,
 ) -> Decoder:
     """Returns π_Q, the policy that an engine runs: the tensors `published` in `format`, all else in float32.
 
     It has no master weights and cannot be trained. Building it draws no random numbers.
     """
     model = empty_engine_policy(config, format)
-    load_published(model, published, device, lora_scale)
+    load_published(model, published, device)
     return model
 
 
