@@ -199,7 +199,8 @@ class HeldOutEvaluation:
             silent_s = time.monotonic() - since
             # They may draw for others, too, who ask the endpoint, hence the bound.
             if silent_s >= timeout_s and (
-                silent_s >= LONGEST_WAITS * timeout_s or not self._drawing()
+                silent_s >= LONGEST_WAITS * timeout_s
+                or not any(worker.tokens_per_s for worker in self._buffer.workers())
             ):
                 break
             meanwhile()
@@ -211,9 +212,6 @@ class HeldOutEvaluation:
             )
             logger.warning("%s", given_up)
             self._metrics.write("warning", version, {}, message=given_up)
-
-    def _drawing(self) -> bool:
-        return any(worker.tokens_per_s for worker in self._buffer.workers())
 
     def _write(self, version: int, groups: list[Group]) -> None:
         """Writes the `eval` record, with the accuracies over the answers that could be scored, if there are

@@ -48,9 +48,8 @@ def measured(
             f"--from {directory}: its steps have no {', '.join(missing)}: a run with workers is needed"
         )
     before, *rest = steps[_SETTLED:]
-    load_ = Load(
-        Lengths(prompt, _middle(rest, "response/tokens_mean")), _useful(run, [before, *rest])
-    )
+    response = median(float(r["response/tokens_mean"]) for r in rest)
+    load_ = Load(Lengths(prompt, response), _useful(run, [before, *rest]))
     learner = msgspec.structs.replace(run.learner, processes=_ranks(directory, run))
     run = msgspec.structs.replace(run, learner=learner)
     split = Split(learner.processes, max(1, run.rollout.workers))
@@ -63,10 +62,6 @@ def measured(
         workers=rate / speed(run, shape, load_, on, split).worker_tokens_s if rate else 1.0,
         delta=deltas / wire(run, shape).delta if deltas else 1.0,
     )
-
-
-def _middle(steps: list[dict[str, Any]], key: str) -> float:
-    return median(float(r[key]) for r in steps)
 
 
 def _useful(run: Run, steps: list[dict[str, Any]]) -> float:

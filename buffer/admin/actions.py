@@ -32,7 +32,7 @@ def export_groups(client: redis.Redis, run: str, directory: Path) -> int:
     found = (group for _, group in inspect_state.groups(client, run))
     log, count = TrajectoryLog(directory), 0
     try:
-        for step, page in enumerate(_pages(found)):
+        for step, page in enumerate(iter(lambda: list(islice(found, READ_PAGE)), [])):
             log.append(step, NOT_TAKEN, page)
             count += len(page)
     finally:
@@ -122,11 +122,6 @@ def purge_run(client: redis.Redis, run: str, what: What) -> int:
         names: Any = client.smembers(keys.workers)
         count = client.delete(*keys.fixed, *map(keys.worker, names))
     return count
-
-
-def _pages(groups: Iterator[Group]) -> Iterator[list[Group]]:
-    while page := list(islice(groups, READ_PAGE)):
-        yield page
 
 
 @contextmanager

@@ -145,7 +145,8 @@ class Probe:
         first_span = np.concatenate(
             [np.arange(s.trajectory.num_tokens) < s.trajectory.spans[0].tokens for s in samples]
         )
-        behavior = _tokens(samples, "behavior_logprobs").astype(np.float64)
+        logged = [s.trajectory.behavior_logprobs.numpy() for s in samples]
+        behavior = np.concatenate(logged).astype(np.float64)
         lengths = [s.trajectory.num_tokens for s in samples]
         terms = np.full((len(behavior), len(TERMS)), np.nan)
         for u in np.unique(version[version != _UNKNOWN]):
@@ -211,7 +212,3 @@ class Probe:
             whole[places] = values
             out.append(whole)
         return out
-
-
-def _tokens(samples: Sequence[Sample], name: str) -> np.ndarray:
-    return np.concatenate([getattr(s.trajectory, name).numpy() for s in samples])
