@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from areal_q.config import LearnerConfig, Run, TorchBackend
 from areal_q.models import Decoder, DecoderConfig
-from areal_q.models.hf.checkpoint import new_decoder
+from areal_q.models.hf.checkpoint import meta_decoder, new_decoder
 from areal_q.models.layers.gated_delta import GatedDelta
 from areal_q.models.layers.moe import ExactLinear
 from areal_q.models.low_bit.quantized_forward import QuantLinear, linears, materialise
@@ -97,8 +97,9 @@ def fsdp_shard(begin: Begin, run: Run, ranks: Ranks, whole: TorchPolicy | None) 
     data, context = _data_and_context(cfg, ranks)
 
     def decoder() -> Decoder:
-        model = new_decoder(DecoderConfig.from_hf(begin.model)).to(cfg.device)
-        set_precision(model, run)
+        config = DecoderConfig.from_hf(begin.model)
+        model = meta_decoder(config) if _fills(cfg) else new_decoder(config).to(cfg.device)
+        set_precision(model.requires_grad_(True), run)
         return model
 
     model = decoder()
@@ -110,7 +111,7 @@ def fsdp_shard(begin: Begin, run: Run, ranks: Ranks, whole: TorchPolicy | None) 
         _shard_decoder(reference, whole.reference if whole else None, cfg, mesh)
     if critic:
         _shard_critic(critic, cfg, mesh)
-        _scatter_state(whole.critic if whole else None, critic)
+        _fill(whole.critic if whole else None, critic, cfg)
     policy = FsdpShard(
         model, cfg, begin.temperature, begin.updates, begin.skipped,
         ranks=data, context=context, critic=critic, reference=reference,
@@ -123,12 +124,19 @@ def fsdp_shard(begin: Begin, run: Run, ranks: Ranks, whole: TorchPolicy | None) 
     return policy
 
 
+def _fills(cfg: LearnerConfig) -> bool:
+    """Returns True if a model has no values before it is sharded, so that no rank needs room for a whole one.
+    LoRA's base is whole on every rank, and an offloaded model's buffers stay on the GPU."""
+    assert isinstance(cfg.backend, TorchBackend)
+    return not (cfg.lora or cfg.backend.offload)
+
+
 def _shard_decoder(
     model: Decoder, whole: Decoder | None, cfg: LearnerConfig, mesh: DeviceMesh
 ) -> None:
     """Makes `model` this rank's shard of rank 0's `whole` one. Collective."""
     shard(model, cfg, mesh)
-    _scatter_state(whole, model)
+    _fill(whole, model, cfg)
     materialise(model)
 
 
@@ -197,9 +205,11 @@ def scatter(source: Tensor | None, target: Tensor) -> None:
 
 
 @torch.no_grad()
-def _scatter_state(whole: nn.Module | None, module: nn.Module) -> None:
+def _fill(whole: nn.Module | None, module: nn.Module, cfg: LearnerConfig) -> None:
     """Copies rank 0's parameters into the shards, and its buffers, such as a frozen base's codes,
     to every rank. Collective."""
+    if _fills(cfg):
+        module.to_empty(device=cfg.device)
     sources = dict(whole.named_parameters()) if whole else {}
     for name, p in module.named_parameters():
         scatter(sources.get(name), p)
@@ -244,9 +254,8 @@ def _gather_moments(own: torch.optim.Optimizer, whole: torch.optim.Optimizer | N
         for name, value in slot.items():
             joined = _joined(p, name, value).detach()
             if targets:
-                q, mine = targets[i]
-                device = "cpu" if name == "step" else q.device
-                mine[name] = joined.to(device, copy=True)
+                # On the host, whatever holds the weights: they are written, and forgotten.
+                targets[i][1][name] = joined.to("cpu", copy=True)
 
 
 @torch.no_grad()

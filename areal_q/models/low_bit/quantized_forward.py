@@ -144,7 +144,7 @@ def materialise(model: nn.Module) -> None:
     Raises QuantizationError, which names the tensor, for one that is not finite.
     """
     found = {n: m for n, m in linears(model).items() if isinstance(m, QuantLinear)}
-    if not found:
+    if not found or any(m.weight.is_meta for m in found.values()):  # a shard that is not filled yet
         return
     format = next(iter(found.values())).format
     # Layers are gathered one by one, so that no more than one is complete in memory.
