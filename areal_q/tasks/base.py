@@ -124,7 +124,10 @@ class Tokenizer(Protocol):
     """Text with which the chat template begins every reply, such as "<think>\\n"; empty for most. It is part of
     the prompt's ids, and of the text that rewards judge."""
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str) -> list[int]:
+        """Returns the ids of a text that stands behind other text, such as a reply or a part of one."""
+        ...
+
     def encode_prompt(self, prompt: str | Sequence[Message]) -> list[int]:
         """Returns the ids of a problem's prompt, with the system message of the settings if it has none of its
         own, and of the beginning of the reply."""

@@ -13,14 +13,13 @@ from areal_q.config.tasks import Chat
 from areal_q.errors import ConfigError, TaskError
 from areal_q.messages.tokens import common
 from areal_q.tasks.base import NO_VARIABLES, Message, Tool, Variables
+from areal_q.tasks.encoding.text_ids import TextIds
 from areal_q.tasks.encoding.transcripts import assistant_parts
 
 MARK = "\x02the assistant\x03"
 """A text that no chat template changes and no conversation contains"""
 _PROBE = "what this role says"
 """A text that every filter of a template leaves as it is"""
-_HIDDEN = re.compile(r"(?:\x02|\\u0002)([0-9]+)(?:\x03|\\u0003)")
-"""A control token inside a content, by its index, also as JSON spells it"""
 _ASKED: Message = {"role": "user", "content": "."}
 _REPLY: Message = {"role": "assistant", "content": MARK}
 _PROBED: Any = {"name": "a_probed_function", "arguments": {"x": "what is asked of it"}}
@@ -45,6 +44,7 @@ class ChatTemplate:
         """Gives the tokenizer the template in the file that the settings name, if they name one. Raises
         ConfigError if that cannot be read."""
         self._hf, self._chat = hf, chat
+        self._ids = TextIds(hf, chat.split_special)
         if chat.template_file:
             try:
                 hf.chat_template = Path(chat.template_file).read_text("utf-8")
@@ -104,7 +104,7 @@ class ChatTemplate:
         out."""
         self._check_tools(tools)
         talk = self._hide(self._in_form(messages))
-        return self._ids(self._render(talk, variables=variables, tools=self._hide([*tools])))
+        return self._ids.of(self._render(talk, variables=variables, tools=self._hide([*tools])))
 
     def encode_transcript(
         self, messages: Sequence[Message], tools: Sequence[Tool]
@@ -119,10 +119,10 @@ class ChatTemplate:
             self._special,
             self._ends,
         )
-        ids = self._ids(text[: parts[-1].stop])
+        ids = self._ids.of(text[: parts[-1].stop])
         learnt = [False] * len(ids)
         for part in parts:
-            start, stop = (common(self._ids(text[:end]), ids) for end in part)
+            start, stop = (common(self._ids.of(text[:end]), ids) for end in part)
             learnt[start:stop] = [True] * (stop - start)
         return ids, learnt
 
@@ -142,9 +142,10 @@ class ChatTemplate:
             tail = tail[end.start() :] if end else tail
         else:
             tail = text.rpartition(MARK)[2]
-        if ended and (end := self._added.match(tail.lstrip())):
-            tail = tail.lstrip()[end.end() :]
-        return self._ids(tail)
+        if ended and self._added.match(tail.lstrip()):
+            # Encoded with the end, which may take the spaces behind it, and is left out then.
+            return self._ids.of(tail.lstrip())[1:]
+        return self._ids.of(tail, begins=False)
 
     def _render(
         self,
@@ -268,41 +269,12 @@ class ChatTemplate:
             return said
         match said:
             case str():
-                ids = self._hf.convert_tokens_to_ids
-                return self._control.sub(lambda found: f"\x02{ids(found[0])}\x03", said)
+                return self._ids.marked(self._control, said)
             case dict():
                 return {name: self._hide(value) for name, value in said.items()}
             case list():
                 return [self._hide(value) for value in said]
         return said
-
-    def _ids(self, text: str) -> list[int]:
-        """Returns the ids of a rendered text. Marks become the text of their tokens again, which is encoded
-        together with what stands around it between two added tokens, but not as an added token."""
-        ids: list[int] = []
-        done, start = 0, 0
-        if not _HIDDEN.search(text):
-            return self._hf.encode(text, add_special_tokens=False)
-        for end, after in [*(m.span() for m in self._added.finditer(text)), (len(text), len(text))]:
-            if _HIDDEN.search(text, start, end):
-                ids += self._hf.encode(text[done:start], add_special_tokens=False)
-                ids += self._as_text(_HIDDEN.sub(self._token, text[start:end]))
-                done = end
-            start = after
-        return ids + self._hf.encode(text[done:], add_special_tokens=False)
-
-    def _token(self, mark: re.Match[str]) -> str:
-        return self._hf.convert_ids_to_tokens(int(mark[1])) or mark[0]
-
-    def _as_text(self, text: str) -> list[int]:
-        """Encodes without any added token: the steps of the `tokenizers` library after looking for those."""
-        backend = self._hf.backend_tokenizer
-        if backend.normalizer:
-            text = backend.normalizer.normalize_str(text)
-        pieces = [text]
-        if backend.pre_tokenizer:
-            pieces = [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
-        return [token.id for piece in pieces for token in backend.model.tokenize(piece)]
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:

@@ -10,6 +10,7 @@ from areal_q.config.tasks import Chat
 from areal_q.errors import CheckpointError, ConfigError, TaskError, installing
 from areal_q.tasks.base import NO_VARIABLES, Message, Stop, Tool, Variables
 from areal_q.tasks.encoding.chat_template import ChatTemplate, joined
+from areal_q.tasks.encoding.text_ids import TextIds
 from areal_q.tasks.stops import collect_stops
 
 _FILES = ("*tokenizer*", "vocab*", "*.model", "*.tiktoken")
@@ -39,6 +40,7 @@ class HFTokenizer:
                 f"{path}: the tokenizer has no chat template; use task.template=plain, or a file of your "
                 "own: task.chat.template_file=FILE"
             )
+        self._ids = TextIds(self._hf, marked=False)
         self._chat = ChatTemplate(self._hf, chat) if chat else None
         self.vocab_size: int = len(self._hf)
         end = self._chat.end if self._chat else None
@@ -55,7 +57,7 @@ class HFTokenizer:
         self.prefill = self._chat.prefill if self._chat else ""
 
     def encode(self, text: str) -> list[int]:
-        return self._hf.encode(text, add_special_tokens=False)
+        return self._ids.of(text, begins=False)
 
     def encode_prompt(self, prompt: str | Sequence[Message]) -> list[int]:
         """Returns the ids of a prompt: with `chat` a conversation and the beginning of the reply, with `plain`
@@ -63,7 +65,7 @@ class HFTokenizer:
         if self._chat:
             return self._chat.encode(self._chat.prompt(prompt))
         text = prompt if isinstance(prompt, str) else joined(prompt)
-        bare, whole = self.encode(text), self._hf.encode(text)
+        bare, whole = self._ids.of(text), self._hf.encode(text)
         starts = (i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
         return [*whole[: next(starts, 0)], *bare]
 
