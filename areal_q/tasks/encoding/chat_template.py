@@ -66,22 +66,25 @@ class ChatTemplate:
             self.text = _DATE + self.text
         added = {token.content: token for token in hf.added_tokens_decoder.values()}
         self._added = _any_of(added)
+        named = (
+            hf.all_special_tokens
+        )  # of tokenizer_config.json, which tokenizer.json need not call special
+        special = {text for text, token in added.items() if token.special or text in named}
         last, earlier = self._around_reply(False), self._around_reply(True)
+        after = last[1].strip() if last else ""
+        end = self._added.match(after)
+        self.end = end[0] if end and (end[0] in special or end[0] == after) else None
+        """The token that follows an assistant's message: a special one, or one that stands alone there; None if
+        that is another text"""
+        special |= {self.end} if self.end else set()
         written = "".join(earlier or last or ()) + self._around_result()
-        self._control = _any_of(
-            text
-            for text, token in added.items()
-            if token.special or (text.strip() and text in written)
-        )
+        self._control = _any_of(t for t in added if t in special or (t.strip() and t in written))
         """Matches special tokens, and others that begin or end a turn, such as DeepSeek's <｜User｜>, or the
         result of a tool, such as Qwen's <tool_response>"""
-        self._special = _any_of(text for text, token in added.items() if token.special)
-        ends = self._added.match(last[1].lstrip()) if last else None
-        self.end = ends[0] if ends and added[ends[0]].special else None
-        """The special token that follows an assistant's message; None if that is another text"""
+        self._special = _any_of(special)
         around = [both for both in (last, earlier) if both]
-        after = (self._special.match(both[1].lstrip()) for both in around)
-        self._ends = _any_of(end[0] for end in after if end)
+        ends = (self._special.match(both[1].lstrip()) for both in around)
+        self._ends = _any_of(end[0] for end in ends if end)
         """Matches the special tokens that end an assistant's message, a last one or another"""
         self._prefills = self._prompt_ends([both[0] for both in around])
         self.prefill = next(iter(self._prefills), "")

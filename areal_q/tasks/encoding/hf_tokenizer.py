@@ -52,7 +52,8 @@ class HFTokenizer:
         if not self.stops:
             raise CheckpointError(f"{path}: the tokenizer has no end-of-text token")
         self.eos_id: int = next(id for id in (end_id, eos, *self.stops) if id is not None)
-        self.special_ids = frozenset(self._hf.all_special_ids)
+        # A template's end need not be called special by a file.
+        self.special_ids = frozenset({*self._hf.all_special_ids, *({end_id} - {None})})
         self.template: str = self._chat.text if self._chat else ""
         self.prefill = self._chat.prefill if self._chat else ""
 
