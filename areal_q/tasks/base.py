@@ -119,7 +119,8 @@ class Tokenizer(Protocol):
     special_ids: frozenset[int]
     """Ids of tokens that control the model and are no text to a reader"""
     template: str
-    """The chat template; empty where there is none"""
+    """The chat template, and behind it the one for conversations with tools where that is another; empty where
+    there is none"""
     prefill: str
     """Text with which the chat template begins every reply, such as "<think>\\n"; empty for most. It is part of
     the prompt's ids, and of the text that rewards judge."""

@@ -23,16 +23,16 @@ def collect_stops(
     directory: Path,
     token_of: Callable[[int], str | None],
     tokenizer_eos: int | None,
-    template_end: int | None,
+    template_ends: Sequence[int],
 ) -> dict[int, Stop]:
-    """Returns all end tokens that the tokenizer, the files in `directory` or the chat template name.
+    """Returns all end tokens that the tokenizer, the files in `directory` or the chat templates name.
 
     `token_of` returns the text of an id, None for one that the tokenizer does not know. Raises CheckpointError,
     which names the file, if `eos_token_id` in one of them is neither an id nor a list of ids.
     """
     named = {
         "tokenizer": [] if tokenizer_eos is None else [tokenizer_eos],
-        "chat template": [] if template_end is None else [template_end],
+        "chat template": template_ends,
         **{name: named_ends(directory / name) for name in _CONFIGS},
     }
     sources: dict[int, list[str]] = {}

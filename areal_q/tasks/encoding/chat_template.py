@@ -38,11 +38,11 @@ _DIRECTIVES += [f"%-{letter}" for letter in "deHIjklmMSuUVWy"]
 
 
 class ChatTemplate:
-    """The chat template of tokenizer `hf`, with the settings `chat`."""
+    """The chat template of tokenizer `hf`, with the settings `chat`; of several the one `named` so."""
 
-    def __init__(self, hf: Any, chat: Chat) -> None:
+    def __init__(self, hf: Any, chat: Chat, named: str = "default") -> None:
         """Gives the tokenizer the template in the file that the settings name, if they name one. Raises
-        ConfigError if that cannot be read."""
+        ConfigError if that cannot be read, or there is none of that name."""
         self._hf, self._chat = hf, chat
         self._ids = TextIds(hf, chat.split_special)
         if chat.template_file:
@@ -53,7 +53,14 @@ class ChatTemplate:
                 raise ConfigError(
                     f"task.chat.template_file: {chat.template_file}: {why}"
                 ) from error
-        self.text = hf.get_chat_template()
+        found = hf.chat_template
+        several: dict[str, str] = found if isinstance(found, dict) else {named: found}
+        if named not in several:
+            raise ConfigError(
+                f"the tokenizer has no {named} chat template, only {', '.join(sorted(several))}: name a file "
+                "with the one to use: task.chat.template_file=FILE"
+            )
+        self.text = several[named]
         self._variables: dict[str, Any] = dict(chat.template_args)
         self._roles: dict[str, str] = {}
         """The role under which the template renders messages, by role, of those that were met"""
@@ -63,13 +70,12 @@ class ChatTemplate:
         if "strftime_now" in self.text:
             day = datetime.fromisoformat(chat.date) if chat.date else datetime.now()
             self._variables["fixed_date"] = {name: day.strftime(name) for name in _DIRECTIVES}
-            self.text = _DATE + self.text
+        self._rendered = _DATE + self.text if "fixed_date" in self._variables else self.text
         added = {token.content: token for token in hf.added_tokens_decoder.values()}
         self._added = _any_of(added)
-        named = (
-            hf.all_special_tokens
-        )  # of tokenizer_config.json, which tokenizer.json need not call special
-        special = {text for text, token in added.items() if token.special or text in named}
+        # tokenizer.json need not call special what tokenizer_config.json does.
+        called = hf.all_special_tokens
+        special = {text for text, token in added.items() if token.special or text in called}
         last, earlier = self._around_reply(False), self._around_reply(True)
         after = last[1].strip() if last else ""
         end = self._added.match(after)
@@ -161,7 +167,7 @@ class ChatTemplate:
             return self._hf.apply_chat_template(
                 list(messages),
                 tools=[*tools] or None,
-                chat_template=self.text,
+                chat_template=self._rendered,
                 tokenize=False,
                 add_generation_prompt=reply,
                 **{**self._variables, **variables},

@@ -16,6 +16,8 @@ from areal_q.tasks.stops import collect_stops
 _FILES = ("*tokenizer*", "vocab*", "*.model", "*.tiktoken")
 """Names of files that hold a tokenizer's vocabulary, and of its settings"""
 _SETTINGS = "tokenizer_config.json"
+_TOOL_USE = "tool_use"
+"""The name by which transformers takes a template where tools are given"""
 _QWEN2 = ("Qwen2Tokenizer", "Qwen2TokenizerFast")
 _OTHERS = ("TokenizersBackend", "PreTrainedTokenizerFast", "GPT2Tokenizer", "GPT2TokenizerFast")
 _TAKEN = {
@@ -42,19 +44,27 @@ class HFTokenizer:
             )
         self._ids = TextIds(self._hf, marked=False)
         self._chat = ChatTemplate(self._hf, chat) if chat else None
+        self._calling = self._chat
+        """The template of conversations with tools, which some models have beside the other"""
+        if (
+            chat
+            and isinstance(self._hf.chat_template, dict)
+            and _TOOL_USE in self._hf.chat_template
+        ):
+            self._calling = ChatTemplate(self._hf, chat, _TOOL_USE)
         self.vocab_size: int = len(self._hf)
-        end = self._chat.end if self._chat else None
-        end_id = None if end is None else self._hf.convert_tokens_to_ids(end)
+        chats = dict.fromkeys(it for it in (self._chat, self._calling) if it)
+        ends = [self._hf.convert_tokens_to_ids(it.end) for it in chats if it.end is not None]
         eos = self._hf.eos_token_id
         self.stops: Mapping[int, Stop] = collect_stops(
-            Path(path), self._hf.convert_ids_to_tokens, eos, end_id
+            Path(path), self._hf.convert_ids_to_tokens, eos, ends
         )
         if not self.stops:
             raise CheckpointError(f"{path}: the tokenizer has no end-of-text token")
-        self.eos_id: int = next(id for id in (end_id, eos, *self.stops) if id is not None)
+        self.eos_id: int = next(id for id in (*ends, eos, *self.stops) if id is not None)
         # A template's end need not be called special by a file.
-        self.special_ids = frozenset({*self._hf.all_special_ids, *({end_id} - {None})})
-        self.template: str = self._chat.text if self._chat else ""
+        self.special_ids = frozenset({*self._hf.all_special_ids, *ends})
+        self.template = "\n".join(it.text for it in chats)
         self.prefill = self._chat.prefill if self._chat else ""
 
     def encode(self, text: str) -> list[int]:
@@ -77,15 +87,15 @@ class HFTokenizer:
         tools: Sequence[Tool] = (),
     ) -> list[int]:
         """Encodes by the chat template; without one, the contents one after the other."""
-        if self._chat:
-            return self._chat.encode(messages, variables, tools)
+        if chat := self._calling if tools else self._chat:
+            return chat.encode(messages, variables, tools)
         return self.encode_prompt(joined(messages, variables, tools))
 
     def encode_transcript(
         self, messages: Sequence[Message], tools: Sequence[Tool] = ()
     ) -> tuple[list[int], list[bool]]:
-        if self._chat:
-            return self._chat.encode_transcript(messages, tools)
+        if chat := self._calling if tools else self._chat:
+            return chat.encode_transcript(messages, tools)
         raise TaskError("a conversation needs a chat template: template = 'chat'")
 
     def opened(self, messages: Sequence[Message]) -> Sequence[Message]:
@@ -98,8 +108,8 @@ class HFTokenizer:
         variables: Variables = NO_VARIABLES,
         calls: Sequence[Any] = (),
     ) -> list[int]:
-        if self._chat:
-            return self._chat.encode_turn(messages, ended, variables, calls)
+        if chat := self._calling if calls else self._chat:
+            return chat.encode_turn(messages, ended, variables, calls)
         return self.encode(joined(messages, variables))
 
     def decode(self, ids: Sequence[int]) -> str:
