@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.saved_tokenizers import LOADED, save_theirs
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -129,6 +130,15 @@ def test_a_saved_hugging_face_tokenizer_loads_again(chat_directory: Path, tmp_pa
     assert load_tokenizer(tmp_path, Chat()).encode_prompt("2") == CharTokenizer().encode("(2)=")
 
 
+def test_a_saved_tokenizer_does_not_tell_how_it_was_loaded(
+    chat_directory: Path, tmp_path: Path
+) -> None:
+    load_tokenizer(chat_directory, Chat()).save(str(tmp_path))
+    table = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    theirs = json.loads((chat_directory / "tokenizer_config.json").read_text())
+    assert table == {name: theirs[name] for name in theirs.keys() - LOADED}
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", [*CLASSES, "LlamaTokenizerFast", "PreTrainedTokenizer", None])
 def test_a_tokenizer_is_the_one_of_auto_tokenizer(tmp_path: Path, family: str, name: str) -> None:
@@ -137,7 +147,7 @@ def test_a_tokenizer_is_the_one_of_auto_tokenizer(tmp_path: Path, family: str, n
         directory.mkdir()
     bpe_directory(read, family, **({"tokenizer_class": name} if name else {}))
     load_tokenizer(read).save(str(ours))
-    AutoTokenizer.from_pretrained(read, local_files_only=True).save_pretrained(theirs)
+    save_theirs(read, theirs)
     saved = [{file.name: file.read_bytes() for file in d.iterdir()} for d in (ours, theirs)]
     assert saved[0] == saved[1]
     assert len(saved[0]) > 1

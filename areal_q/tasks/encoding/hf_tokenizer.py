@@ -145,11 +145,14 @@ def _load(path: str | Path) -> Any:
         )
     try:
         loader = getattr(transformers, _class_of(Path(path)))
-        return loader.from_pretrained(str(path), local_files_only=True)
+        hf = loader.from_pretrained(str(path), local_files_only=True)
     except Exception as error:  # `tokenizers` raises bare ones for files of other versions
         said = [part.strip() for part in str(error).strip().splitlines()] or [type(error).__name__]
         line = " ".join(said[: 1 + said[0].endswith(":")])
         raise CheckpointError(f"{path}: no tokenizer can be read: {line}") from error
+    for how in ("local_files_only", "is_local"):  # how it was loaded: a saved one would keep that
+        hf.init_kwargs.pop(how, None)
+    return hf
 
 
 def _class_of(directory: Path) -> str:
