@@ -2,18 +2,22 @@
 rollouts."""
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 
-from areal_q.errors import CheckpointError, ConfigError, QuantizationError
+from areal_q.config import Chat
+from areal_q.errors import AReaLQError, CheckpointError, ConfigError, QuantizationError
 from areal_q.models import load_config, load_decoder
+from areal_q.models.hf.checkpoint import name_ends
 from areal_q.models.hf.quantized import QUANTIZATION_CONFIGS, RELAID, write_checkpoint
 from areal_q.models.hf.vllm_shapes import vllm_refuses
 from areal_q.quant import FORMATS, quantize_state
 from areal_q.system.files import replacing
+from areal_q.tasks import load_tokenizer
 
 BESIDE_WEIGHTS = (
     "tokenizer.json",
@@ -21,11 +25,13 @@ BESIDE_WEIGHTS = (
     "special_tokens_map.json",
     "generation_config.json",
     "chat_template.jinja",
+    "additional_chat_templates",
+    "added_tokens.json",
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
 )
-"""Files that are copied unchanged if SRC has them"""
+"""Files and directories that are copied unchanged if SRC has them"""
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -57,7 +63,8 @@ def quantize(source: Path, target: Path, format: str, dtype: torch.dtype) -> tup
     """Writes `target`, a new directory, and returns the size of the weights in bytes before and after.
 
     `dtype` is that of the unquantized tensors (norms, embeddings, head, biases). The quantized tensors are
-    those that a learner with these weights publishes, bit for bit. Raises CheckpointError if `target` exists,
+    those that a learner with these weights publishes, bit for bit. generation_config.json names all tokens that
+    end a reply, as in a run's export. Raises CheckpointError if `target` exists,
     `source` is not a model, or one of its tensors does not fit the format.
     """
     if target.exists():
@@ -77,7 +84,23 @@ def quantize(source: Path, target: Path, format: str, dtype: torch.dtype) -> tup
         part.mkdir()
         write_checkpoint(tensors, format, model.config.to_hf(), part)
         for name in BESIDE_WEIGHTS:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, part / name)
+            if (beside := source / name).is_dir():
+                shutil.copytree(beside, part / name)
+            elif beside.is_file():
+                shutil.copyfile(beside, part / name)
+        name_ends(part, _ends_of(source))
     before = sum(tensor.numel() for tensor in state.values()) * dtype.itemsize
     return before, sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _ends_of(source: Path) -> Iterable[int]:
+    """Returns the ids that end a reply by the files in `source` and its chat template; warns, and returns none,
+    if no tokenizer can be read."""
+    why: AReaLQError | None = None
+    for chat in (Chat(), None):  # one without a template, or with none to use, has ends too
+        try:
+            return load_tokenizer(source, chat).stops
+        except AReaLQError as error:
+            why = error
+    typer.echo(f"warning: what ends a reply is not named: {why}", err=True)
+    return ()

@@ -5,15 +5,18 @@ import json
 import msgspec
 import pytest
 import torch
+from helpers.chain_models import CHATML, byte_tokenizer, write_chain
 from typer.testing import CliRunner
 
 from areal_q.cli.app import app
 from areal_q.cli.quantize import quantize
+from areal_q.config import Chat
 from areal_q.errors import CheckpointError, ConfigError
 from areal_q.models import Decoder, DecoderConfig, init_weights, save_decoder
 from areal_q.models.hf.quantized import LEFT_OUT, QUANTIZATION_CONFIGS
 from areal_q.models.layer_kinds import DeltaRule, Experts
 from areal_q.quant.state_dict import is_quantized
+from areal_q.tasks import load_tokenizer
 
 CONFIG = DecoderConfig(
     family="qwen3", vocab_size=24, width=32, layers=1, heads=2, kv_heads=1, head_dim=16, mlp=48,
@@ -31,6 +34,32 @@ def test_weight_beyond_the_format_is_named_and_leaves_nothing(tmp_path):
     with pytest.raises(CheckpointError, match=rf"source: {name}: holds .* above 2\^127"):
         quantize(tmp_path / "source", tmp_path / "made", "int8", torch.bfloat16)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("config", [None, {"eos_token_id": 256, "temperature": 0.5}])
+def test_a_quantized_model_ends_its_turns_as_the_source_does(tmp_path, config):
+    """Other programs read no chat template for an end, and drew on behind <|im_end|>."""
+    source, made = tmp_path / "source", tmp_path / "made"
+    hf = byte_tokenizer(eos="<|endoftext|>", template=None)
+    hf.chat_template = {"default": CHATML, "tool_use": CHATML}
+    files = {"generation_config": config} if config else {}
+    write_chain(source, "42<|im_end|>", hf, eos=256, **files)
+    quantize(source, made, "int8", torch.bfloat16)
+    table = json.loads((made / "generation_config.json").read_text())
+    assert sorted(table["eos_token_id"]) == [256, 258]
+    assert table.get("temperature") == (config or {}).get("temperature")
+    template = made / "additional_chat_templates" / "tool_use.jinja"
+    assert template.read_text() == CHATML
+    assert load_tokenizer(made, Chat()).stops.keys() == load_tokenizer(source, Chat()).stops.keys()
+
+
+def test_a_model_without_a_tokenizer_is_quantized_with_a_warning(tmp_path):
+    save_decoder(Decoder(CONFIG), tmp_path / "source")
+    ends = [str(tmp_path / "source"), str(tmp_path / "made")]
+    result = CliRunner().invoke(app, ["quantize", *ends, "--format", "int8"])
+    assert result.exit_code == 0
+    assert "warning: what ends a reply is not named: " in result.stderr
+    assert not (tmp_path / "made" / "generation_config.json").exists()
 
 
 DELTA = DeltaRule(layers=(0,), key_heads=1, value_heads=2, key_dim=16, value_dim=16, kernel=4)

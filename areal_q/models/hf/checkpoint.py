@@ -156,10 +156,10 @@ def save_decoder(
         if source is not None and (beside := Path(source) / GENERATION).is_file():
             shutil.copyfile(beside, part / GENERATION)
         if tokenizer is not None:
-            _name_ends(part, tokenizer.stops)
+            name_ends(part, tokenizer.stops)
 
 
-def _name_ends(directory: Path, stops: Iterable[int]) -> None:
+def name_ends(directory: Path, stops: Iterable[int]) -> None:
     """Names those of `stops` in generation_config.json that no file of `directory` names: other programs, which
     read no chat template for it, draw on behind them."""
     file = directory / GENERATION
