@@ -1,7 +1,7 @@
 """Leaves out problems whose prompts leave no room for a response, and logs their number. Imports no torch."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from areal_q.errors import TaskError
@@ -11,7 +11,9 @@ from areal_q.tasks.ordering.mixture import Joined, parts_of
 
 logger = logging.getLogger(__name__)
 SLACK = 64
-"""Number of tokens by which a template around a prompt may be longer than around an empty one"""
+"""Number of tokens, or bytes, by which a template around one prompt may be longer than around another"""
+FEW = 2048
+"""Number of problems up to which all are encoded, which takes about a second"""
 
 
 @dataclass
@@ -48,12 +50,36 @@ def short(problems: Sequence[Problem], tokenizer: Tokenizer, longest: int) -> Se
     if isinstance(problems, Joined):
         parts = {name: short(part, tokenizer, longest) for name, part in problems.parts.items()}
         return Joined(parts, problems.weights)
-    # A token has at least one byte, so that a prompt with few bytes is known to be short without encoding it.
-    around = len(tokenizer.encode_prompt("")) + SLACK
+    size = _size_at_most(problems, tokenizer, longest) if len(problems) > FEW else None
 
     def fits(problem: Problem) -> bool:
-        size = len(problem.prompt.encode(errors="replace"))
-        surely = not problem.messages and size + around <= longest
+        surely = size is not None and not problem.messages and size(problem) <= longest
         return surely or len(tokenizer.encode_prompt(problem.asked)) <= longest
 
     return tuple(p for p in problems if fits(p))
+
+
+def _size_at_most(
+    problems: Sequence[Problem], tokenizer: Tokenizer, longest: int
+) -> Callable[[Problem], int] | None:
+    """Returns a function that bounds a prompt's tokens by its bytes, since a token has at least one; None where
+    the template does not write each prompt once."""
+    texts = [problem for problem in problems if not problem.messages]
+    if not texts:
+        return None
+    least = min(texts, key=_bytes)
+    around = len(tokenizer.encode_prompt(least.asked)) + SLACK
+
+    def size(problem: Problem) -> int:
+        return _bytes(problem) + around
+
+    def written(problem: Problem) -> int:
+        return len(tokenizer.decode(tokenizer.encode_prompt(problem.asked)).encode())
+
+    most = max((p for p in texts if size(p) <= longest), key=_bytes, default=least)
+    grown = written(most) - written(least)
+    return size if grown <= _bytes(most) - _bytes(least) + SLACK else None
+
+
+def _bytes(problem: Problem) -> int:
+    return len(problem.prompt.encode(errors="replace"))

@@ -2,13 +2,16 @@
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
+from helpers.chain_models import CHATML, byte_tokenizer
 
-from areal_q.config import load
+from areal_q.config import Chat, load
 from areal_q.errors import TaskError
-from areal_q.tasks import CharTokenizer, Problem, build_task
-from areal_q.tasks.prompt_lengths import without_long
+from areal_q.tasks import CharTokenizer, Problem, build_task, load_tokenizer
+from areal_q.tasks.base import Message
+from areal_q.tasks.prompt_lengths import FEW, short, without_long
 
 
 class Given:
@@ -34,3 +37,42 @@ def test_a_task_of_short_prompts_stays_what_it_is():
 def test_a_task_of_long_prompts_alone_is_refused():
     with pytest.raises(TaskError, match="more than 5 tokens"):
         without_long(Given(300), CharTokenizer(), 5)
+
+
+TWICE = CHATML.replace("m['content']", "m['content'] + m['content']")
+NO_EMPTY = (
+    "{% for m in messages %}{% if not m['content'] %}{{raise_exception('a message is empty')}}"
+    "{% endif %}{% endfor %}" + CHATML
+)
+TOLD = CHATML.replace(
+    "m['content']", "m['content'] + ('so' * 300 if 'long' in m['content'] else '')"
+)
+
+
+@pytest.mark.parametrize("template", [CHATML, TWICE, NO_EMPTY, TOLD])
+@pytest.mark.parametrize("others", [3, FEW + 1])
+def test_what_a_template_makes_of_a_prompt_decides(
+    tmp_path: Path, template: str, others: int
+) -> None:
+    """The bound of one that writes each content once let longer ones through, and an evaluation ended."""
+    byte_tokenizer(template=template).save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(tmp_path, Chat())
+    lengths = [8, 150, 300, 500, *[9] * others]
+    problems = [Problem("x" * n, "1") for n in lengths]
+    if template is not TOLD or others < FEW:  # of many, one that is told more is not looked for
+        problems.append(Problem("a long one", "1"))
+    kept = [p for p in problems if len(tokenizer.encode_prompt(p.asked)) <= 400]
+    assert list(short(problems, tokenizer, 400)) == kept
+    assert len(kept) < len(problems)
+
+
+def test_many_short_prompts_are_not_all_encoded() -> None:
+    class Counting(CharTokenizer):
+        encoded = 0
+
+        def encode_prompt(self, prompt: str | Sequence[Message]) -> list[int]:
+            self.encoded += 1
+            return super().encode_prompt(prompt)
+
+    tokenizer, problems = Counting(), [Problem("1" * (1 + n % 9), "1") for n in range(9 * FEW)]
+    assert len(short(problems, tokenizer, 200)) == len(problems) and tokenizer.encoded < 9
