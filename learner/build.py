@@ -47,7 +47,7 @@ from learner.data.admission import Admission
 from learner.data.eval_sets import problems_of_sets
 from learner.data.group_reader import GroupReader
 from learner.data.staleness import VersionHistory, forks_at
-from learner.data.validation import check_data, check_kept, fits
+from learner.data.validation import check_data, check_encoding, check_kept, fits
 from learner.heldout_eval import BestVersion, HeldOutEvaluation
 from learner.loop import Learner
 from learner.measure.buffer_metrics import BufferMetrics
@@ -207,6 +207,7 @@ def build_learner(
     task = build_task(run.task, columns_for(run))
     check_characters(run.model, run.warmstart, task)
     check_data(directory, run.task, task)
+    check_encoding(directory, run.model, tokenizer)
     shape = shape_of(run.model, tokenizer)
     task = check_fit(run, shape, tokenizer, task, ranks.size)
     check_kept(directory, task)

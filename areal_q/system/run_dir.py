@@ -5,7 +5,7 @@ runs/NAME/
     settings/         all that ever were, each under the hash by which steps/ names it
     run-id            distinguishes this run from others of the same name, on any machine
     stops.json        the ids that end a response, and what says so (areal_q/tasks/stops.py)
-    problems-digest   a hash and a number of the problems, by which a resumed run notices others
+    problems-digest   hashes of the problems and of what encodes them, by which a resumed run notices others
     commit            of the directory in which the run was launched (observability/trackers/described.py)
     metrics.jsonl     one record per event (areal_q/observability/metrics_log.py); tensorboard/ holds the same
     trackers/         what each tracker was given, and what it keeps on this disk

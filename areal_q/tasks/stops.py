@@ -86,12 +86,14 @@ def _cut_after(text: str, stops: Sequence[str]) -> str:
 
 
 def write_stops(directory: Path, stops: Mapping[int, Stop]) -> None:
-    """Writes `stops` to the run in `directory`."""
-    write_whole(directory / STOPS_FILE, msgspec.json.encode(stops))
+    """Writes `stops` to the run in `directory`, beside those of its earlier steps."""
+    file = directory / STOPS_FILE
+    earlier = read_stops(directory) if file.exists() else {}
+    write_whole(file, msgspec.json.encode({**stops, **earlier}))
 
 
 def read_stops(directory: Path) -> dict[int, Stop]:
-    """Returns what `write_stops` wrote. Raises LogError if the file cannot be read."""
+    """Returns all that `write_stops` wrote. Raises LogError if the file cannot be read."""
     file = directory / STOPS_FILE
     try:
         return msgspec.json.decode(file.read_bytes(), type=dict[int, Stop])

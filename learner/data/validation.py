@@ -1,24 +1,26 @@
 """Validation of problems and incoming groups against the model and the run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
 import msgspec
 import xxhash
 
-from areal_q.config import LearnerConfig, Mix, Python, Sft, TaskConfig
+from areal_q.config import LearnerConfig, Mix, ModelConfig, Python, Sft, SmallModel, TaskConfig
 from areal_q.errors import ConfigError, RecordError, TaskError
 from areal_q.messages import Array, Group
 from areal_q.models import DecoderConfig
 from areal_q.system.files import write_whole
-from areal_q.tasks import Task
+from areal_q.tasks import Task, Tokenizer
+from areal_q.tasks.encoding.hf_tokenizer import vocabulary_files
 from areal_q.tasks.lazy import Lazy
 from areal_q.tasks.ordering.mixture import parts_of
 
 DATA_DIGEST = "problems-digest"
 """Name of the file in a run's directory with the digest of the problems that the run began with, and how many
-of them leave room for a response."""
+of them leave room for a response; and below with digests of what makes ids of them, each after its name and a
+colon."""
 
 
 def fits(config: DecoderConfig, learner: LearnerConfig) -> Callable[[Group], None]:
@@ -76,9 +78,10 @@ def check_data(directory: Path, cfg: TaskConfig | Sft, task: Task) -> None:
     local = Path(path).is_file() and not isinstance(cfg, Python | Mix) and not another
     found = _digest_of(Path(path), None if local else task)
     record = directory / DATA_DIGEST
-    if not record.exists():
-        record.write_text(found + "\n")
-    elif record.read_text().split()[:1] != [found]:
+    known, encoding = _recorded(record)
+    if not known:
+        _record(record, [found], encoding)
+    elif known[0] != found:
         raise TaskError(
             f"{path}: its problems are not those that the run began with; put the data of that time back, "
             f"or remove {record} to go on with these"
@@ -89,17 +92,54 @@ def check_kept(directory: Path, kept: Task) -> None:
     """Records beside that digest how many problems leave room for a response. Raises ConfigError if there were
     more or fewer as the run began, since a ticket's number would stand for another problem."""
     record = directory / DATA_DIGEST
-    if not record.exists():
-        return
-    digest, *known = record.read_text().split()
+    known, encoding = _recorded(record)
     count = str(len(kept.train) + len(kept.heldout))
-    if not known:
-        write_whole(record, f"{digest} {count}\n")
-    elif known != [count]:
+    if len(known) == 1:
+        _record(record, [*known, count], encoding)
+    elif known and known[1] != count:
         raise ConfigError(
-            f"{count} problems leave room for a response, and {known[0]} did as the run began: put "
+            f"{count} problems leave room for a response, and {known[1]} did as the run began: put "
             "learner.microbatch_tokens, learner.backend.context and rollout.engine back, which decide that"
         )
+
+
+def check_encoding(directory: Path, model: ModelConfig, tokenizer: Tokenizer) -> None:
+    """Records in the same file digests of what makes ids of texts, and ends responses. Raises ConfigError if
+    one of them has changed: what was learnt, and the logs, stand for other text then. A run that began before
+    they were recorded goes on with what there is."""
+    if isinstance(model, SmallModel):
+        return  # whose tokenizer is part of this program
+    files = b"".join(file.read_bytes() for file in vocabulary_files(model.path))
+    made = {
+        "tokenizer": files,
+        "chat template": tokenizer.template.encode(),
+        "ends of a response": msgspec.json.encode(sorted(tokenizer.stops)),
+        "special tokens": msgspec.json.encode(sorted(tokenizer.special_ids)),
+    }
+    found = {name: xxhash.xxh3_128_hexdigest(content) for name, content in made.items()}
+    record = directory / DATA_DIGEST
+    problems, known = _recorded(record)
+    if changed := [name for name in found if known.get(name, found[name]) != found[name]]:
+        raise ConfigError(
+            f"{model.path}: not what the run began with: {', '.join(changed)}; put the files of that time "
+            f"back, or remove {record} to go on with these"
+        )
+    if known.keys() != found.keys():
+        _record(record, problems, found)
+
+
+def _recorded(record: Path) -> tuple[list[str], dict[str, str]]:
+    """Returns the digest and the number of the problems, as far as they are there, and the other digests by
+    their names."""
+    lines = record.read_text().splitlines() if record.exists() else []
+    named = dict(line.split(": ", 1) for line in lines if ": " in line)
+    return [part for line in lines if ": " not in line for part in line.split()], named
+
+
+def _record(record: Path, problems: Sequence[str], encoding: Mapping[str, str]) -> None:
+    lines = [" ".join(problems)] if problems else []
+    lines += [f"{name}: {digest}" for name, digest in encoding.items()]
+    write_whole(record, "".join(f"{line}\n" for line in lines))
 
 
 def _digest_of(path: Path, task: Task | None) -> str:

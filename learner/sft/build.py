@@ -25,7 +25,7 @@ from learner.backends.data_parallel import ALONE, Ranks
 from learner.build import updater_of
 from learner.build_policy import build_policy
 from learner.checkpoint.async_writer import CheckpointWriter
-from learner.data.validation import check_data
+from learner.data.validation import check_data, check_encoding
 from learner.sft.stage import SupervisedRun
 from learner.supervised.demonstrations import (
     Demonstrations,
@@ -119,6 +119,7 @@ def _data(
         check_format(shape, run.rollout.format)
     check_vocabulary(shape, tokenizer, encoded(rows.train[0], tokenizer)[0])
     check_data(directory, run.task if cfg.path is None else cfg, rows)
+    check_encoding(directory, run.model, tokenizer)
     longest = min(shape.max_positions, run.learner.pass_tokens)
     data = Demonstrations(rows, tokenizer, longest, run.seed)
 

@@ -1,16 +1,21 @@
-"""A run goes on with the problems that it began with, or says that they are others."""
+"""A run goes on with the problems, and with what encodes them, that it began with, or says what is another."""
 
+import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from helpers.chain_models import CHATML, byte_tokenizer
 
-from areal_q.config import Arithmetic, Gsm8k, Jsonl, Python
+from areal_q.config import Arithmetic, Chat, Gsm8k, Jsonl, PretrainedModel, Python
 from areal_q.errors import ConfigError, TaskError
-from areal_q.tasks import CharTokenizer, build_task
+from areal_q.tasks import CharTokenizer, build_task, load_tokenizer
+from areal_q.tasks.base import Stop
 from areal_q.tasks.prompt_lengths import without_long
-from learner.data.validation import check_data, check_kept
+from areal_q.tasks.stops import read_stops, write_stops
+from learner.data.validation import check_data, check_encoding, check_kept
 
 ROW = '{{"prompt": "{0}+1=", "answer": "2"}}\n'
 CODE = """
@@ -88,3 +93,83 @@ def test_generated_problems_leave_no_digest(tmp_path: Path):
     check_data(tmp_path, Arithmetic(), build_task(Arithmetic()))
     check_kept(tmp_path, build_task(Arithmetic()))
     assert not list(tmp_path.iterdir())
+
+
+def other_vocabulary(model: Path) -> None:
+    hf = byte_tokenizer(special=("<other>",))
+    hf.save_pretrained(model)
+
+
+def other_template(model: Path) -> None:
+    (model / "chat_template.jinja").write_text(CHATML + " ")
+
+
+def other_ends(model: Path) -> None:
+    (model / "generation_config.json").write_text('{"eos_token_id": 256}')
+
+
+def other_special_tokens(model: Path) -> None:
+    file = model / "tokenizer_config.json"
+    table = json.loads(file.read_text()) | {"pad_token": "<|endoftext|>"}
+    file.write_text(json.dumps(table))
+
+
+def encoded(directory: Path, model: Path, chat: Chat | None = None) -> None:
+    tokenizer = load_tokenizer(model, chat or Chat())
+    check_encoding(directory, PretrainedModel(path=str(model)), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (other_vocabulary, "tokenizer"),
+        (other_template, "chat template"),
+        (other_ends, "ends of a response"),
+        (other_special_tokens, "special tokens"),
+    ],
+)
+def test_a_resumption_with_another_encoding_is_refused(
+    tmp_path: Path, change: Callable[[Path], None], name: str
+):
+    """It went on without a word, and its tickets and logs stood for other text."""
+    model, run = tmp_path / "model", tmp_path / "run"
+    run.mkdir()
+    byte_tokenizer().save_pretrained(model)
+    encoded(run, model)
+    encoded(run, model)
+    change(model)
+    record = run / "problems-digest"
+    line = rf"model: not what the run began with: {name}; put .* or remove {record} to go on"
+    with pytest.raises(ConfigError, match=line):
+        encoded(run, model)
+    record.unlink()
+    encoded(run, model)
+
+
+def test_one_file_holds_the_digests_of_problems_and_encoding(tmp_path: Path):
+    """A run that began before the latter were recorded goes on, and has them from then on."""
+    data, model = tmp_path / "rows.jsonl", tmp_path / "model"
+    data.write_text("".join(ROW.format(n) for n in range(20)))
+    cfg = Jsonl(path=str(data))
+    byte_tokenizer().save_pretrained(model)
+    check(tmp_path, cfg)
+    check_kept(tmp_path, build_task(cfg))
+    before = (tmp_path / "problems-digest").read_text()
+    for _ in range(2):
+        encoded(tmp_path, model)
+        check(tmp_path, cfg)
+        check_kept(tmp_path, build_task(cfg))
+    assert (tmp_path / "problems-digest").read_text().startswith(before)
+    other_template(model)
+    with pytest.raises(ConfigError, match="chat template"):
+        encoded(tmp_path, model)
+    data.write_text("".join(ROW.format(n) for n in range(21)))
+    with pytest.raises(TaskError, match="not those that the run began with"):
+        check(tmp_path, cfg)
+
+
+def test_the_stops_of_earlier_steps_stay_recorded(tmp_path: Path):
+    earlier, later = {1: Stop("<a>", ("tokenizer",))}, {2: Stop("<b>", ("chat template",))}
+    write_stops(tmp_path, earlier)
+    write_stops(tmp_path, later)
+    assert read_stops(tmp_path) == earlier | later

@@ -121,6 +121,13 @@ class HFTokenizer:
         self._hf.save_pretrained(directory)
 
 
+def vocabulary_files(directory: str | Path) -> list[Path]:
+    """Returns the files that tell the ids of texts: tokenizer.json, or others where there is none."""
+    found = {file for pattern in _FILES for file in Path(directory).glob(pattern) if file.is_file()}
+    whole = {file for file in found if file.name == "tokenizer.json"}
+    return sorted(whole or {file for file in found if file.name != _SETTINGS})
+
+
 def check_whole(directory: Path) -> None:
     """Raises CheckpointError for the directory of an adapter, which has no model."""
     if not (directory / "config.json").exists() and (directory / "adapter_config.json").exists():
