@@ -20,7 +20,8 @@ _PROMPTS = {
 _DIGITS = r"""(?:[0-9]{1,3}(?:\.[0-9]{3}){2,}(?![0-9])                              # 1.000.000
     |(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"""  # 1,000.50 or .5
 _NUMBER = re.compile(
-    rf"((?<![\w.)])[-−–])?\\?[$€£]?({_DIGITS})(?:[eE]([+-]?[0-9]{{1,2}})(?!\w))?", re.VERBOSE
+    rf"((?<![\w.)])[-−–](?:\((?=\\?[$€£]?[0-9.,]+\)))?)?\\?[$€£]?({_DIGITS})(?:[eE]([+-]?[0-9]{{1,2}})(?!\w))?",
+    re.VERBOSE,
 )
 """A number in running text. A minus sign after a word, a digit or a bracket is a subtraction."""
 _SAID = re.compile(
