@@ -1,12 +1,17 @@
 """What each grader takes for the answer, beside what a reader of the same reply takes for it."""
 
+import json
 from decimal import Decimal
+from functools import partial
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_q.tasks import GRADERS, Problem
+from areal_q.config.tasks import Gsm8k, Jsonl
+from areal_q.errors import TaskError
+from areal_q.tasks import GRADERS, Problem, all_problems
 from areal_q.tasks.datasets.gsm8k import final_number
 from areal_q.tasks.grading.boxed import last_boxed
 from areal_q.tasks.grading.choice import letter, offered
@@ -21,6 +26,19 @@ NUMBERS = {
     "#### 18 dollars": "18",
     "#### \\$18": "18",
     "#### 2e": "2",
+    "#### 18%": "18",
+    "#### 18.": "18",
+    "#### 18kg": "18",
+    "#### 18€": "18",
+    "#### 18th": "18",
+    "#### 18-inch": "18",
+    "#### 18/day": "18",
+    "#### 18: all": "18",
+    "#### 18, or 3 each": "18",
+    "#### 18 (3 more)": "18",
+    "#### 18 - at least": "18",
+    "#### _18_": "18",
+    "#### 18 million": "18",
     "#### no number, but 3 before": "3",
     # signs and dashes
     "#### -5 degrees, not 7": "-5",
@@ -58,6 +76,17 @@ NUMBERS = {
     "#### 10,\\!000": "10000",
     "we get 1,234,567.": "1234567",
     "only .5 left": "0.5",
+    # fractions
+    "#### 3/4": "0.75",
+    "#### -3 / 4 cup": "-0.75",
+    "#### 2 1/2": "2.5",
+    "#### -2 1/2": "-2.5",
+    "#### 1,200/2": "600",
+    "\\boxed{\\frac{1}{8}}": "0.125",
+    "\\boxed{-\\dfrac12}": "-0.5",
+    "#### 2\\frac{1}{2}": "2.5",
+    "12/8 = 3/2": "1.5",
+    "half of it, 1/2": "0.5",
     # a box, the word, or bold, before the last number
     "\\boxed{18} so it took 3 steps": "18",
     "\\boxed{\\text{18 eggs}} in 2 days": "18",
@@ -89,6 +118,41 @@ def test_the_number_that_a_reader_takes(reply: str, number: str):
 @pytest.mark.parametrize("reply", ["none", "", "####", "\\boxed{x}", "the answer is unknown"])
 def test_without_a_number_there_is_no_answer(reply: str):
     assert final_number(reply) is None
+
+
+UNREADABLE = [
+    # times, ratios, dates, versions
+    *("12:30", "2:5", "3:210", "1/2/2026", "0.5.3", "1.000.00"),
+    # groups of digits that are none
+    *("12,345,67", "1,00,000", "1234,567", "1,5", "1_000", "1'000", "18 20"),
+    # powers, other notations
+    *("1e400", "2^10", "10^{3}", "10**3", "5²", "2½", "0x12", "18k", "$1.5M", "1/0"),
+    # sums that are not computed
+    *("10 - 5", "10-5", "10 + 5", "3 * 4", "3 x 4", "3 × 4", "3 \\times 4", "18 · $2", "5 – (3)"),
+]
+"""What no single number stands for, or one that two readers take in two ways"""
+
+
+@pytest.mark.parametrize("text", UNREADABLE)
+def test_a_beginning_of_something_else_is_no_number(text: str, tmp_path: Path):
+    """Such a reply was right where the answer was its first digits, and such a label was trained on."""
+    for place in ("I have 3. #### {}", "3, so \\boxed{{{}}}", "3. The answer is {} m"):
+        assert final_number(place.format(text)) is None
+    row = {"question": "q", "prompt": "q", "answer": f"#### {text}"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    for task in (Gsm8k, partial(Jsonl, grader="final_number")):
+        with pytest.raises(TaskError, match=r"rows\.jsonl:1: .*number"):
+            all_problems(task(path=str(tmp_path / "rows.jsonl")))
+
+
+def test_a_fraction_equals_its_own_value_alone():
+    score = GRADERS["final_number"].score
+    for third in ("#### 1/3", "#### 2/6", "\\boxed{\\frac{1}{3}}", "it is 1/3"):
+        assert score(Problem("q", "1/3"), third).correct
+    for other in ("1", "3", "1/2", "0.3333", "1/4"):
+        assert not score(Problem("q", "1/3"), f"#### {other}").correct
+        assert not score(Problem("q", other), "\\boxed{1/3}").correct
+    assert {GRADERS["final_number"].answer(text) for text in ("#### 2/4", "0.5", ".50")} == {"0.5"}
 
 
 @pytest.mark.parametrize("label", ["1,200", "$1200", "1 200", "#### 1200", "3 * 400 = 1200"])
@@ -234,6 +298,7 @@ def test_a_box_has_the_value_that_a_reader_sees(answer: str, reply: str, correct
 
 REPEATED = ["1,", "1.", "#### 1 000 ", "#### (==", "answer is ", "answer:** ", "**1", "\\boxed{"]
 REPEATED += ["\\boxed ", "it is option ", "A) ", "so I ", "- ", "'", "1e", "="]
+REPEATED += ["1/", "1 1/", "1:", "1,00", "-(1", "\\frac1", "1_", "1e9"]
 REPEATED += ["The answer is Berlin (C). ", "1", "**1** "]
 
 

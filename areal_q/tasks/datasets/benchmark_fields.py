@@ -18,9 +18,11 @@ from string import ascii_uppercase
 from typing import Any
 
 from areal_q.config.tasks import Choice, Jsonl, Math
+from areal_q.decode_errors import short
 from areal_q.errors import TaskError
 from areal_q.tasks.base import Problem, columns_of
 from areal_q.tasks.datasets.conversations import problem_of
+from areal_q.tasks.datasets.gsm8k import stated
 from areal_q.tasks.datasets.row_files import read_objects
 from areal_q.tasks.grading.boxed import last_boxed
 
@@ -56,17 +58,26 @@ def choice_problems(cfg: Choice) -> list[Problem]:
 
 
 def jsonl_problems(cfg: Jsonl) -> list[Problem]:
-    """Returns all problems of the file. Raises TaskError naming a line that lacks one of the two fields."""
+    """Returns all problems of the file. Raises TaskError naming a line that lacks one of the two fields, or has
+    an answer that no response can equal."""
     return [
         problem_of(
             _prompt(row, cfg.prompt, where),
-            text_of(row, cfg.answer, where),
+            _readable(text_of(row, cfg.answer, where), cfg, where),
             cfg.template,
             where,
             columns_of(row, where),
         )
         for where, row in read_objects(cfg.path)
     ]
+
+
+def _readable(answer: str, cfg: Jsonl, where: str) -> str:
+    if cfg.grader == "final_number" and stated(answer) is None:
+        raise TaskError(
+            f"{where}: {cfg.answer} = {short(answer)}: final_number reads no number in it"
+        )
+    return answer
 
 
 def _prompt(row: _Row, name: str, where: str) -> str | Sequence[Any]:
