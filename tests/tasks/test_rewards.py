@@ -795,6 +795,15 @@ def test_overlong_penalty_falls_linearly_over_the_cache(tokens: int, penalty: fl
         ("think", "<think>a</think><think>b</think><answer>3</answer>", False),
         ("think", "<answer>3</answer>", False),
         ("hash", "It is\n#### 1,200.5", True),
+        *(
+            ("hash", f"so\n#### {number}", True)
+            for number in ("–5", "- 5", "−5", "-(5)", ".5", "1 000", "1e3", "$5.", "-$5", "3/4")
+        ),
+        *(
+            ("hash", f"#### {text}", False)
+            for text in ("5 dollars", "about 5", "12:30", "10 - 5", "x = 5", "1_000", "", "5 6")
+        ),
+        ("hash", "5", False),
         ("hash", "#### 3\nor so", False),
         ("hash", "", False),
     ],

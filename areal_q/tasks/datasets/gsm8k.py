@@ -76,6 +76,15 @@ def final_number(text: str) -> Decimal | None:
     return _value(last[0]) if last else None
 
 
+def ends_with_number(text: str) -> bool:
+    """Returns True if the last line is `####` and nothing but a number, in a spelling that is read there."""
+    before, _, number = (text.strip().splitlines() or [""])[-1].strip().partition("####")
+    found = None if before else _in_part(_plain(number))
+    if found is None or found.start() or _value(found) is None:
+        return False
+    return not found.string[found.end() :].strip(" \t.,)")
+
+
 def _statements(text: str) -> Iterator[str]:
     """Yields the parts of a response that say which number is the answer, the most explicit one first."""
     _, mark, tail = text.rpartition("####")

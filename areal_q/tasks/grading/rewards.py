@@ -31,6 +31,7 @@ from areal_q.errors import ConfigError, RecordError, installing
 from areal_q.messages.trajectories import FailureCause
 from areal_q.plugins import digest_of, parted
 from areal_q.tasks.base import Columns, Completed, Grader, Problem, Score
+from areal_q.tasks.datasets.gsm8k import ends_with_number
 from areal_q.tasks.grading.boxed import last_boxed
 from areal_q.tasks.grading.graders import GRADERS, check_extra
 from areal_q.tasks.grading.isolated_reward import Isolated
@@ -40,14 +41,11 @@ from areal_q.tasks.stops import stop_strings
 _INSIDE = r"[^<]*(?:<(?!/?think>|/?answer>)[^<]*)*"
 """Text without any of the four tags"""
 _THOUGHT = re.compile(rf"\s*<think>{_INSIDE}</think>\s*<answer>{_INSIDE}</answer>\s*")
-_HASH = re.compile(r"####[ \t]*[-−]?\$?[0-9][0-9,.]*")
 
 STYLES: dict[str, Callable[[str], bool]] = {
     "boxed": lambda text: bool(last_boxed(text)),
     "think": lambda text: _THOUGHT.fullmatch(text) is not None,
-    "hash": lambda text: (
-        _HASH.fullmatch((text.strip().splitlines() or [""])[-1].strip()) is not None
-    ),
+    "hash": ends_with_number,
 }
 """Formats that a response can be in; the key is `reward.style`"""
 
