@@ -1,6 +1,7 @@
 """A task: problems to train on, problems held out, and a reward. Imports no torch."""
 
 from collections.abc import Callable, Mapping, Sequence
+from datetime import date, time, timedelta
 from typing import Any, Protocol
 
 from msgspec import Struct, json
@@ -53,11 +54,22 @@ def columns_of(row: Mapping[str, Any], where: str) -> str:
     """Returns a row of data as the JSON of `Problem.columns`: times and decimals become text, bytes base64.
     Raises TaskError, which names the place, for what JSON does not know."""
     try:
-        return json.encode(row).decode()
+        return json.encode(row, enc_hook=_text).decode()
     except (TypeError, ValueError, RecursionError) as error:
+        if len(row) > 1:  # to name the one
+            for name, value in row.items():
+                columns_of({name: value}, where)
+        name = ", ".join(map(str, row))
         raise TaskError(
-            f"{where}: a column is neither text, number, list nor table: {error}"
+            f"{where}: column `{name}` is neither text, number, list nor table: {error}"
         ) from error
+
+
+def _text(value: Any) -> str:
+    """Returns the text of a time that is none of Python's own, such as pandas' Timestamp or Timedelta."""
+    if isinstance(value, date | time | timedelta):
+        return getattr(value, "isoformat", value.__str__)()
+    raise TypeError(f"it is of type {type(value).__name__}")
 
 
 class Completed(Struct, frozen=True):

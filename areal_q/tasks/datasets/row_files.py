@@ -19,6 +19,7 @@ import os.path
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, TypeVar
@@ -121,10 +122,10 @@ def _parquet_rows(path: str) -> Iterator[tuple[str, Any]]:
 
     try:
         with pq.ParquetFile(path) as file:
-            rows = file.read().to_pylist()
+            table = file.read()
     except pa.ArrowException as error:
         raise TaskError(f"{path}: no Parquet file: {str(error).splitlines()[0]}") from error
-    yield from ((f"{path}[{i}]", row) for i, row in enumerate(rows))
+    yield from ((f"{path}[{i}]", row) for i, row in enumerate(_table_rows(table, path)))
 
 
 def _saved_rows(path: str) -> Iterator[tuple[str, Any]]:
@@ -143,13 +144,59 @@ def _saved_rows(path: str) -> Iterator[tuple[str, Any]]:
         number = 0
         for file in json.loads(state.read_bytes())["_data_files"]:
             with pa.ipc.open_stream(directory / file["filename"]) as stream:
-                for row in stream.read_all().to_pylist():
+                for row in _table_rows(stream.read_all(), path):
                     yield f"{path}[{number}]", row
                     number += 1
     except (pa.ArrowException, ValueError, KeyError, TypeError, IndexError) as error:
         if isinstance(error, TaskError):
             raise
         raise TaskError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from error
+
+
+def _table_rows(table: Any, path: str) -> list[_Object]:
+    """Returns the rows of Arrow's table. A column of nanoseconds, or with times out of Python's range, has text
+    in their place. Raises TaskError, which names file and column, for one that cannot be read."""
+    columns = [
+        _values(column, f"{path}: column `{name}`: ")
+        for name, column in zip(table.column_names, table.columns, strict=True)
+    ]
+    return [dict(zip(table.column_names, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def _values(column: Any, where: str) -> list[Any]:
+    import pyarrow as pa
+
+    unread = (pa.ArrowException, ValueError, OverflowError)
+    if "[ns" not in str(column.type):  # Python's times have none: they would be pandas'
+        with suppress(*unread):
+            return column.to_pylist()
+    for kind in (pa.string(), pa.int64()):  # a number since 1970 where no such time zone is known
+        with suppress(pa.ArrowException):
+            column = column.cast(_without_times(column.type, kind))
+            break
+    try:
+        return column.to_pylist()
+    except unread as error:
+        raise TaskError(where + in_words(error)) from error
+
+
+def _without_times(kind: Any, instead: Any) -> Any:
+    """Returns a type of Arrow with `instead` in place of dates and times, also of those in lists and tables."""
+    import pyarrow as pa
+    from pyarrow import types
+
+    if types.is_temporal(kind):
+        return instead
+    if types.is_dictionary(kind):
+        return _without_times(kind.value_type, instead)
+    if types.is_map(kind):
+        return pa.map_(kind.key_type, _without_times(kind.item_type, instead))
+    if types.is_struct(kind):
+        fields = [kind.field(i) for i in range(kind.num_fields)]
+        return pa.struct([(f.name, _without_times(f.type, instead)) for f in fields])
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return pa.large_list(_without_times(kind.value_type, instead))
+    return kind
 
 
 def _hub_rows(path: str) -> Iterator[tuple[str, Any]]:
