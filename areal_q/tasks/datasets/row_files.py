@@ -18,7 +18,8 @@ import json
 import os.path
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from textwrap import shorten
@@ -107,6 +108,7 @@ def _text_rows(path: str, data: bytes) -> Iterator[tuple[str, Any]]:
     try:
         text = io.StringIO(data.decode(), newline="")
         rows = csv.DictReader(text, delimiter="\t" if path.endswith(".tsv") else ",", strict=True)
+        _check_columns(rows.fieldnames or (), path)
         for row in rows:
             if None in row or None in row.values():
                 columns = len(rows.fieldnames or ())
@@ -114,6 +116,13 @@ def _text_rows(path: str, data: bytes) -> Iterator[tuple[str, Any]]:
             yield f"{path}:{rows.line_num}", row
     except (csv.Error, UnicodeDecodeError) as error:
         raise TaskError(f"{path}: {in_words(error)}") from error
+
+
+def _check_columns(names: Sequence[str], path: str) -> None:
+    if twice := next((name for name, count in Counter(names).items() if count > 1), ""):
+        raise TaskError(
+            f"{path}: there are several columns `{twice}`, and which is meant is unknown"
+        )
 
 
 def _parquet_rows(path: str) -> Iterator[tuple[str, Any]]:
@@ -156,6 +165,7 @@ def _saved_rows(path: str) -> Iterator[tuple[str, Any]]:
 def _table_rows(table: Any, path: str) -> list[_Object]:
     """Returns the rows of Arrow's table. A column of nanoseconds, or with times out of Python's range, has text
     in their place. Raises TaskError, which names file and column, for one that cannot be read."""
+    _check_columns(table.column_names, path)
     columns = [
         _values(column, f"{path}: column `{name}`: ")
         for name, column in zip(table.column_names, table.columns, strict=True)

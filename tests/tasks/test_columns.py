@@ -1,4 +1,4 @@
-"""Columns of Parquet files and of save_to_disk, whatever Arrow keeps in them."""
+"""Columns of files: their names, and whatever Arrow keeps in them."""
 
 import json
 import sys
@@ -39,9 +39,8 @@ AS_PYTHON_HAS_IT = [
 ]
 
 
-def saved(directory: Path, more: pa.Array, kind: str) -> str:
-    """Returns where a row with such a column is kept, in a format of Arrow's."""
-    table = pa.table({"prompt": ["p"], "answer": ["1"], "more": more})
+def saved(directory: Path, table: pa.Table, kind: str) -> str:
+    """Returns where a table is kept in a format of Arrow's."""
     path = directory / "d"
     if kind == "parquet":
         pq.write_table(table, path)
@@ -53,7 +52,9 @@ def saved(directory: Path, more: pa.Array, kind: str) -> str:
     return str(path)
 
 
-def more_of(path: str) -> Any:
+def more_of(directory: Path, more: pa.Array, kind: str) -> Any:
+    """Returns what is read of a column."""
+    path = saved(directory, pa.table({"prompt": ["p"], "answer": ["1"], "more": more}), kind)
     (problem,) = all_problems(Jsonl(path=path), None)
     assert (problem.prompt, problem.answer) == ("p", "1")
     return json.loads(problem.columns)["more"]
@@ -67,20 +68,37 @@ def test_times_are_the_same_text_with_and_without_pandas(
 ):
     if not pandas:
         monkeypatch.setitem(sys.modules, "pandas", None)
-    assert more_of(saved(tmp_path, more, kind)) == text
+    assert more_of(tmp_path, more, kind) == text
 
 
 @pytest.mark.parametrize("kind", ["parquet", "save_to_disk"])
 @pytest.mark.parametrize("more", OUT_OF_RANGE)
 def test_a_time_out_of_pythons_range_ends_no_run(more: pa.Array, kind: str, tmp_path: Path):
-    assert "out of range" in more_of(saved(tmp_path, more, kind))
+    assert "out of range" in more_of(tmp_path, more, kind)
 
 
 @pytest.mark.parametrize("kind", ["parquet", "save_to_disk"])
 def test_a_column_that_cannot_be_read_is_named(kind: str, tmp_path: Path):
     bad = pa.Array.from_buffers(pa.string(), 1, [None, *pa.array([b"\xff"]).buffers()[1:]])
     with pytest.raises(TaskError, match=r"/d: column `more`: not UTF-8 text$"):
-        more_of(saved(tmp_path, bad, kind))
+        more_of(tmp_path, bad, kind)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "save_to_disk", "csv", "tsv"])
+def test_a_column_that_is_there_twice_is_refused(kind: str, tmp_path: Path):
+    """The last of them counted, and the answers were others than the ones that were looked at."""
+    table = pa.table([["p"], ["1"], ["2"]], names=["prompt", "answer", "answer"])
+    if kind in ("csv", "tsv"):
+        path = tmp_path / f"d.{kind}"
+        path.write_text(
+            "\n".join(("prompt,answer,answer", "p,1,2")).replace(
+                ",", "," if kind == "csv" else "\t"
+            )
+        )
+    else:
+        path = Path(saved(tmp_path, table, kind))
+    with pytest.raises(TaskError, match=rf"{path.name}: there are several columns `answer`"):
+        all_problems(Jsonl(path=str(path)))
 
 
 class Stamp(datetime):
