@@ -1,13 +1,18 @@
 """Benchmarks in the fields that their files really have."""
 
 import json
+import math
+from decimal import Decimal
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from areal_q.config import Choice, Gsm8k, Jsonl, Math
 from areal_q.errors import ConfigError, TaskError
 from areal_q.tasks import GRADERS, Problem, all_problems, build_task
+from areal_q.tasks.datasets.benchmark_fields import text_of
 
 
 @pytest.fixture
@@ -96,6 +101,7 @@ def test_right_choice_of_gpqa_takes_every_place_and_keeps_it(write):
         (Choice, {"Question": "Q", "Correct Answer": "a"}, "field `Incorrect Answer 1`"),
         (Jsonl, {"prompt": "Q"}, "field `answer`"),
         (Jsonl, {"prompt": "Q", "answer": True}, "field `answer`"),
+        (Jsonl, {"prompt": "Q", "answer": None}, "field `answer` is not text or a number"),
     ],
 )
 def test_a_row_without_its_fields_is_named(write, cfg: type, row: dict, complaint: str):
@@ -144,3 +150,31 @@ def test_a_generated_task_has_no_file_to_read():
 def test_gsm8k_is_read_whole(write):
     path = write(*({"question": f"{i}?", "answer": f"#### {i}"} for i in range(3)))
     assert [p.answer for p in all_problems(Gsm8k(path=path))] == ["0", "1", "2"]
+
+
+NUMBERS = {
+    27.0: "27",
+    -0.5: "-0.5",
+    0.1: "0.1",
+    1e23: "1e+23",
+    2.0**53 - 1: "9007199254740991",
+    2.0**53: "9007199254740992.0",
+    10**23: "1" + 23 * "0",
+    Decimal("1.50"): "1.50",
+    Decimal("1E+3"): "1000",
+}
+
+
+@pytest.mark.parametrize(("number", "text"), NUMBERS.items())
+def test_a_number_is_written_as_short_as_it_reads_back(number: float | Decimal, text: str):
+    assert text_of({"answer": number}, "answer", "x:1") == text
+    assert type(number)(text) == number
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_a_float_that_is_no_number_is_no_answer(number: float, tmp_path: Path):
+    """The word `nan` was trained on."""
+    path = tmp_path / "d.parquet"
+    pq.write_table(pa.table({"prompt": ["p", "q"], "answer": [1.0, number]}), path)
+    with pytest.raises(TaskError, match=rf"d\.parquet\[1\]: field `answer` .*: {number}$"):
+        all_problems(Jsonl(path=str(path)))

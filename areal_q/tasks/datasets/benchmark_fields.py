@@ -13,7 +13,9 @@ Field names are tried in the order of the constants below, and the first one tha
 """
 
 import hashlib
+import math
 from collections.abc import Sequence
+from decimal import Decimal
 from string import ascii_uppercase
 from typing import Any
 
@@ -38,6 +40,9 @@ CHOICE_PROMPTS = {
     "chat": "{}\n\nReason step by step, then end with `Answer: ` and the letter of the right choice.",
     "plain": "Question: {}\nAnswer:",
 }
+
+_EXACT = 2**53
+"""Above it not every whole number is a float, so that its digits say more than is known"""
 
 
 def math_problems(cfg: Math) -> list[Problem]:
@@ -93,18 +98,20 @@ def _prompt(row: _Row, name: str, where: str) -> str | Sequence[Any]:
 
 
 def text_of(row: _Row, name: str, where: str) -> str:
-    """Returns a field as text. A number is written out (27.0 as "27"), and a list of one entry is that entry.
-    Raises TaskError for anything else."""
+    """Returns a field as text. A number is written as short as it reads back (27.0 is "27", 1e23 "1e+23"),
+    and a list of one entry is that entry. Raises TaskError for anything else, such as a float that is nan."""
     if name not in row:
         raise TaskError(f"{where}: no field `{name}`; the row has {', '.join(row) or 'none'}")
     value = row[name]
     if isinstance(value, list) and value and all(isinstance(v, str) for v in value):
         value = ", ".join(value)
-    if isinstance(value, float):
-        value = int(value) if value.is_integer() else value
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
+    if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT:
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
         raise TaskError(f"{where}: field `{name}` is not text or a number")
-    return str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise TaskError(f"{where}: field `{name}` is not text or a number: {value}")
+    return f"{value:f}" if isinstance(value, Decimal) else str(value)
 
 
 def _first(row: _Row, names: Sequence[str], where: str) -> str:
