@@ -90,7 +90,19 @@ def test_config_split_and_revision_are_in_the_name(path: str, read: Any, asked: 
 
 
 @pytest.mark.parametrize(
-    "path", ["a/b.jsonl", "a/b/c.csv", "./a/b", "/a/b", "a", "a/b/c/d", "here/it", "here/it/test"]
+    "path",
+    [
+        "a/b.jsonl",
+        "a/b.JSONL",
+        "a/b/C.CSV",
+        "a/b/c.csv",
+        "./a/b",
+        "/a/b",
+        "a",
+        "a/b/c/d",
+        "here/it",
+        "here/it/test",
+    ],
 )
 def test_a_path_is_none_of_the_hub(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Also one of which only the beginning is there: its end is missing here, not on the Hub."""

@@ -310,7 +310,9 @@ def formats(tmp_path: Path) -> Path:
     pq.write_table(table, tmp_path / "named_otherwise")
     (tmp_path / "g.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     (tmp_path / "g.json").write_text(json.dumps(ROWS, indent=1))
-    for name, mark in (("g.csv", ","), ("g.tsv", "\t")):
+    pq.write_table(table, tmp_path / "G.PARQUET")
+    (tmp_path / "G.JSONL").write_text("\n".join(map(json.dumps, ROWS)))
+    for name, mark in (("g.csv", ","), ("g.tsv", "\t"), ("G.CSV", ","), ("G.Tsv", "\t")):
         with (tmp_path / name).open("w", newline="", encoding="utf-8-sig") as file:
             writer = csv.DictWriter(file, ["question", "answer"], delimiter=mark)
             writer.writeheader()
@@ -329,6 +331,7 @@ def formats(tmp_path: Path) -> Path:
     "name",
     [
         *("g.jsonl", "g.json", "g.csv", "g.tsv", "g.parquet", "named_otherwise"),
+        *("G.JSONL", "G.CSV", "G.Tsv", "G.PARQUET"),
         *("one", "splits", "only", "splits/train"),
     ],
 )
@@ -364,6 +367,7 @@ BAD_DATA = {
     "torn/state.json": "torn: cannot be read: ",
     "g.parquet": "g.parquet: no Parquet file: ",
     "text.parquet": "text.parquet: no Parquet file: ",
+    "TEXT.PARQUET": "TEXT.PARQUET: no Parquet file: ",
     "empty.parquet": "empty.parquet: no Parquet file: ",
     "g.csv": r"g\.csv:3: a row of other than 2 columns",
     "list.json": r"list\.json\[1\]: question is missing",
@@ -374,6 +378,7 @@ BAD_CONTENT = {
     "torn/state.json": b'{"_data_files": [{}]}',
     "g.parquet": b"PAR1 and no more",
     "text.parquet": b"<html>not found</html>",
+    "TEXT.PARQUET": b"<html>not found</html>",
     "empty.parquet": b"",
     "g.csv": b"question,answer\na,b\nc\n",
     "list.json": b'[{"question": "a", "answer": "#### 1"}, {"answer": "#### 1"}]',

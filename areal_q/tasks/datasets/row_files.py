@@ -56,9 +56,9 @@ def read_objects(path: str) -> list[tuple[str, _Object]]:
         if Path(path).is_dir():
             return converted(_saved_rows(path), _Object)
         data = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8)
-        if data.startswith(_PARQUET) or path.endswith(".parquet"):
+        if data.startswith(_PARQUET) or path.lower().endswith(".parquet"):
             return converted(_parquet_rows(path), _Object)
-        if path.endswith((".csv", ".tsv")):
+        if path.lower().endswith((".csv", ".tsv")):
             return converted(_text_rows(path, data), _Object)
     except OSError as error:
         raise TaskError(f"{path}: {error.strerror or error}") from error
@@ -78,7 +78,7 @@ def is_columnar(path: str) -> bool:
 def is_on_hub(path: str) -> bool:
     """Returns True if `path` names rows of the Hugging Face Hub, and not a file, there or missing."""
     named = _ON_HUB.fullmatch(path)
-    if named is None or path.endswith(_ENDINGS):
+    if named is None or path.lower().endswith(_ENDINGS):
         return False
     return not any(map(os.path.exists, (path, named[1])))
 
@@ -107,7 +107,9 @@ def _text_rows(path: str, data: bytes) -> Iterator[tuple[str, Any]]:
     csv.field_size_limit(sys.maxsize)  # 131,072 characters would be the most otherwise
     try:
         text = io.StringIO(data.decode(), newline="")
-        rows = csv.DictReader(text, delimiter="\t" if path.endswith(".tsv") else ",", strict=True)
+        rows = csv.DictReader(
+            text, delimiter="\t" if path.lower().endswith(".tsv") else ",", strict=True
+        )
         _check_columns(rows.fieldnames or (), path)
         for row in rows:
             if None in row or None in row.values():
