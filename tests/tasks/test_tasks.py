@@ -275,6 +275,8 @@ def test_gsm8k_rewards_the_right_final_number_only() -> None:
         ('{"question": "q"}', "answer is missing"),
         ('{"question": 3, "answer": "#### 3"}', "question = 3: must be text"),
         ('{"question": "q", "answer"', "it ends too early; it takes JSON lines"),
+        ('{"question": "q", "answer": 1e400}', "answer = 1e400: is too large"),
+        ('{"x": [1, {"y": 1e400}], "answer": "#### 3"}', r"x = \[1, .*1e400.*: is too large"),
         ("\udcff", ""),
         ('{"question": "q", "answer": "no mark 3"}', "does not end with a line `#### number`"),
         ('{"question": "q", "answer": "#### none"}', "does not end with a line `#### number`"),

@@ -92,10 +92,27 @@ def _lines(path: str, data: bytes) -> list[tuple[str, _Object]]:
             try:
                 rows.append((where, decoder.decode(text)))
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                why = in_words(error, _Object, untyped(text))
+                why = _of_field(text) or in_words(error, _Object, untyped(text))
                 fits = isinstance(error, msgspec.ValidationError) and not why.startswith("must be")
                 raise TaskError(f"{where}: {why}{'' if fits else _ONE_A_LINE}") from error
     return rows
+
+
+def _of_field(text: bytes) -> str:
+    """Returns what is wrong with the first field that cannot be decoded, though it is JSON: a number that is
+    too large; "" if there is none."""
+    try:
+        fields = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""
+    for name, field in fields.items():
+        try:
+            msgspec.json.decode(field)
+        except msgspec.ValidationError as error:
+            return f"{name} = {shorten(bytes(field).decode(), 80)}: {in_words(error)}"
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return ""
+    return ""
 
 
 def converted(rows: Iterable[tuple[str, Any]], kind: type[T]) -> list[tuple[str, T]]:
