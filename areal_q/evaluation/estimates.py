@@ -51,6 +51,7 @@ class Answered(Struct, frozen=True, kw_only=True):
     """One problem with its answers, which is a line of the file of answers."""
 
     index: int
+    """Its place among the problems that were asked, from 0, those that were left out among them"""
     prompt: str
     answer: str
     greedy: Reply | None

@@ -9,7 +9,7 @@ Answers are written as they come in. Ctrl-C keeps them and prints the accuracies
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,7 +23,7 @@ from areal_q.evaluation.benchmarks import PRESETS, preset_named, with_options
 from areal_q.evaluation.estimates import Answered, Evaluation, estimates_by_source
 from areal_q.system import command
 from areal_q.system.files import write_whole
-from areal_q.tasks import Tokenizer, build_tokenizer
+from areal_q.tasks import Problem, Tokenizer, build_tokenizer
 from rollout.evaluation.asked import (
     Asked,
     as_evaluated,
@@ -131,14 +131,14 @@ def evaluate(
     started, tokenizer = time.monotonic(), build_tokenizer(asked.run.model, asked.run.task)
     kept = fitting(asked, tokenizer)
     with _answers_file(out) as (write, file):
-        rows = asyncio.run(_collect(kept, tokenizer, write))
+        rows = asyncio.run(_collect(asked, kept, tokenizer, write))
     about = Evaluation(
         **named,
         format=asked.run.rollout.format,
         samples=asked.preset.samples,
         sampling=asked.sampling,
         asked=len(asked.problems),
-        left_out=len(asked.problems) - len(kept.problems),
+        left_out=len(asked.problems) - len(kept),
         answered=len(rows),
         elapsed_s=time.monotonic() - started,
         estimates=estimates_by_source(rows),
@@ -148,15 +148,15 @@ def evaluate(
         file.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(about)))
         typer.echo(f"answers and scores: {file}", err=True)
     if wanted:
-        write_rows(kept, rows, wanted)
+        write_rows(asked, rows, wanted)
     if about.left_out:
         typer.echo(
             f"{about.left_out} of {about.asked} problems are left out: their prompts leave no room for "
             f"--max-tokens {asked.sampling.max_tokens}",
             err=True,
         )
-    if len(rows) < len(kept.problems):
-        typer.echo(f"stopped after {len(rows)} of {len(kept.problems)} problems", err=True)
+    if len(rows) < len(kept):
+        typer.echo(f"stopped after {len(rows)} of {len(kept)} problems", err=True)
         raise typer.Exit(INTERRUPTED)
     return about
 
@@ -176,16 +176,19 @@ def _print_results(rows: Sequence[Answered], about: Evaluation, show: int) -> No
 
 
 async def _collect(
-    asked: Asked, tokenizer: Tokenizer, write: Callable[[Answered], Any]
+    asked: Asked,
+    problems: Mapping[int, Problem],
+    tokenizer: Tokenizer,
+    write: Callable[[Answered], Any],
 ) -> list[Answered]:
     """Returns the answers in the problems' order; if cancelled by Ctrl-C, those that are done. `write` is
     called with each answer as it comes. Raises ConfigError for a prompt that cannot fit into the model."""
     from rollout.evaluation.generate import answered
 
     rows: list[Answered] = []
-    answers = answered(asked, tokenizer, partial(typer.echo, err=True))
+    answers = answered(asked, problems, tokenizer, partial(typer.echo, err=True))
     try:
-        with _progress(len(asked.problems)) as advance:
+        with _progress(len(problems)) as advance:
             async for row in answers:
                 rows.append(row)
                 write(row)

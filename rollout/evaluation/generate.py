@@ -1,9 +1,8 @@
 """Generates a saved model's answers to problems with the reference engine, in the order they are done."""
 
 import asyncio
-import dataclasses
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
@@ -31,9 +30,9 @@ TELL_EVERY_S = 10.0
 """Seconds without an agent after which a line says that they are waited for, and from one line to the next"""
 
 
-def fitting(asked: Asked, tokenizer: Tokenizer) -> Asked:
-    """Returns `asked` with the problems whose prompts leave room for an answer in the model's positions. Raises
-    ConfigError if there are none."""
+def fitting(asked: Asked, tokenizer: Tokenizer) -> dict[int, Problem]:
+    """Returns the problems whose prompts leave room for an answer in the model's positions, by their places
+    among all that are asked. Raises ConfigError if there are none."""
     rollout = replace(asked.run.rollout, sampling=asked.sampling)
     positions = config_at(asked.run.model, asked.model).max_positions
     longest = positions - rollout.tokens_after_prompt
@@ -43,13 +42,17 @@ def fitting(asked: Asked, tokenizer: Tokenizer) -> Asked:
     kept = short(asked.problems, tokenizer, longest)
     if not kept:
         raise ConfigError(f"{given}: every prompt has more than {longest} tokens")
-    return dataclasses.replace(asked, problems=kept)
+    places = enumerate(asked.problems)
+    return {next(i for i, other in places if other == problem): problem for problem in kept}
 
 
 async def answered(
-    asked: Asked, tokenizer: Tokenizer, tell: Callable[[str], object]
+    asked: Asked,
+    problems: Mapping[int, Problem],
+    tokenizer: Tokenizer,
+    tell: Callable[[str], object],
 ) -> AsyncGenerator[Answered, None]:
-    """Yields each problem once, with the answers that are asked for. `tell` gets a line for the user when
+    """Yields each of `problems` once, with the answers that are asked for. `tell` gets a line for the user when
     agents may begin, and while none of them comes.
 
     All problems are in flight at once, and the engine's slots bound how many are computed. Closing the iterator
@@ -67,11 +70,11 @@ async def answered(
         await reward.start()
         await environment.start()
         await engine.start()
-        prompts = (tokenizer.encode_prompt(problem.asked) for problem in asked.problems)
+        prompts = (tokenizer.encode_prompt(problem.asked) for problem in problems.values())
         await engine.load_weights(  # the model, which is not kept, as a learner publishes it
             as_published(load_model(run.model, asked.model).requires_grad_(False), run, prompts)
         )
-        for index, problem in enumerate(asked.problems):
+        for index, problem in problems.items():
             tasks.append(asyncio.create_task(answering.one(index, problem)))
         if endpoint:
             url = endpoint.url(await endpoint.start())

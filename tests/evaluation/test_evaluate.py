@@ -301,6 +301,12 @@ def test_prompts_too_long_for_the_model_are_left_out_and_counted(
     assert line in told.err and "stopped" not in told.err
     about = json.loads(out.with_suffix(".json").read_text())
     assert (about["asked"], about["left_out"], about["answered"]) == (3, 1, 2)
+    answers = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["index"], row["prompt"]) for row in answers] == [(0, prompts[0]), (2, prompts[2])]
+    kept = tmp_path / "kept.jsonl"
+    main(run_dir, task="jsonl", data=path, max_tokens=4, keep="0..1", samples=1, out=kept)
+    assert [json.loads(line)["prompt"] for line in kept.read_text().splitlines()] == prompts[::2]
+    capsys.readouterr()
     path.write_text(json.dumps(rows[1]))
     with pytest.raises(ConfigError, match=r"--max-tokens 4: every prompt has more than \d+ tokens"):
         main(run_dir, task="jsonl", data=path, max_tokens=4, out=out)
