@@ -13,7 +13,7 @@ from areal_q.errors import BufferFull
 from areal_q.evaluation.estimates import pass_at_k, pass_ks
 from areal_q.messages import Group, Trajectory
 from areal_q.observability.metrics_log import MetricsLog, Record
-from areal_q.observability.run_summary import in_time
+from areal_q.observability.run_summary import in_time, plural
 from areal_q.tasks import Tokenizer, without_end
 from buffer.redis_store import LearnerBuffer
 from learner.data.admission import Admission
@@ -158,8 +158,8 @@ class HeldOutEvaluation:
                 continue
             if lost > 0:
                 logger.warning(
-                    "evaluation at version %d: %d of %d problems came to nothing; see areal-q buffer status",
-                    version, lost, asked,
+                    "evaluation at version %d: %d of %s came to nothing; see areal-q buffer status",
+                    version, lost, plural(asked, "problem"),
                 )  # fmt: skip
             del self._expected[version], self._asked[version]
             self._write(version, list(self._answers.pop(version).values()))
@@ -171,7 +171,9 @@ class HeldOutEvaluation:
         self._tell_s = time.monotonic() + TELL_EVERY_S
         version, asked = next(iter(self._expected.items()))
         done = len(self._answers[version])
-        self._metrics.write("start", 0, {}, doing=f"evaluating: {done} of {asked} problems")
+        self._metrics.write(
+            "start", 0, {}, doing=f"evaluating: {done} of {plural(asked, 'problem')}"
+        )
 
     def _look(self) -> Counter[int] | None:
         """Returns the number of open tickets by version, or None between two searches. It must be called before

@@ -27,6 +27,7 @@ from areal_q.config import External, Run
 from areal_q.errors import BufferGone, Stopped
 from areal_q.messages import Group, WorkerStatus
 from areal_q.observability.metrics_log import MetricsLog
+from areal_q.observability.run_summary import plural
 from areal_q.system.watchdog import Progress
 from buffer.redis_store import LearnerBuffer
 from buffer.weight_sync import WeightServer
@@ -154,7 +155,7 @@ class Learner(WhileWaiting):
         self.buffer_metrics.begin()
         if self.step == 0:
             asked = self.run.eval.problems
-            doing = f"publishing the first weights, then evaluating {asked} problems"
+            doing = f"publishing the first weights, then evaluating {plural(asked, 'problem')}"
             self.metrics.write("start", 0, {}, doing=doing)
             self.evaluate(0)
             if self.run.checkpoint.start or self.heldout.may_be_best(0):

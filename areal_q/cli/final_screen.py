@@ -10,7 +10,7 @@ from areal_q.config import Arithmetic, Run
 from areal_q.evaluation.estimates import Evaluation, read_evaluations
 from areal_q.observability.learning_faults import advice
 from areal_q.observability.metrics_log import TENSORBOARD_DIR, read_metrics
-from areal_q.observability.run_summary import ExampleAnswer, Summary, summarize
+from areal_q.observability.run_summary import ExampleAnswer, Summary, plural, summarize
 from areal_q.system import command
 from areal_q.system.run_dir import METRICS_FILE, has_checkpoint
 
@@ -70,9 +70,8 @@ def _next_commands(run: Run, run_dir: Path, summary: Summary) -> list[tuple[str,
 def _evaluation(e: Evaluation) -> tuple[str, str]:
     """Returns a row such as ("eval aime int8", "accuracy 0.333 [0.193, 0.512], avg@32 …   (30 problems,
     qurl-aime)")."""
-    asked = (
-        f"{e.answered} problems" if e.answered == e.asked else f"{e.answered} of {e.asked} problems"
-    )
+    asked = plural(e.asked, "problem")
+    asked = asked if e.answered == e.asked else f"{e.answered} of {asked}"
     told = ", ".join(map(str, e.estimates)) or "no answers"
     return f"eval {e.task} {e.format}", f"{told}   ({asked}{f', {e.preset}' if e.preset else ''})"
 

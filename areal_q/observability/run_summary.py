@@ -253,7 +253,8 @@ def _held_out_rows(evals: list[Record], run: Run) -> Iterable[tuple[str, str]]:
             continue
         known = known or evals  # no answer could be scored
         first, last = known[0], known[-1]
-        problems = f", {last['eval/problems']:.0f} problems" if "eval/problems" in last else ""
+        asked = last.get("eval/problems")
+        problems = "" if asked is None else f", {plural(round(asked), 'problem')}"
         problems += unscored(last, "eval")
         times = f"from {duration(first['elapsed_s'])} to {duration(last['elapsed_s'])}{problems}"
         yield label, f"{shown(template, first)} → {shown(template, last)}   ({times})"

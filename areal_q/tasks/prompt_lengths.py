@@ -38,7 +38,7 @@ def without_long(task: Task, tokenizer: Tokenizer, longest: int) -> Task:
             "rollout.sampling.max_tokens leaves room for no more"
         )
     logger.warning(
-        "%d problems are left out: their prompts have more than %d tokens", left_out, longest
+        "problems left out, whose prompts have more than %d tokens: %d", longest, left_out
     )
     return _Kept(train, heldout)
 

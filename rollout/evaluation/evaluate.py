@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from areal_q.errors import ConfigError, ContextExceeded, RecordError
 from areal_q.evaluation.benchmarks import PRESETS, preset_named, with_options
 from areal_q.evaluation.estimates import Answered, Evaluation, estimates_by_source
+from areal_q.observability.run_summary import plural
 from areal_q.system import command
 from areal_q.system.files import write_whole
 from areal_q.tasks import Problem, Tokenizer, build_tokenizer
@@ -151,12 +152,12 @@ def evaluate(
         write_rows(asked, rows, wanted)
     if about.left_out:
         typer.echo(
-            f"{about.left_out} of {about.asked} problems are left out: their prompts leave no room for "
+            f"left out: {about.left_out} of {plural(about.asked, 'problem')}, whose prompts leave no room for "
             f"--max-tokens {asked.sampling.max_tokens}",
             err=True,
         )
     if len(rows) < len(kept):
-        typer.echo(f"stopped after {len(rows)} of {len(kept)} problems", err=True)
+        typer.echo(f"stopped after {len(rows)} of {plural(len(kept), 'problem')}", err=True)
         raise typer.Exit(INTERRUPTED)
     return about
 
@@ -170,7 +171,7 @@ def _print_results(rows: Sequence[Answered], about: Evaluation, show: int) -> No
     for estimate in about.estimates[:-1]:
         typer.echo(estimate)
     last = about.estimates[-1] if about.estimates else ""
-    typer.echo(f"{last}  ({len(rows)} problems, {about.format}, {about.elapsed_s:.1f} s)")
+    typer.echo(f"{last}  ({plural(len(rows), 'problem')}, {about.format}, {about.elapsed_s:.1f} s)")
     for remark in remarks(rows):
         typer.echo(remark, err=True)
 

@@ -12,6 +12,7 @@ import typer
 from areal_q.config.tasks import ReasoningGym, TaskConfig, VerifiersTask
 from areal_q.errors import ConfigError
 from areal_q.evaluation.estimates import Answered
+from areal_q.observability.run_summary import plural
 from areal_q.system.files import write_whole
 from areal_q.tasks import Problem
 from rollout.evaluation.asked import Asked
@@ -67,7 +68,7 @@ def write_rows(asked: Asked, rows: Sequence[Answered], wanted: WantedRows) -> No
     except OSError as error:
         raise ConfigError(f"--out {wanted.out}: {error.strerror}") from error
     typer.echo(
-        f"kept {len(lines)} of {len(rows)} problems, {hard} are harder and {easy} easier: "
+        f"kept {len(lines)} of {plural(len(rows), 'problem')}, {hard} harder and {easy} easier: "
         f"task.path={wanted.out}",
         err=True,
     )

@@ -147,7 +147,7 @@ def test_rows_that_are_solved_sometimes_are_kept_whole(
     assert kept == [rows[i] | {"pass_rate": rates[i]} for i in within]
     hard, easy = sum(rate < 0.25 for rate in rates), sum(rate > 0.5 for rate in rates)
     assert min(len(kept), hard, easy) > 0
-    told = f"kept {len(kept)} of 20 problems, {hard} are harder and {easy} easier: task.path={out}"
+    told = f"kept {len(kept)} of 20 problems, {hard} harder and {easy} easier: task.path={out}"
     assert told in capsys.readouterr().err
     again = build_task(make_run(f'task={{type="jsonl", path="{out}", heldout=0.2}}').task, None)
     assert [p.prompt for p in (*again.train, *again.heldout)] == [row["prompt"] for row in kept]
@@ -297,7 +297,7 @@ def test_prompts_too_long_for_the_model_are_left_out_and_counted(
     main(run_dir, task="jsonl", data=path, max_tokens=4, out=out)
     told = capsys.readouterr()
     assert told.out.startswith("accuracy 1.000 [") and "(2 problems, " in told.out
-    line = "1 of 3 problems are left out: their prompts leave no room for --max-tokens 4"
+    line = "left out: 1 of 3 problems, whose prompts leave no room for --max-tokens 4"
     assert line in told.err and "stopped" not in told.err
     about = json.loads(out.with_suffix(".json").read_text())
     assert (about["asked"], about["left_out"], about["answered"]) == (3, 1, 2)
@@ -307,6 +307,9 @@ def test_prompts_too_long_for_the_model_are_left_out_and_counted(
     main(run_dir, task="jsonl", data=path, max_tokens=4, keep="0..1", samples=1, out=kept)
     assert [json.loads(line)["prompt"] for line in kept.read_text().splitlines()] == prompts[::2]
     capsys.readouterr()
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows[:2]))
+    main(run_dir, task="jsonl", data=path, max_tokens=4)
+    assert "(1 problem, " in capsys.readouterr().out
     path.write_text(json.dumps(rows[1]))
     with pytest.raises(ConfigError, match=r"--max-tokens 4: every prompt has more than \d+ tokens"):
         main(run_dir, task="jsonl", data=path, max_tokens=4, out=out)

@@ -26,7 +26,7 @@ def test_long_prompts_are_left_out_and_counted_in_one_line(caplog: pytest.LogCap
     assert [len(p.prompt) for p in kept.train] == [3, 200]
     assert [len(p.prompt) for p in kept.heldout] == [2]
     (line,) = caplog.messages
-    assert line == "3 problems are left out: their prompts have more than 200 tokens"
+    assert line == "problems left out, whose prompts have more than 200 tokens: 3"
 
 
 def test_a_task_of_short_prompts_stays_what_it_is():
