@@ -182,6 +182,7 @@ MEANS_C = [
     *("The correct answer must be C.", "The answer is option C.", "Answer: Option C"),
     *("Answer: C, not A", "Answer: C because A is wrong", "The answer is: C. A is not the answer."),
     "Answer: A\n\nwait\n\nAnswer: C",
+    *("答案：C", "答案是C。", "Réponse : C", "La réponse: (C)"),
     # concluded
     "Answer: I believe it is C",
     "Option A is wrong, B is wrong, so it must be C",
@@ -288,6 +289,11 @@ MATHS = [
     ("5", r"\boxed{5 + 3 = 8}", False),
     ("-5", r"\boxed{−5}", True),
     ("5", r"\boxed{5} or \boxed{6}", False),
+    ("1000", r"\boxed{1e3}", True),
+    ("1.5e-2", r"\boxed{0.015}", True),
+    ("-1e+3", r"\boxed{-1000}", True),
+    ("1000", r"\boxed{1e4}", False),
+    ("e", r"\boxed{1e1}", False),
 ]
 
 

@@ -17,6 +17,8 @@ _UNIT = re.compile(
     r"([A-Za-z]{2,}(?: [A-Za-z]+)*)$"
 )
 """Words behind a number, but for those that change it"""
+_POWER_OF_TEN = re.compile(r"(-?[0-9]+(?:\.[0-9]+)?)[eE]([+-]?[0-9]{1,2})")
+"""`1e3`, whose `e` is Euler's number to math-verify"""
 _MAX_CHARACTERS = 500
 """Longest answer that is graded, since the parser would take long for a longer one"""
 
@@ -72,6 +74,9 @@ def score(problem: Problem, response: str) -> Score:
 
 
 def _plain(text: str) -> str:
-    """Returns an expression as math-verify reads it: digits without gaps, and words after a number as a unit,
-    which it leaves out."""
-    return _UNIT.sub(r"\\text{ \1}", join_digits(text.strip("$ ")))
+    """Returns an expression as math-verify reads it: digits without gaps, words after a number as a unit, which
+    it leaves out, and 1e3 as a power of ten."""
+    text = join_digits(text.strip("$ "))
+    if power := _POWER_OF_TEN.fullmatch(text):
+        return rf"{power[1]} \cdot 10^{{{power[2]}}}"
+    return _UNIT.sub(r"\\text{ \1}", text)

@@ -19,7 +19,7 @@ _LETTER = (
 )
 """A letter that is neither a pronoun nor said to be wrong; a small one needs its bracket."""
 _LINK = r"(?: (?:is|must be|would be|should be)\b)?[\s:：=→-]*(?:(?:option|choice)\b[ :]*)?"
-_ANSWER = re.compile(rf"answer{_LINK}{_LETTER}", re.IGNORECASE)
+_ANSWER = re.compile(rf"(?:answer|答案是?|réponse){_LINK}{_LETTER}", re.IGNORECASE)
 _CONCLUSION = re.compile(
     rf"(?:answer[^.\n]{{0,80}}? (?:is|but)|\b(?:choice|option|it is|it['’]s|must be|choose|pick|select|go with"
     rf"|therefore|thus|hence|so)\b,?){_LINK}{_LETTER}",
