@@ -65,6 +65,8 @@ class GroupReader:
     ) -> None:
         self._buffer, self._admission, self._history = buffer, admission, history
         self._cfg, self._pool = cfg, pool
+        self._before = set(buffer.unread())
+        """Tickets whose groups were there before: a reward that failed for all of them may be mended since."""
         self._starvation = Starvation()
         self._met_worker = False
         self._newest = -1
@@ -171,7 +173,8 @@ class GroupReader:
         self._newest = max(
             self._newest, *(s.version for t in group.trajectories for s in t.all_spans)
         )
-        self.failures.add(group)
+        judge = self.failures.count if number in self._before else self.failures.add
+        judge(group)
         if len(group.valid_trajectories) < self._cfg.fewest_valid:
             self.invalid += 1
             self._refuse(entry, "too few of its responses could be scored")

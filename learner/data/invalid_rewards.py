@@ -22,11 +22,13 @@ class NeverScored(TaskError):
 
 
 class Failures:
-    """Counts of failed rewards since the run began. The learner ends if none of the first `hopeless`
-    responses could be scored."""
+    """Counts of failed rewards since the process started. The learner ends if none of the first `hopeless`
+    responses that were added could be scored."""
 
     def __init__(self, hopeless: int) -> None:
         self._hopeless = max(hopeless, FEWEST)
+        self._added = 0
+        """Number of responses that were added, of all that were counted."""
         self.responses = 0
         """Number of responses read."""
         self.errors = 0
@@ -37,14 +39,16 @@ class Failures:
     def add(self, group: Group) -> None:
         """Counts the responses of a group. Raises NeverScored if no reward ever worked."""
         self.count(group)
-        if (total := self.invalid.total()) == self.responses >= self._hopeless:
+        self._added += len(group.trajectories)
+        total = self.invalid.total()
+        if total == self.responses and self._added >= self._hopeless:
             causes = ", ".join(f"{count} {cause}" for cause, count in self.invalid.most_common())
             raise NeverScored(
                 f"the reward failed for all of the first {total} responses ({causes})"
             )
 
     def count(self, group: Group) -> None:
-        """Counts the responses of a group."""
+        """Counts the responses of a group, whatever its rewards are."""
         failed = [t for t in group.trajectories if not t.valid]
         self.responses += len(group.trajectories)
         self.errors += len(failed)

@@ -12,6 +12,7 @@ from helpers.policies import build_group_reader, new_admission
 from areal_q.config import Run
 from areal_q.errors import TaskError
 from areal_q.messages import Group, Ticket, VersionSpan
+from buffer.sampling.replay_pool import SampledGroups
 from learner.data import group_reader as group_reader_module
 from learner.data.group_reader import WhileWaiting
 from learner.data.staleness import VersionHistory
@@ -341,3 +342,42 @@ def test_a_reward_that_fails_for_two_whole_steps_ends_the_run(
         failures.add(group)
     with pytest.raises(TaskError, match="all of the first 640 responses"):
         failures.add(group)
+
+
+class Resumed(Learner, WhileWaiting):
+    """A learner over the buffer of one that has ended; it answers 4 more tickets whenever it waits."""
+
+    def __init__(self, ended: Learner, run: Run, make_group: MakeGroup) -> None:
+        super().__init__(run, make_group, ended.buffers)
+        self.admission.cursor = ended.admission.cursor
+        self.admission.outstanding |= set(range(self.admission.cursor))
+
+    def record_episodes(self, step: int) -> None:
+        self.answer(4, 9)
+
+    def learn(self) -> SampledGroups | None:
+        return self.group_reader.take(9, self.stop, self)
+
+
+@pytest.mark.parametrize("mended", [True, False])
+def test_a_resumed_run_judges_the_reward_anew(
+    make_run: MakeRun, buffers: Buffers, make_group: MakeGroup, monkeypatch, mended: bool
+):
+    """What a reward that failed left in the buffer goes; if it still fails, as many more end the run."""
+    monkeypatch.setattr(group_reader_module, "POLL_S", 0.01)
+
+    def broken(ticket: Ticket) -> Group:
+        return failing(make_group(ticket), *range(ticket.group_size))
+
+    run = make_run("learner.max_lag=31", "learner.groups=4", "learner.group_size=2")
+    ended = Learner(run, broken, buffers)
+    ended.admission.admit(9)
+    ended.answer(128, 9)
+    with pytest.raises(TaskError, match="all of the first 256 responses"):
+        ended.take()
+    resumed = Resumed(ended, run, make_group if mended else broken)
+    if mended:
+        assert resumed.learn() and resumed.group_reader.invalid == 128
+    else:
+        with pytest.raises(TaskError, match="all of the first 512 responses"):
+            resumed.learn()
