@@ -213,10 +213,10 @@ class Choice(_Text, frozen=True, kw_only=True, tag="choice"):
 
 class Jsonl(_Text, frozen=True, kw_only=True, tag="jsonl"):
     """Any file of prompts and answers. A prompt may be a list of messages, each with `role` and
-    `content`, also in a field `messages`."""
+    `content`."""
 
     prompt: str = "prompt"
-    """Name of the field."""
+    """Name of the field. A row without the default's has its prompt in `messages`."""
     answer: str = "answer"
     """Name of the field with the answer."""
     grader: GraderName = "exact"

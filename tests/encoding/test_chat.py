@@ -100,11 +100,22 @@ def test_rows_may_be_conversations(tmp_path: Path) -> None:
         all_problems(Jsonl(path=str(data)))
 
 
+def test_messages_stand_for_the_default_field_alone(tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps({"messages": [{"role": "user", "content": "2+2="}], "answer": 4}))
+    assert all_problems(Jsonl(path=str(data), template="chat"))[0].asked
+    with pytest.raises(TaskError, match="no field `mesages`; the row has messages, answer"):
+        all_problems(Jsonl(path=str(data), prompt="mesages", template="chat"))
+
+
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [
         ([{"role": "user"}], "is no message"),
-        ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "must end"),
+        (
+            [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+            "give it as `answer`",
+        ),
         ([{"role": "user", "content": " "}], "is empty"),
     ],
 )

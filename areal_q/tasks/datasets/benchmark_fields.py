@@ -31,6 +31,7 @@ from areal_q.tasks.grading.boxed import last_boxed
 _Row = dict[str, Any]
 
 QUESTION = ("problem", "question", "Problem", "Question", "prompt")
+_DEFAULT = Jsonl(path="").prompt
 _ANSWER = ("final_answer", "answer", "Answer", "solution", "Solution")
 MATH_PROMPTS = {
     "chat": "{}\n\nReason step by step, then give the final answer in \\boxed{{}}.",
@@ -86,8 +87,9 @@ def _readable(answer: str, cfg: Jsonl, where: str) -> str:
 
 
 def _prompt(row: _Row, name: str, where: str) -> str | Sequence[Any]:
-    """Returns the field, or `messages` in a row without it: a text, or a list of messages."""
-    name = "messages" if name not in row and "messages" in row else name
+    """Returns the field, a text or a list of messages. A row without the default's has it in `messages`."""
+    if name == _DEFAULT and name not in row and "messages" in row:
+        name = "messages"
     match row.get(name):
         case [{}, *_] as messages:
             return messages

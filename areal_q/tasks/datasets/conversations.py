@@ -28,7 +28,9 @@ def problem_of(
 def _asked(prompt: Sequence[Any], answer: str, template: str, where: str, table: str) -> Problem:
     messages = [_message(entry, where) for entry in prompt]
     if not messages or messages[-1]["role"] == "assistant":
-        raise TaskError(f"{where}: a conversation must end with a message that is to be answered")
+        ends = "a conversation must end with a message that is to be answered"
+        reply = "; leave out the last reply, or give it as `answer`" if messages else ""
+        raise TaskError(f"{where}: {ends}{reply}")
     if template != "chat":
         raise TaskError(f"{where}: a list of messages needs {table}.template = 'chat'")
     return Problem.of(messages, answer)
