@@ -18,6 +18,7 @@ from areal_q.config import Run, TorchEngine
 from areal_q.errors import ConfigError
 from areal_q.models import Decoder, PackedLayout, load_decoder
 from areal_q.models.hf.adapters import save_adapted
+from areal_q.models.low_bit.engine_policy import perturbed
 from areal_q.models.low_bit.lora import adapted, adapters_off
 from areal_q.models.low_bit.published_state import published_state
 from areal_q.quant import FORMATS, dequantize_state, quantize_state
@@ -97,6 +98,16 @@ def test_before_training_the_policy_is_the_dequantized_base(make_run: MakeRun, f
     ours, theirs = logits(policy.model, IDS), logits(plain, IDS)
     tolerance = 0.1 if format in ROUNDING else 1e-5
     assert (ours - theirs).norm() < tolerance * theirs.norm()
+
+
+@pytest.mark.parametrize("format", ["bf16", "int8"])
+def test_rounding_of_what_a_frozen_base_reads_is_noise_too(make_run: MakeRun, format: str):
+    """The doctor and the fidelity meter take what it changes for the noise of a faithful engine."""
+    model = build(make_run(*LORA, f"rollout.format={format}")).model
+    plain = logits(model, IDS)
+    with perturbed(model):
+        assert not torch.equal(logits(model, IDS), plain)
+    assert torch.equal(logits(model, IDS), plain)
 
 
 def test_gradient_of_adapters_is_that_of_the_merged_weight(make_run: MakeRun):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from areal_q.models.config import DecoderConfig
 from areal_q.models.decoder import Decoder
 from areal_q.models.hf.checkpoint import meta_decoder
-from areal_q.models.low_bit.lora import AdaptedLinear, adapter_of
+from areal_q.models.low_bit.lora import AdaptedLinear, adapted, adapter_of
 from areal_q.models.low_bit.quantized_forward import QuantLinear, linears
 from areal_q.quant import is_quantized
 from areal_q.quant.rescaling import Fold
@@ -89,7 +89,8 @@ def perturbed(model: nn.Module, seed: int = 0) -> Iterator[None]:
         z = torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device)
         return (x * (1 + ROUNDING * z), *rest)
 
-    hooks = [linear.register_forward_pre_hook(nudge) for linear in linears(model).values()]
+    found = [*linears(model).values(), *adapted(model).values()]
+    hooks = [linear.register_forward_pre_hook(nudge) for linear in found]
     try:
         yield
     finally:
