@@ -40,6 +40,8 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     version: int | None
     """Newest version that the learner serves, which is the number of steps it has done; None if it does not
     answer."""
+    starting: bool = False
+    """True if the learner has begun a short while ago, so that nothing need answer yet."""
     digest: str = ""
     since_step_s: float | None = None
     """Seconds since that version was published"""
@@ -51,9 +53,12 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     wrong: list[str]
 
 
-def gather(client: redis.Redis, run: str, source: WeightSource, silent_s: float) -> Cluster:
-    """Returns the state of run `run`. `silent_s` is how many seconds without news count as a fault. Raises
-    redis.RedisError if Redis does not answer, and ConfigError for CURVE keys that cannot be used."""
+def gather(
+    client: redis.Redis, run: str, source: WeightSource, silent_s: float, held: bool = False
+) -> Cluster:
+    """Returns the state of run `run`, whose directory may be `held` by processes of it. `silent_s` is how many
+    seconds without news count as a fault. Raises redis.RedisError if Redis does not answer, and ConfigError for
+    CURVE keys that cannot be used."""
     keys = Keys(run)
     names: Any = client.smembers(keys.workers)
     told: Any = client.mget([*map(keys.worker, sorted(names))]) if names else []
@@ -61,9 +66,12 @@ def gather(client: redis.Redis, run: str, source: WeightSource, silent_s: float)
     buffer = inspect_state.read_status(client, run)
     newest, subscribers = _learner(client, run, source)
     since = None if newest is None else max(0.0, time.time() - newest.published_s)
+    led_s = _led_s(client, run)
+    starting = held and newest is None if led_s is None else led_s <= silent_s
     return Cluster(
         run=run,
         version=newest.version if newest else None,
+        starting=starting,
         digest=newest.digest if newest else "",
         since_step_s=since,
         weights_bytes=newest.nbytes if newest else 0,
@@ -72,6 +80,7 @@ def gather(client: redis.Redis, run: str, source: WeightSource, silent_s: float)
         workers=beats,
         redis=buffer,
         wrong=[
+            *([] if starting else _missing(newest, beats)),
             *_wrong(since, silent_s, newest, beats, buffer),
             *refused,
             *_starves(client, run),
@@ -102,6 +111,23 @@ def _starves(client: redis.Redis, run: str) -> list[str]:
     return [said.decode()] if said else []
 
 
+def _led_s(client: redis.Redis, run: str) -> float | None:
+    """Returns for how many seconds the present learner has led the run; None if none has a lease."""
+    found: Any = client.hmget(Keys(run).owner, ["token", "until"])
+    seconds, micros = client.time()  # type: ignore[misc]
+    # A learner's token is the time, by Redis's clock, at which it acquired the run.
+    token_s, until_s = (int(value or 0) / 1e3 for value in found)
+    now_s = seconds + micros / 1e6
+    return now_s - token_s if until_s > now_s else None
+
+
+def _missing(newest: HeldVersion | None, workers: list[WorkerStatus]) -> Iterator[str]:
+    if newest is None:
+        yield "the learner does not answer"
+    if not workers:
+        yield "no worker has sent a heartbeat"
+
+
 def _wrong(
     since_s: float | None,
     silent_s: float,
@@ -109,12 +135,8 @@ def _wrong(
     workers: list[WorkerStatus],
     buffer: inspect_state.Status,
 ):
-    if since_s is None:
-        yield "the learner does not answer"
-    elif since_s > silent_s:
+    if since_s is not None and since_s > silent_s:
         yield f"no new version for {tables.age(since_s)}"
-    if not workers:
-        yield "no worker has sent a heartbeat"
     for w in workers:
         if w.behind_s > silent_s:
             yield f"{w.worker}: newer weights known for {tables.age(w.behind_s)}, and none arrived"
@@ -140,7 +162,7 @@ def screen(found: Cluster) -> RenderableType:
 
 def _head(found: Cluster) -> Text:
     if found.version is None:
-        return Text("learner: no answer")
+        return Text("learner: starting" if found.starting else "learner: no answer")
     delta = "" if found.delta_bytes is None else f", delta {size(found.delta_bytes)}"
     return Text(
         f"learner: step {found.version}, the last one {tables.age(found.since_step_s)} ago\n"

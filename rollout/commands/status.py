@@ -15,7 +15,7 @@ from areal_q.config import load
 from areal_q.errors import ConfigError
 from areal_q.observability.metrics_log import read_metrics
 from areal_q.observability.progress import History
-from areal_q.observability.run_end import how_it_ended
+from areal_q.observability.run_end import how_it_ended, is_held
 from areal_q.observability.run_summary import step_line
 from areal_q.system import command
 from areal_q.system.credentials import no_password
@@ -114,7 +114,9 @@ def main(
     console = command.console()
     with open_run(directory, url, run) as (connected, name):
         while True:
-            found = gather(connected, name, WeightSource(None, fetch, keys, client), silent_s)
+            source = WeightSource(None, fetch, keys, client)
+            held = directory is not None and is_held(directory)
+            found = gather(connected, name, source, silent_s, held)
             if json:
                 typer.echo(msgspec.json.encode(found))
             else:

@@ -16,6 +16,7 @@ from areal_q.weights.version import WeightVersion
 from bench.records import make_beat
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
 from buffer.redis_store.keys import Keys
+from buffer.redis_store.lease import owner_of
 from buffer.weight_sync import WeightServer, WeightSource
 from rollout.commands.cluster import gather
 from rollout.commands.status import SILENT_S, main
@@ -161,3 +162,24 @@ def test_a_learner_that_does_not_answer_is_wrong(learner, redis_url, weight_serv
     result = command(redis_url)
     assert result.exit_code == 1
     assert "the learner does not answer" in result.stdout
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_run_that_has_just_begun_is_starting(
+    redis_url, weight_server, tmp_path: Path, monkeypatch, known: bool
+):
+    """Nothing is served yet; after a resumption Redis still has the endpoints of the learner before."""
+    monkeypatch.setattr("buffer.weight_sync.client.TIMEOUT_S", 0.05)
+    learner = LearnerBuffer(redis_url, "run")
+    with redis.Redis.from_url(redis_url) as client:
+        assert gather(client, "run", WeightSource(), SILENT_S, held=True).starting
+        if known:
+            learner.publish_run("", weight_server.endpoints._asdict())
+            weight_server.close()
+        learner.acquire(owner_of("id", tmp_path))
+        found = command(redis_url)
+        assert found.exit_code == 0 and "learner: starting" in found.stdout, found.output
+        late = gather(client, "run", WeightSource(), silent_s=0.0)
+        assert late.wrong == ["the learner does not answer", "no worker has sent a heartbeat"]
+        learner.close()
+        assert command(redis_url).exit_code == 1
