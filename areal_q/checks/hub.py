@@ -16,6 +16,8 @@ from areal_q.system.run_dir import table_at, with_changes
 _ID = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*?)(?:@([\w./-]+))?")
 """An id, with a commit, branch or tag behind it or none"""
 _CACHED = re.compile(r".*/models--([\w.-]+?)--([\w.-]+)/snapshots/([0-9a-f]{40})/?")
+REAL_MODEL = "models/SmolLM2-135M-Instruct"
+"""The directory of configs/smollm2-sums.toml's model"""
 _LONGEST = 160
 """Characters of what the Hub's client says that an error repeats"""
 _READ = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
@@ -48,6 +50,13 @@ def directory_of(path: str, setting: str) -> str:
     return _snapshot(named[1], named[2], setting) if named else path
 
 
+def not_there(path: str) -> str:
+    """Returns that a directory is not there, and where a relative one was looked for."""
+    here = "" if Path(path).is_absolute() else f" in {Path.cwd()}"
+    made = " (make real-model, in a checkout, fetches it)" if path == REAL_MODEL else ""
+    return f"no such directory{here}{made}"
+
+
 def is_cached(path: Path) -> bool:
     """Returns True for a directory in the Hub's cache, which another host fetches by its name."""
     return _CACHED.fullmatch(str(path)) is not None
@@ -72,10 +81,10 @@ def _snapshot(id: str, revision: str | None, setting: str) -> str:
         unanswered = isinstance(cause, HTTPError) and not isinstance(cause, HfHubHTTPError)
         if unanswered or isinstance(cause, ConnectionError):
             raise ConfigError(
-                f"{setting}: {id}: no such directory, the cache lacks this model, and no network reaches "
+                f"{setting}: {id}: {not_there(id)}, the cache lacks this model, and no network reaches "
                 "huggingface.co; where there is one: hf download ID --local-dir DIR"
             ) from error
         why = shorten(str(cause), _LONGEST, placeholder=" …")
         raise ConfigError(
-            f"{setting}: {id}: no such directory, nor can it be fetched from the Hub: {why}"
+            f"{setting}: {id}: {not_there(id)}, nor can it be fetched from the Hub: {why}"
         ) from error

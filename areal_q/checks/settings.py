@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
+from areal_q.checks.hub import not_there
 from areal_q.checks.machine import visible_gpus
 from areal_q.checks.packages import check_packages
 from areal_q.config import (
@@ -62,7 +63,7 @@ def check_directories(run: Run) -> None:
     """Raises ConfigError, naming the setting, for a directory that is not there."""
     for setting, directory in _directories(run).items():
         if directory is not None and not Path(directory).is_dir():
-            raise ConfigError(f"{setting}: {directory}: no such directory")
+            raise ConfigError(f"{setting}: {directory}: {not_there(directory)}")
 
 
 def without_effect(run: Run) -> list[str]:

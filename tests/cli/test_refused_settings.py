@@ -14,8 +14,9 @@ from helpers.commands import refused, run_here
 from helpers.fixture_types import MakeRun
 from helpers.policies import initial_model
 
-from areal_q.checks.settings import preflight, without_effect
-from areal_q.config import Run, load, rules
+from areal_q.checks.hub import REAL_MODEL, not_there
+from areal_q.checks.settings import check_directories, preflight, without_effect
+from areal_q.config import PretrainedModel, Run, load, rules
 from areal_q.errors import CheckpointError, ConfigError
 from areal_q.models import save_decoder
 from areal_q.observability.metrics_log import MetricsLog, read_metrics
@@ -89,8 +90,16 @@ def test_outside_agents_need_an_endpoint_of_workers_started_here(
     ],
 )
 def test_a_directory_that_is_not_there_is_named_with_its_setting(settings: str, complaint: str):
-    with pytest.raises(ConfigError, match=complaint):
+    with pytest.raises(ConfigError, match=f"{complaint}.* in {Path.cwd()}$"):
         preflight(load(None, [settings]))
+
+
+def test_the_model_of_an_example_is_fetched_by_make():
+    run = load("smollm2-sums", ["model.path=/models/SmolLM2-135M-Instruct"])
+    with pytest.raises(ConfigError, match=r"no such directory$"):
+        check_directories(run)
+    assert load("smollm2-sums").model == PretrainedModel(path=REAL_MODEL)
+    assert not_there(REAL_MODEL).endswith("(make real-model, in a checkout, fetches it)")
 
 
 @pytest.mark.parametrize(
