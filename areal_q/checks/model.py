@@ -37,6 +37,7 @@ from areal_q.models import DecoderConfig, load_config
 from areal_q.models.hf.vllm_shapes import vllm_refuses
 from areal_q.models.hf.weight_files import check_tensors
 from areal_q.models.shape import check_frozen, shape_of
+from areal_q.observability.learning_faults import has_template
 from areal_q.quant import is_quantized
 from areal_q.quant.linears import check_inputs
 from areal_q.tasks import (
@@ -133,6 +134,11 @@ def findings(run: Run, found: FoundModel) -> Iterator[CheckResult]:
     text = tokenizer.decode(list(found.prompt))
     shown = text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
     yield CheckResult("prompt", "ok", f"{len(found.prompt)} tokens: {shown!r}")
+    if isinstance(run.model, PretrainedModel) and not chat_of(run.task) and has_template(run.model):
+        says = "the model has a chat template, and is asked without"
+        yield CheckResult(
+            "template", "warning", says, 'task.template = "chat", unless a base model is meant'
+        )
     if found.tools:
         yield CheckResult("tools", "ok", found.tools)
     room = f"up to {found.longest} tokens fit before {run.rollout.tokens_after_prompt} more"

@@ -329,16 +329,13 @@ def _is_untrained(run: Run) -> bool:
 
 def _prompt_advice(run: Run) -> str:
     """Returns advice for a model that never did as it should: is it asked as it was taught?"""
-    if (
-        isinstance(run.model, PretrainedModel)
-        and not chat_of(run.task)
-        and _has_template(run.model)
-    ):
+    if isinstance(run.model, PretrainedModel) and not chat_of(run.task) and has_template(run.model):
         return "task.template=chat: the model has a chat template, and is asked without"
     return "is the model asked as it was taught? areal-q report shows a prompt's tokens"
 
 
-def _has_template(model: PretrainedModel) -> bool:
+def has_template(model: PretrainedModel) -> bool:
+    """Returns True if the model's directory has a chat template."""
     path = Path(model.path)
     try:
         return (path / "chat_template.jinja").exists() or "chat_template" in (
