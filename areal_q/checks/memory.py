@@ -226,13 +226,19 @@ def memory_of(run: Run, shape: DecoderConfig, prompt: int) -> Iterator[CheckResu
         other = total(of_others(parts))
         beside = f", {size(other)} for each other of its {ranks} processes"
         learner += (ranks - 1) * other
-    worker = total(worker_memory(run, shape, lengths))
+    of_worker = list(worker_memory(run, shape, lengths))
+    worker = total(of_worker)
     says = (
         f"about {size(total(parts))} for the learner{beside}, {size(worker)} for each of "
         f"{plural(workers, 'worker')}; {size(free)} available"
     )
     if learner + workers * worker <= free:
         yield CheckResult("memory", "ok", says)
-    else:
-        fix = "a smaller model, learner.lora, fewer workers, or what else runs here ended"
-        yield CheckResult("memory", "warning", says, fix)
+        return
+    fix = "a smaller model, learner.lora, fewer workers, or what else runs here ended"
+    cache = total(part for part in of_worker if part.name == "KV cache")
+    if learner + workers * (worker - cache) <= free:
+        slots, tokens = getattr(run.rollout.engine, "slots", 0), run.rollout.sampling.max_tokens
+        says += f"; {size(cache)} of a worker are for the keys and values of its responses"
+        fix = f"a smaller rollout.engine.slots (now {slots}) or rollout.sampling.max_tokens (now {tokens})"
+    yield CheckResult("memory", "warning", says, fix)

@@ -177,7 +177,8 @@ def _lengths(run: Run) -> Iterator[str]:
         yield "rollout.sampling.max_tokens leaves no room in model.max_positions"
     elif isinstance(model, SmallModel) and tokens >= model.max_positions:
         yield "rollout.environment's results leave no room in model.max_positions"
-    if tokens >= run.learner.pass_tokens:
+    # A pretrained model may have room for still less, which is said where its shape is known.
+    if isinstance(model, SmallModel) and tokens >= run.learner.pass_tokens:
         yield (
             f"{run.learner.pass_limit} has no room for a prompt and the {tokens} tokens that may "
             "follow it"

@@ -17,7 +17,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from areal_q.checks.format_advice import format_of, instead
+from areal_q.checks.memory import learner_memory, total, worker_memory
 from areal_q.checks.model import check_model, findings, longest_prompt, rate_of
+from areal_q.checks.pass_memory import Lengths
 from areal_q.config import Run, dump_toml, load, override
 from areal_q.config.tasks import chat_of
 from areal_q.errors import UserError
@@ -55,6 +57,44 @@ def run_of(path: Path, *overrides: str) -> Run:
 def model(tmp_path: Path, byte_tokenizer: Path) -> Path:
     write_model(tmp_path / "model", byte_tokenizer)
     return tmp_path / "model"
+
+
+def told(run: Run) -> dict[str, str]:
+    return {
+        f.name: f"{f.says} → {f.fix}" for f in findings(run, check_model(run)) if f.level != "ok"
+    }
+
+
+def test_a_chat_template_that_is_not_asked_with_is_told(model: Path):
+    assert "template" not in told(run_of(model))
+    assert 'task.template = "chat"' in told(run_of(model, "task.template=plain"))["template"]
+
+
+def test_more_tokens_than_the_model_has_positions_name_them(model: Path):
+    with pytest.raises(
+        UserError, match=r"max_tokens = 100000 and a prompt .* the model's 64 positions"
+    ):
+        check_model(run_of(model, "rollout.sampling.max_tokens=100000"))
+
+
+def test_a_cache_without_room_is_named_with_its_settings(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    free = [1 << 50]
+    monkeypatch.setattr("areal_q.checks.memory.available_bytes", lambda: free[0])
+    large = ["rollout.engine.slots=5000", "learner.groups=5000", "rollout.sampling.max_tokens=40"]
+    run = run_of(model, *large, "rollout.workers=1")
+    found = check_model(run)
+    lengths = Lengths(len(found.prompt), 40)
+    parts = [*learner_memory(run, found.shape, lengths), *worker_memory(run, found.shape, lengths)]
+    assert "memory" not in told(run)
+    free[0] = total(parts) - 1
+    assert (
+        "rollout.engine.slots (now 5000) or rollout.sampling.max_tokens (now 40)"
+        in told(run)["memory"]
+    )
+    free[0] = 1
+    assert "a smaller model" in told(run)["memory"]
 
 
 def without_a_tensor(path: Path) -> None:
