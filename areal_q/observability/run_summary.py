@@ -215,7 +215,7 @@ def _set_rows(evals: list[Record]) -> Iterable[tuple[str, str]]:
         told = [f"pass@{k.rpartition('_')[2]} {its[-1][k]:.3f}" for k in passed]
         asked = plural(round(its[-1][f"eval/{name}/problems"]), "problem")
         told.append(asked + unscored(its[-1], f"eval/{name}"))
-        yield name, f"{first} → {last}   ({', '.join(told)})"
+        yield name, f"{first if len(its) == 1 else f'{first} → {last}'}   ({', '.join(told)})"
 
 
 def is_supervised(step: Record) -> bool:
@@ -256,6 +256,9 @@ def _held_out_rows(evals: list[Record], run: Run) -> Iterable[tuple[str, str]]:
         asked = last.get("eval/problems")
         problems = "" if asked is None else f", {plural(round(asked), 'problem')}"
         problems += unscored(last, "eval")
+        if len(known) == 1:
+            yield label, f"{shown(template, last)}   (at {duration(last['elapsed_s'])}{problems})"
+            continue
         times = f"from {duration(first['elapsed_s'])} to {duration(last['elapsed_s'])}{problems}"
         yield label, f"{shown(template, first)} → {shown(template, last)}   ({times})"
         if top := best_of(known, key, run, best):
@@ -315,7 +318,7 @@ def _keys(template: str) -> list[str]:
 
 def _answers(evals: list[Record]) -> list[ExampleAnswer]:
     """Returns the problems of which both the first and the last evaluation recorded the answer."""
-    if not evals:
+    if len(evals) < 2:
         return []
     before = {s["prompt"]: s for s in evals[0].get("samples", [])}
     answers = []

@@ -520,3 +520,23 @@ def test_a_summary_shows_dashes_for_what_no_step_reported(directory):
     assert "staleness" not in rows
     assert rows["mismatch KL"] == "– nats per token (k3)"
     assert "nan" not in str(rows)
+
+
+def test_one_evaluation_is_no_change_between_two(directory):
+    sample = {"prompt": "1+1=", "answer": "2", "response": "2", "correct": True}
+    values = {
+        "eval/accuracy": 0.5,
+        "eval/problems": 20,
+        "eval/hard/accuracy": 0.25,
+        "eval/hard/problems": 4,
+    }
+    with MetricsLog(directory, tensorboard=False) as log:
+        log.write("eval", 0, values, samples=[sample])
+        summary = summarize(read_metrics(directory / "metrics.jsonl"), Run())
+        assert dict(summary.rows)["held-out accuracy"].startswith("0.500   (at ")
+        assert dict(summary.rows)["hard"].startswith("0.250   (")
+        assert summary.answers == []
+        log.write("eval", 9, values, samples=[sample])
+        summary = summarize(read_metrics(directory / "metrics.jsonl"), Run())
+    assert dict(summary.rows)["held-out accuracy"].startswith("0.500 → 0.500   (from ")
+    assert len(summary.answers) == 1

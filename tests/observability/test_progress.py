@@ -41,7 +41,7 @@ def test_log_ends_with_what_the_run_came_to(tmp_path):
     title, *rows = said(tmp_path, every_s=3600.0)[2:]
     assert title.startswith("quickstart: done after 3 steps in ")
     told = {row[2:19].strip(): row[21:] for row in rows}
-    assert told["held-out accuracy"].startswith("0.750 → 0.750")
+    assert told["held-out accuracy"].startswith("0.750   (at ")
     assert told["model"] == str(tmp_path / "hf")
 
 
