@@ -18,6 +18,7 @@ from areal_q.config.struct_types import (
     AtLeastOne,
     Count,
     Fraction,
+    HeldOut,
     NonNegative,
     Positive,
     Seconds,
@@ -128,8 +129,9 @@ class Sft(Settings, frozen=True, kw_only=True):
     """Name of the field: a text, or a list of messages."""
     answer: str = "answer"
     """Name of the field with the answer."""
-    heldout: Fraction | str = 0.05
-    """The last share of the rows, or another file or data set, which is not learnt from; 0: none."""
+    heldout: HeldOut | str = 0.05
+    """The last share of the rows, or the last so many, or another file or data set, which are not learnt from;
+    0: none."""
     template: Literal["chat", "plain"] = "chat"
     """`chat`: the tokenizer's own chat template; `plain`: prompt and answer as bare text."""
     chat: Chat = Chat()

@@ -51,6 +51,8 @@ Seconds = Annotated[float, Meta(gt=0, le=1e6)]
 
 Count = Annotated[int, Meta(ge=1, le=GENERAL)]
 WholeNumber = Annotated[int, Meta(ge=0, le=GENERAL)]
+HeldOut = Fraction | WholeNumber
+"""What is kept for evaluation: a share with a decimal point, or a number of rows without."""
 Thousands = Annotated[int, Meta(ge=1, le=100_000)]
 """A number of things that each take memory or time at every step, such as the groups of a batch."""
 Threads = Annotated[int, Meta(ge=1, le=1024)]

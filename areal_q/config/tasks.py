@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from areal_q.config.objectives import Overlong
 from areal_q.config.struct_types import (
     Count,
-    Fraction,
+    HeldOut,
     NonNegative,
     Positive,
     PythonCode,
@@ -74,8 +74,8 @@ class Calculator(TaggedSettings, frozen=True, kw_only=True, tag="calculator"):
 
     path: str
     """GSM8K's file, or `openai/gsm8k`."""
-    heldout: Fraction = 0.1
-    """The last share of the problems in the file, never trained on."""
+    heldout: HeldOut = 0.1
+    """The last share of the problems in the file, or the last so many, never trained on."""
 
 
 class ToolCalculator(TaggedSettings, frozen=True, kw_only=True, tag="tool-calculator"):
@@ -151,8 +151,8 @@ class VerifiersTask(TaggedSettings, frozen=True, kw_only=True, tag="verifiers"):
     """The Python that has verifiers; none is that of `areal-q setup verifiers`."""
     problems: Count = 10_000
     """The first tasks of the taskset, at most so many, held-out ones included."""
-    heldout: Fraction = 0.1
-    """The last share of them, which is not trained on."""
+    heldout: HeldOut = 0.1
+    """The last share of them, or the last so many, which are not trained on."""
     renderer: dict[str, Any] = field(default_factory=lambda: {"name": "default"})
     """How the `renderers` package writes conversations: by the model's own template, or a format's name."""
     template: Literal["chat"] = "chat"
@@ -180,8 +180,9 @@ class _Text(TaggedSettings, frozen=True, kw_only=True):
     path: str
     """The file: JSON lines, a JSON array, CSV, TSV or Parquet, or a directory of save_to_disk; or a data set of
     the Hugging Face Hub, `org/name[:config][/split][@revision]`."""
-    heldout: Fraction | str = 0.1
-    """The last share of the rows, or another file or data set. None of these is trained on."""
+    heldout: HeldOut | str = 0.1
+    """The last share of the rows, or the last so many, or another file or data set. None of these is trained
+    on."""
     template: Literal["chat", "plain"] = "chat"
     """`chat`: the tokenizer's own chat template; `plain`: question and answer as bare text."""
     chat: Chat = Chat()
@@ -234,9 +235,9 @@ class Python(PythonCode, frozen=True, kw_only=True, tag="python"):
 
     digest: str = ""
     """Hash of the file and of those beside it that it imports, which a run fills in whenever it starts."""
-    heldout: Fraction | str = 0.1
-    """The last share of the problems, or another file or function that gives some. None of these is trained
-    on."""
+    heldout: HeldOut | str = 0.1
+    """The last share of the problems, or the last so many, or another file or function that gives some. None of
+    these is trained on."""
     template: Literal["chat", "plain"] = "plain"
     """`chat`: the tokenizer's own chat template; `plain`: bare text."""
     chat: Chat = Chat()

@@ -21,6 +21,7 @@ from areal_q.tasks import CharTokenizer, Problem, Tokenizer, build_tokenizer, lo
 from areal_q.tasks.base import Message, Task, columns_of
 from areal_q.tasks.datasets.benchmark_fields import text_of
 from areal_q.tasks.datasets.conversations import problem_of
+from areal_q.tasks.datasets.jsonl_rows import kept_for_training
 from areal_q.tasks.datasets.row_files import is_columnar, read_objects
 from areal_q.tasks.lazy import Lazy
 from areal_q.tasks.ordering.mixture import Joined, parts_of
@@ -65,7 +66,7 @@ def read_demonstrations(cfg: Sft) -> Rows:
     if isinstance(cfg.heldout, str):
         train, heldout = rows, _read(cfg, cfg.heldout)
     else:
-        cut = len(rows) - round(cfg.heldout * len(rows))
+        cut = kept_for_training(len(rows), cfg.heldout)
         train, heldout = rows[:cut], rows[cut:]
     kept = set(map(_content, heldout))
     train = [row for row in train if _content(row) not in kept]

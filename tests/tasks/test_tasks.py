@@ -25,10 +25,14 @@ from areal_q.config import (
     Math,
     Python,
     ReasoningGym,
+    Run,
     SingleTask,
     TaskConfig,
     ToolCalculator,
     VerifiersTask,
+    dump_toml,
+    load,
+    parse,
 )
 from areal_q.errors import TaskError
 from areal_q.tasks import (
@@ -417,6 +421,25 @@ def test_a_conversation_is_read_from_parquet_as_from_json_lines(tmp_path: Path) 
         {"role": "system", "content": "s"},
         {"role": "user", "content": "a"},
     )
+
+
+def run_holding_out(formats: Path, heldout: str) -> Run:
+    """A run of ten rows."""
+    given = ["model.type=pretrained", "model.path=m", "task.type=gsm8k"]
+    return load(None, [*given, f"task.path={formats / 'g.csv'}", f"task.heldout={heldout}"])
+
+
+@pytest.mark.parametrize(("heldout", "kept"), [("0.25", 2), ("3", 3), ("1", 1), ("0.1", 1)])
+def test_a_share_or_a_number_of_rows_is_held_out(formats: Path, heldout: str, kept: int) -> None:
+    run = run_holding_out(formats, heldout)
+    for cfg in (run.task, parse(dump_toml(run), "again").task):
+        assert [p.answer for p in build_task(cfg).heldout] == [str(n) for n in range(10 - kept, 10)]
+
+
+@pytest.mark.parametrize("heldout", ["0", "0.0", "10", "11", "1.0"])
+def test_none_may_be_held_out_and_none_be_left(formats: Path, heldout: str) -> None:
+    with pytest.raises(TaskError, match=f"task.heldout = {heldout} of 10 rows leaves none to"):
+        build_task(run_holding_out(formats, heldout).task)
 
 
 def test_another_file_is_held_out_and_not_trained_on(formats: Path) -> None:

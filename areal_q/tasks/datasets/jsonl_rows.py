@@ -38,11 +38,18 @@ def read_rows(path: str) -> list[Row]:
     ]
 
 
-def split_heldout(rows: Sequence[T], share: float, path: str) -> tuple[Sequence[T], Sequence[T]]:
-    """Returns the rows to train on and the held-out ones, which are the last `share`. Raises TaskError if
-    either is empty."""
-    cut = len(rows) - round(share * len(rows))
+def kept_for_training(rows: int, heldout: float) -> int:
+    """Returns how many of so many rows are trained on: all but a share, or an integer of them, at least 0."""
+    return max(0, rows - (heldout if isinstance(heldout, int) else round(heldout * rows)))
+
+
+def split_heldout(rows: Sequence[T], heldout: float, path: str) -> tuple[Sequence[T], Sequence[T]]:
+    """Returns the rows to train on and the held-out ones, which are the last share, or the last so many.
+    Raises TaskError if either is empty."""
+    cut = kept_for_training(len(rows), heldout)
     if not 0 < cut < len(rows):
         lost = "train on" if cut == 0 else "hold out"
-        raise TaskError(f"{path}: task.heldout = {share} of {len(rows)} rows leaves none to {lost}")
+        raise TaskError(
+            f"{path}: task.heldout = {heldout} of {len(rows)} rows leaves none to {lost}"
+        )
     return rows[:cut], rows[cut:]
