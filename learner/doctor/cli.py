@@ -68,7 +68,7 @@ def _look(directory: Path, first: int | None, stop: int | None, console) -> tupl
     from learner.doctor.examine import examine
     from learner.doctor.tables import doctor_screen, write_json
 
-    examined = examine(directory, first, stop, console)
+    examined = examine(directory, first, stop)
     doctor_screen(examined, console)
     try:
         write_json(examined, directory / "doctor.json")

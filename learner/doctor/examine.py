@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
-from rich.progress import Progress
+from typer import echo
 
 from areal_q.config import Run
 from areal_q.errors import CheckpointError, ConfigError, LogError, TaskError
@@ -14,6 +13,7 @@ from areal_q.models import DecoderConfig
 from areal_q.observability.learning_faults import learning_faults
 from areal_q.observability.metrics_log import Record, read_metrics
 from areal_q.observability.run_summary import mean
+from areal_q.system.progress_bar import progress_of
 from areal_q.system.run_dir import METRICS_FILE, recorded_settings
 from areal_q.tasks.stops import read_stops
 from buffer.logs.step_log import StepRecord, iter_steps
@@ -44,7 +44,7 @@ class Examined:
     """Why there was no replay; empty if there was one."""
 
 
-def examine(directory: Path, first: int | None, stop: int | None, console: Console) -> Examined:
+def examine(directory: Path, first: int | None, stop: int | None) -> Examined:
     """Examines steps `first` … `stop` - 1 of the run in `directory`, by default the newest WINDOW steps. Raises
     LogError if there is no run, or its log lacks such a step."""
     run = recorded_settings(directory)
@@ -70,7 +70,7 @@ def examine(directory: Path, first: int | None, stop: int | None, console: Conso
         note = "the log breaks its contract, so its steps were not replayed"
     else:
         try:
-            exact = _replay(directory, first, stop, probe, console)
+            exact = _replay(directory, first, stop, probe)
         except (CheckpointError, ConfigError, TaskError) as error:  # own code may be another by now
             note = f"no decomposition: {error}"
     tokens = probe.table() if probe.parts else empty()
@@ -90,11 +90,14 @@ def _of_whole_run(directory: Path, records: Sequence[StepRecord]) -> Iterable[Re
     return [{"kind": "step", "step": r.step + 1, **r.metrics} for r in records]
 
 
-def _replay(directory: Path, first: int, stop: int, probe: Probe, console: Console) -> bool:
+def _replay(directory: Path, first: int, stop: int, probe: Probe) -> bool:
     replay = Replay(directory, None, first, stop)
     same = True
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        for one in bar.track(replay.steps(probe), len(replay.records), description="replaying"):
+    if replay.begins:
+        echo(f"the replay {replay.begins}", err=True)
+    with progress_of(len(replay.records), "steps replayed") as advance:
+        for one in replay.steps(probe):
+            advance()
             same = same and not compare(one, replay.exact)
     return same
 

@@ -5,15 +5,16 @@ checkpoint or log to replay (one line on stderr); 130 Ctrl-C.
 """
 
 from bdb import BdbQuit
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from areal_q.errors import ConfigError
 from areal_q.system import command
+from areal_q.system.progress_bar import progress_of
 from areal_q.system.run_dir import recorded_settings
 
 First = Annotated[
@@ -67,7 +68,9 @@ def main(
 
     replay = Replay(directory, settings, first, stop)
     console = command.console()
-    done, differing = _run(replay, console, until_diverges, debug)
+    if replay.begins:
+        typer.echo(replay.begins, err=True)
+    done, differing = _run(replay, until_diverges, debug)
     if step is not None:
         console.print(every_metric(done[-1]))
     if replay.what_if:
@@ -114,27 +117,25 @@ def _rewards(
     return True
 
 
-def _run(replay, console: Console, until_diverges: bool, debug: bool):
+def _run(replay, until_diverges: bool, debug: bool):
     """Replays and returns (the requested steps, the differences by step for steps that have any)."""
     from learner.replay.compare import compare
 
     done, differing = [], {}
-    columns = (TextColumn("step"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     stops_in = replay.first if debug else None
 
     def before(policy, number, batch, history) -> None:
         if number == stops_in:
-            bar.stop()
             try:
                 inspect(policy, number, batch, history)
             except BdbQuit:
                 raise typer.Exit from None
 
-    hidden = not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
-        task = bar.add_task("", total=len(replay.records))
+    # A debugger has the terminal for itself.
+    shown = nullcontext(lambda: None) if debug else progress_of(len(replay.records), "steps")
+    with shown as advance:
         for one in replay.steps(before):
-            bar.advance(task)
+            advance()
             if one.record.step < replay.first:
                 continue
             done.append(one)

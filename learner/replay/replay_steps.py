@@ -126,6 +126,17 @@ class Replay:
         sticky scales."""
 
     @property
+    def begins(self) -> str:
+        """A sentence on the steps that must be made before the first one asked for; "" if there are none."""
+        start = self.state.step
+        if start == self.first:
+            return ""
+        return (
+            f"begins at step {start}: no later checkpoint before step {self.first} was kept (checkpoint.every, "
+            "checkpoint.keep)"
+        )
+
+    @property
     def what_if(self) -> bool:
         """True if other settings give another history than the recorded one."""
         return any(key not in ROUNDING_ONLY for key in self.changes)

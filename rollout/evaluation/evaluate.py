@@ -16,14 +16,13 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from areal_q.errors import ConfigError, ContextExceeded, RecordError
 from areal_q.evaluation.benchmarks import PRESETS, preset_named, with_options
 from areal_q.evaluation.estimates import Answered, Evaluation, estimates_by_source
 from areal_q.observability.run_summary import plural
-from areal_q.system import command
 from areal_q.system.files import write_whole
+from areal_q.system.progress_bar import progress_of
 from areal_q.tasks import Problem, Tokenizer, build_tokenizer
 from rollout.evaluation.asked import (
     Asked,
@@ -37,8 +36,6 @@ from rollout.evaluation.asked import (
 )
 from rollout.evaluation.kept_rows import SAMPLES, WantedRows, wanted_rows, write_rows
 
-PLAIN_EVERY = 0.1
-"""Share of the problems after which a line of progress is printed if the output is no terminal"""
 INTERRUPTED = 130
 
 
@@ -189,7 +186,7 @@ async def _collect(
     rows: list[Answered] = []
     answers = answered(asked, problems, tokenizer, partial(typer.echo, err=True))
     try:
-        with _progress(len(problems)) as advance:
+        with progress_of(len(problems), "problems") as advance:
             async for row in answers:
                 rows.append(row)
                 write(row)
@@ -238,29 +235,3 @@ def _answers_file(path: Path | None) -> Iterator[tuple[Callable[[Answered], Any]
     with file:
         yield write, path
     write_whole(path, b"".join(line for _, line in sorted(lines)))
-
-
-@contextlib.contextmanager
-def _progress(total: int) -> Iterator[Callable[[], None]]:
-    """Prints progress on stderr: a bar on a terminal, elsewhere a line every tenth of the way."""
-    console = command.console(stderr=True)
-    if not console.is_terminal:
-        done, step = 0, max(1, round(total * PLAIN_EVERY))
-
-        def count() -> None:
-            nonlocal done
-            done += 1
-            if done % step == 0 and done < total:
-                typer.echo(f"{done} of {total} problems", err=True)
-
-        yield count
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("problems", total=total)
-        yield lambda: bar.advance(task)

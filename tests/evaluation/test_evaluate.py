@@ -477,7 +477,9 @@ def test_ctrl_c_keeps_what_is_finished_and_says_its_result(
         if done == 3:
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(evaluate, "_progress", lambda total: contextlib.nullcontext(advance))
+    monkeypatch.setattr(
+        evaluate, "progress_of", lambda total, what: contextlib.nullcontext(advance)
+    )
     out = tmp_path / "answers.jsonl"
     with pytest.raises(typer.Exit) as ended:
         main(run_dir, out=out)

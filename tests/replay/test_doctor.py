@@ -132,7 +132,7 @@ class World:
             )  # fmt: skip
         log.close()
         steps.close()
-        return examine(self.directory, 0, None, Console())
+        return examine(self.directory, 0, None)
 
     def _save(self, policy: TorchPolicy, history: VersionHistory) -> None:
         state = checkpoint.State(
@@ -290,7 +290,7 @@ def test_a_changed_loss_costs_the_decomposition_alone(tmp_path, monkeypatch):
         raise TaskError("mine.py: it is not what the run began with; put it back")
 
     monkeypatch.setattr("learner.doctor.examine._replay", changed)
-    found = examine(tmp_path / "run", 0, None, Console())
+    found = examine(tmp_path / "run", 0, None)
     assert "no decomposition: mine.py" in found.note and found.facts.responses
 
 
@@ -300,12 +300,27 @@ def test_padding_after_an_end_not_in_config_json_is_found(tmp_path):
     assert planted.facts.after_end == STEPS * GROUPS * SIZE * (TOKENS - 31)
     (tmp_path / "run" / STOPS_FILE).write_text("{")
     with pytest.raises(LogError, match=STOPS_FILE):
-        examine(tmp_path / "run", 0, None, Console())
+        examine(tmp_path / "run", 0, None)
 
 
 def test_nothing_is_found_in_a_healthy_run(healthy):
     assert names(healthy) == set()
     assert healthy.exact
+
+
+@pytest.mark.timeout(60)
+def test_where_the_replay_begins_and_how_far_it_is_is_told(tmp_path, capsys):
+    World(tmp_path / "run").play()
+    capsys.readouterr()
+    examine(tmp_path / "run", 0, None)
+    whole = capsys.readouterr().err.splitlines()
+    assert whole == [f"{n} of {STEPS} steps replayed" for n in range(1, STEPS)]
+    examine(tmp_path / "run", 1, None)
+    first, *others = capsys.readouterr().err.splitlines()
+    assert first.startswith(
+        "the replay begins at step 0: no later checkpoint before step 1 was kept"
+    )
+    assert others == whole
 
 
 @pytest.mark.timeout(60)
@@ -345,6 +360,32 @@ def test_without_quantization_no_gap_is_left(tmp_path):
     plain = replace(World(tmp_path / "run"), run=run).play()
     rms = {p.term: p.rms for p in split_by_term(plain.tokens)}
     assert rms["activations"] < 1e-5 and rms["engine"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("cut_off", "right", "name"),
+    [(37, 0, "cut off"), (16, 0, "cut off"), (15, 0, "no right answer yet"), (37, 1, None)],
+)
+def test_no_right_answer_is_named_with_its_likely_cause(cut_off, right, name):
+    facts = LogFacts(responses=64, scored=64, cut_off=cut_off, right=right)
+    found = {f.name: f for f in diagnose(Case(RUN, facts, empty()))}
+    assert set(found) == ({name} if name else set())
+    if name == "cut off":
+        assert f"{cut_off / 64:.0%} of them were cut off" in found[name].says
+
+
+def test_right_answers_are_counted_by_the_grader():
+    right = make_trajectory(0, [3, 4], 0.0, reward=0.2)
+    ends = [
+        msgspec.structs.replace(right, reward_parts={"correct": 1.0}),
+        msgspec.structs.replace(
+            right, index=1, reward_parts={}, reward=1.0, finish_reason="length"
+        ),
+        msgspec.structs.replace(right, index=2, reward_parts={}, finish_reason="stop"),
+        msgspec.structs.replace(right, index=3, valid=False, failure="timeout"),
+    ]
+    facts = look_at([(0, [make_group(make_ticket(0, group_size=4), trajectories=ends)])])
+    assert (facts.scored, facts.right, facts.cut_off) == (3, 2, 1)
 
 
 def test_garble_is_found_where_bursts_are_absurd():
@@ -514,7 +555,7 @@ def test_rewards_that_fail_are_found(tmp_path, left_out, severity):
     counts["buffer/invalid/exception"] = left_out
     with MetricsLog(tmp_path / "run", tensorboard=False) as log:
         log.write("step", 1, {"reward/mean": 0.5, "reward/std": 0.5, **counts})
-    found = examine(tmp_path / "run", None, None, Console()).findings
+    found = examine(tmp_path / "run", None, None).findings
     assert [f.severity for f in found if f.name == "rewards fail"] == [severity] * bool(severity)
     assert not severity or found[0].says.startswith(f"the reward failed for {left_out:.0f} of 100")
 
@@ -543,20 +584,20 @@ def test_the_doctor_reads_why_the_run_does_not_learn(tmp_path):
         for step in range(1, 30):
             values = {"reward/mean": 0.0, "reward/std": 0.0, "response/cut_off_share": 1.0}
             log.write("step", step, values)
-    x = examine(tmp_path / "run", None, None, Console())
+    x = examine(tmp_path / "run", None, None)
     assert [f.name for f in x.findings] == ["responses cut off", "reward is flat"]
 
 
 def test_a_run_without_a_step_says_where_to_look(tmp_path):
     (tmp_path / "config.toml").write_text(dump_toml(load(None, [])))
     with pytest.raises(LogError, match=r"no step is logged; see logs/learner\.log"):
-        examine(tmp_path, None, None, Console())
+        examine(tmp_path, None, None)
 
 
 def test_without_a_checkpoint_the_log_alone_still_speaks(tmp_path):
     World(tmp_path / "run", draw="loops").play()
     shutil.rmtree(tmp_path / "run" / "checkpoints")
-    x = examine(tmp_path / "run", None, None, Console())
+    x = examine(tmp_path / "run", None, None)
     assert "no checkpoint" in x.note and len(x.tokens) == 0
     assert "repetition" in names(x)
 

@@ -177,6 +177,18 @@ def test_step_between_checkpoints_is_reached_from_the_one_before(finished, here)
     assert code == 0 and "steps 2–4:" in out and "bit for bit" in out
 
 
+def test_a_replay_says_where_it_begins_and_how_far_it_is(finished, capsys):
+    """What it says is beside the result, since no terminal shows a bar."""
+    with pytest.raises(typer.Exit):
+        main(finished, first=2, stop=5)
+    told = capsys.readouterr().err.splitlines()
+    assert told[0].startswith("begins at step 0: no later checkpoint before step 2 was kept")
+    assert told[1:] == [f"{n} of 5 steps" for n in range(1, 5)]
+    with pytest.raises(typer.Exit):
+        main(finished, first=6)
+    assert "begins" not in capsys.readouterr().err
+
+
 def test_lags_and_metrics_are_those_that_the_run_itself_wrote(finished):
     """Against metrics.jsonl, which the replay does not read."""
     written = {
