@@ -31,6 +31,12 @@ class LogFacts:
     """Number of tokens after an end-of-text token that count nonetheless, such as padding."""
     first_bad: str = ""
     """The step, ticket and response of the first of these faults; empty without any."""
+    scored: int = 0
+    """Number of responses that have a reward."""
+    cut_off: int = 0
+    """Number of those that ended before the model ended them."""
+    right: int = 0
+    """Number of those that are right."""
     loops: int = 0
     """Number of responses with a loop."""
     negative: int = 0
@@ -51,6 +57,9 @@ def look_at(steps: Iterable[tuple[int, Sequence[Group]]], end_ids: Sequence[int]
         facts.steps += 1
         for group in groups:
             rewards = [t.reward for t in group.valid_trajectories]
+            facts.scored += len(rewards)
+            facts.cut_off += sum(t.finish_reason != "stop" for t in group.valid_trajectories)
+            facts.right += sum(map(_is_right, group.valid_trajectories))
             mean = sum(rewards) / max(1, len(rewards))
             facts.sampling[group.ticket.sampling] += len(group.trajectories)
             facts.formats[group.weight_format] += len(group.trajectories)
@@ -60,6 +69,10 @@ def look_at(steps: Iterable[tuple[int, Sequence[Group]]], end_ids: Sequence[int]
                 for path in (trajectory, *trajectory.branches):
                     _count(facts, path, end_ids, negative, where)
     return facts
+
+
+def _is_right(t: Trajectory) -> bool:
+    return bool(t.reward_parts.get("correct", t.reward >= 1))
 
 
 def _count(
