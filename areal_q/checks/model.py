@@ -21,6 +21,7 @@ from areal_q.checks.machine import CheckResult
 from areal_q.checks.memory import cached_pages, memory_of, position_bytes
 from areal_q.config import (
     HfEngine,
+    HfModel,
     LearnerConfig,
     ModelTeacher,
     PretrainedModel,
@@ -34,6 +35,7 @@ from areal_q.config.engines import HF_IGNORES, PAGE, pages_of_group
 from areal_q.config.tasks import chat_of
 from areal_q.errors import CheckpointError, ConfigError, QuantizationError, TaskError
 from areal_q.models import DecoderConfig, load_config
+from areal_q.models.hf.foreign_files import check_foreign_head
 from areal_q.models.hf.vllm_shapes import vllm_refuses
 from areal_q.models.hf.weight_files import check_tensors
 from areal_q.models.shape import check_frozen, shape_of
@@ -169,6 +171,8 @@ def check_fit(
     or a tokenizer that do not, and TaskError if the chat template refuses a problem or none is left."""
     if shape.foreign is not None:
         check_foreign(run, shape.family)
+        if isinstance(run.model, HfModel):
+            check_foreign_head(shape, run.model.path)
     else:
         check_family(run, shape)
         if isinstance(run.model, PretrainedModel):

@@ -104,6 +104,12 @@ def without_a_tensor(path: Path) -> None:
     )
 
 
+def another_head(path: Path) -> None:
+    tensors = load_file(path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+    save_file(tensors, path / "model.safetensors")
+
+
 def a_small_embedding(path: Path) -> None:
     tokenizer = path.rename(path.parent / "tokenizer")
     write_model(path, tokenizer, vocab_size=200)
@@ -159,6 +165,7 @@ def an_odd_width(path: Path) -> None:
 
 REFUSED: list[tuple[Callable[[Path], None], list[str], str]] = [
     (without_a_tensor, [], r"model: tensor model\.norm\.weight is missing \(1 in all\)"),
+    (another_head, [], r"lm_head\.weight is not the embedding, though config\.json says"),
     (
         a_small_embedding,
         [],

@@ -293,6 +293,9 @@ def test_a_tied_checkpoint_may_hold_its_head_as_well(
 
 def test_a_tied_checkpoint_with_another_head_is_refused(saved: Path) -> None:
     edit(saved, lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"] + 1})
+    assert_refused(saved, "lm_head.weight is not the embedding")
+    # Another dtype says nothing by its bytes.
+    edit(saved, lambda t: t | {"lm_head.weight": t["lm_head.weight"].bfloat16()})
     assert_refused(saved, "lm_head.weight is not the embedding", read=True)
 
 

@@ -22,6 +22,7 @@ from areal_q.models.config import DecoderConfig
 from areal_q.models.decoder import Decoder
 from areal_q.models.foreign import COMPUTED_BY, TRANSPOSED
 from areal_q.models.hf.foreign_files import transformers
+from areal_q.models.hf.weight_files import untied
 from areal_q.models.layers.linear import Linear
 from areal_q.models.layers.moe import Routing
 from areal_q.models.layers.norm import wide
@@ -225,7 +226,8 @@ class BehindHead:
 
 def load_foreign(config: DecoderConfig, path: str | Path) -> HfDecoder:
     """Returns the model in directory `path`, whose config is `config`, on the CPU in float32 and ready to
-    learn. Raises CheckpointError if transformers cannot read it, a tensor is missing, or not finite."""
+    learn. Raises CheckpointError if transformers cannot read it, a tensor is missing, not finite, or one of its
+    own where `config` says that it is tied."""
     kind = transformers().AutoModelForCausalLM
     try:
         net, found = kind.from_pretrained(
@@ -246,6 +248,11 @@ def load_foreign(config: DecoderConfig, path: str | Path) -> HfDecoder:
         logger.warning(
             "%s: tensor %s is of no layer and left out (%d in all)", path, odd[0], len(odd)
         )
+    # transformers unties what is stored twice with other values, while engines and exports go by `config`.
+    with torch.device("meta"):
+        tied = {name for name, _ in kind.from_config(_silent(config)).named_parameters()}
+    if own := [name for name, _ in net.named_parameters() if name not in tied]:
+        raise untied(path, own[0])
     for name, tensor in net.named_parameters():
         if not all(end.isfinite() for end in tensor.detach().aminmax()):
             raise CheckpointError(f"{path}: {name} holds NaN or an infinity")

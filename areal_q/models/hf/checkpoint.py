@@ -32,6 +32,7 @@ from areal_q.models.hf.weight_files import (
     load_config,
     name_in_text,
     opened,
+    untied,
     weight_files,
 )
 from areal_q.system.files import replacing, save_tensors
@@ -83,9 +84,7 @@ def load_decoder(path: str | Path) -> Decoder:
     derived = {name: found.pop(name) for name in [*found] if is_derived(name, config)}
     head = derived.get("lm_head.weight")
     if head is not None and not torch.equal(head, found["model.embed_tokens.weight"]):
-        raise CheckpointError(
-            f"{path}: lm_head.weight is not the embedding, though config.json says tie_word_embeddings"
-        )
+        raise untied(path, "lm_head.weight")
     model = meta_decoder(config)
     model.load_state_dict(from_stored(found, config), assign=True)
     return model.requires_grad_(True)

@@ -11,7 +11,7 @@ import msgspec
 from areal_q.errors import CheckpointError, ConfigError, installing
 from areal_q.models.config import DecoderConfig
 from areal_q.models.foreign import COMPUTED_BY, TRANSFORMERS, TRANSPOSED
-from areal_q.models.hf.weight_files import opened, weight_files
+from areal_q.models.hf.weight_files import check_head, opened, weight_files
 from areal_q.quant.linears import is_quantized
 from areal_q.tasks.encoding.hf_tokenizer import check_whole
 
@@ -64,3 +64,12 @@ def load_foreign_config(path: str | Path) -> DecoderConfig:
                 turned = config.family in TRANSPOSED and is_quantized(name)
                 shapes[name] = shape[::-1] if turned else shape
     return msgspec.structs.replace(config, stored=tuple(shapes.items()))
+
+
+def check_foreign_head(config: DecoderConfig, path: str | Path) -> None:
+    """Raises CheckpointError, as `load_foreign` does, where a head that is tied has values of its own."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
+
+    kind = getattr(transformers(), KNOWN[config.family])
+    for head, embedding in (kind._tied_weights_keys or {}).items() if config.tied else ():
+        check_head(path, config, head, embedding)

@@ -21,6 +21,9 @@ INDEX = "model.safetensors.index.json"
 _LFS = b"version https://git-lfs"
 """How a file begins that stands for another in a repository which was cloned without Git LFS"""
 
+_PIECES, _PIECE = 64, 4096
+"""How many pieces of a large tensor are compared, and the bytes of each"""
+
 
 def load_config(path: str | Path) -> DecoderConfig:
     """Returns the shape of the model in directory `path`. Raises CheckpointError, which names the file, if it
@@ -75,6 +78,41 @@ def check_tensors(path: str | Path, config: DecoderConfig) -> None:
     missing = [name for name in wanted if name not in found]
     if missing:
         raise CheckpointError(f"{path}: tensor {missing[0]} is missing ({len(missing)} in all)")
+    if config.tied:
+        check_head(path, config, "lm_head.weight", "model.embed_tokens.weight")
+
+
+def check_head(path: str | Path, config: DecoderConfig, head: str, embedding: str) -> None:
+    """Compares pieces of the tensors `head` and `embedding`, which `config` says are one, where the files of
+    weights in directory `path` hold both. Raises CheckpointError, in the words of those who read them whole."""
+    found: list[tuple[str, bytes]] = []
+    for file in weight_files(Path(path)):
+        with opened(file, "numpy") as tensors:
+            stored = [n for n in tensors.keys() if name_in_text(n, config) in (head, embedding)]  # noqa: SIM118
+        found += [_pieces(file, name) for name in stored]
+    if len(found) == 2 and found[0][0] == found[1][0] and found[0] != found[1]:
+        raise untied(path, head)
+
+
+def _pieces(file: Path, name: str) -> tuple[str, bytes]:
+    """Returns the dtype of a tensor, and pieces of its bytes: numpy has no bfloat16."""
+    with file.open("rb") as raw:
+        header = raw.read(int.from_bytes(raw.read(8), "little"))
+        tensor, data = json.loads(header)[name], raw.tell()
+        begin, end = tensor["data_offsets"]
+        pieces = []
+        for at in range(begin, end, max(_PIECE, (end - begin) // _PIECES)):
+            raw.seek(data + at)
+            pieces.append(raw.read(min(_PIECE, end - at)))
+    return tensor["dtype"], b"".join(pieces)
+
+
+def untied(path: str | Path, head: str) -> CheckpointError:
+    """Returns the error of a model whose files hold a head of its own, though config.json says otherwise."""
+    return CheckpointError(
+        f"{path}: {head} is not the embedding, though config.json says tie_word_embeddings: where the head is "
+        "meant, write false there"
+    )
 
 
 def is_derived(name: str, config: DecoderConfig) -> bool:
