@@ -14,7 +14,7 @@ from torch import nn
 from areal_q.config import TorchEngine
 from areal_q.config.engines import pages_of
 from areal_q.config.run import ROUNDS_ACTIVATIONS
-from areal_q.errors import ConfigError
+from areal_q.errors import ConfigError, QuantizationError
 from areal_q.models import Decoder, DecoderConfig, init_weights
 from areal_q.models.config import DeltaRule
 from areal_q.models.layers.linear import Linear
@@ -204,6 +204,15 @@ def test_each_format_runs_as_published_and_is_learnt(
     values = update_policy(policy, samples)
     assert np.isfinite(values["train/loss"]) and values["train/grad_norm"] > 0
     assert builder.build(policy.model, 1).manifest.digest != weights.manifest.digest
+
+
+def test_a_published_tensor_without_a_place_is_refused(make_run: MakeRun):
+    """Without it the engine would draw from another policy, and nobody would know."""
+    model = build_policy(make_run()).model
+    tensors = quantize_state(model.state_dict(), "int8")
+    engine_policy(model.config, tensors, "int8")
+    with pytest.raises(QuantizationError, match=r"lm_head\.weight is published, and the model has"):
+        engine_policy(model.config, {**tensors, "lm_head.weight": torch.ones(2)}, "int8")
 
 
 @pytest.mark.parametrize("format", ["int8", "fp8"])

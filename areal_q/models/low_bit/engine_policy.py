@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from areal_q.errors import QuantizationError
 from areal_q.models.config import DecoderConfig
 from areal_q.models.decoder import Decoder
 from areal_q.models.hf.checkpoint import meta_decoder
-from areal_q.models.low_bit.lora import AdaptedLinear, adapted, adapter_of
+from areal_q.models.low_bit.lora import A, AdaptedLinear, B, adapted, adapter_of
 from areal_q.models.low_bit.quantized_forward import QuantLinear, linears
 from areal_q.quant import is_quantized
+from areal_q.quant.kv_scales import NAMES
 from areal_q.quant.rescaling import Fold
 from areal_q.quant.state_dict import SMOOTHING, parts_of
 
@@ -59,17 +61,24 @@ def load_published(
     model: Decoder, published: Mapping[str, Tensor], device: str = "cpu", lora_scale: float = 0.0
 ) -> None:
     """Makes `model`, which is `empty_engine_policy` or has other tensors, the policy that engines run with the
-    tensors `published`."""
+    tensors `published`. Raises QuantizationError, which names the tensor, for one that the model has no place
+    for: it would be another policy without it."""
+    names = [name for name in model.state_dict() if not is_quantized(name)]
+    taken = {*names}
     for name, linear in linears(model).items():
         assert isinstance(linear, QuantLinear)
         parts = parts_of(published, name, linear.format)
         s = published.get(f"{name}.{SMOOTHING}")
         linear.fold = None if s is None else Fold(columns=s.to(device), at_input=True)
         linear.take({k: t.to(device) for k, t in parts.items()})
+        taken |= {f"{name}.{part}" for part in (*parts, SMOOTHING, A, B)}
         if adapter := adapter_of(published, name):
             pair = adapter[0].to(device), adapter[1].to(device)
             linear.product = AdaptedLinear(linear.product, [pair], [len(pair[1])], lora_scale)
-    names = [name for name in model.state_dict() if not is_quantized(name)]
+    # Scales of a KV cache are the engine's own affair.
+    odd = [n for n in published if n not in taken and n.rpartition(".")[2] not in NAMES]
+    if odd:
+        raise QuantizationError(f"{odd[0]} is published, and the model has no such tensor")
     rest = {name: published[name].to(device).float() for name in names}
     model.load_state_dict(rest, strict=False, assign=True)
     model.requires_grad_(False)
