@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
-from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -37,7 +36,7 @@ from areal_q.config.load import Override
 from areal_q.errors import CheckpointError
 from areal_q.observability.metrics_log import Record, read_metrics
 from areal_q.system.processes import BEGAN
-from areal_q.system.run_dir import METRICS_FILE, as_texts, check_goes_on, path_of, resumes
+from areal_q.system.run_dir import METRICS_FILE, as_pairs, check_goes_on, path_of, resumes
 
 if TYPE_CHECKING:
     from areal_q.evaluation.estimates import Evaluation
@@ -156,14 +155,14 @@ def evaluate(
 ) -> "Evaluation":
     """Scores a run or a model as `areal-q eval` does, and takes its other options, such as `task`, `samples`
     and `max_tokens`, by their names. It works where an event loop runs. Raises UserError."""
-    texts = as_texts(settings)
+    given = as_pairs(settings)
     if reward is not None:
-        texts.append(f"reward.path={dumps(place_of_code(reward, Path('runs', 'inputs')))}")
+        given.append(("reward.path", place_of_code(reward, Path("runs", "inputs"))))
     main = import_module("rollout.evaluation.evaluate").main
     return _apart(
         lambda: main(
             _directory(model),
-            texts,
+            given,
             data=None if data is None else Path(data),
             show=show,
             **options,
@@ -182,14 +181,14 @@ def replay(
 ) -> bool:
     """Repeats the steps of a run from its log as `areal-q replay` does; with settings, or an objective or
     advantage of one's own, as they would have been. Returns False if a step differs from the record."""
-    directory, texts = _directory(run), as_texts(settings)
+    directory, given = _directory(run), as_pairs(settings)
     for place, code in (("objective", objective), ("advantage", advantage)):
         if code is not None:
             path = place_of_code(code, directory.parent / "inputs")
-            texts.append(f"learner.{place}.path={dumps(path)}")
+            given.append((f"learner.{place}.path", path))
     main = import_module("learner.replay.cli").main
     try:
-        _apart(lambda: main(directory, first, stop, texts or None))
+        _apart(lambda: main(directory, first, stop, given or None))
     except typer.Exit as end:
         return end.exit_code == 0
     return True

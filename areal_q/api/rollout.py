@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from areal_q.messages import FinishReason
-from areal_q.system.run_dir import as_texts
+from areal_q.system.run_dir import as_pairs
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
 """A text, a conversation of messages, or token ids"""
@@ -65,7 +65,7 @@ class Rollout:
             self._side = client.Remote(str(source), token)
         else:
             directory = Path(getattr(source, "directory", source))
-            self._side = client.Local(directory, as_texts(settings))
+            self._side = client.Local(directory, as_pairs(settings))
 
     async def __aenter__(self) -> "Rollout":
         await self._side.start()

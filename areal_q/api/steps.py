@@ -11,7 +11,7 @@ from areal_q.api.rollout import Completion
 from areal_q.config import Sampling, load
 from areal_q.config.load import Override
 from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan, merge_spans
-from areal_q.system.run_dir import as_texts
+from areal_q.system.run_dir import as_pairs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,11 +61,11 @@ class Learner:
         """Returns the learner of a run, as its checkpoint of `step` has it; None is the first one. With
         settings, or an objective or advantage of one's own, it goes on with those. Raises UserError."""
         directory = Path(getattr(run, "directory", run))
-        texts = as_texts(settings)
+        given = as_pairs(settings)
         for place, path in _own(objective, advantage, directory.parent / "inputs"):
-            texts += as_texts({f"{place}.path": path})
+            given.append((f"{place}.path", path))
         learner = cls.__new__(cls)
-        learner._steps = import_module("learner.api.steps").Steps.of_run(directory, step, texts)
+        learner._steps = import_module("learner.api.steps").Steps.of_run(directory, step, given)
         return learner
 
     @property

@@ -77,7 +77,7 @@ def parse(toml: str, source: str, overrides: Sequence[Override] | None = None) -
     return _overridden(table, source, overrides or [])
 
 
-def override(run: Run, *overrides: str) -> Run:
+def override(run: Run, *overrides: Override) -> Run:
     """Returns `run` with `a.b=c` settings replaced, checked like a file."""
     return _overridden(msgspec.to_builtins(run), "settings", overrides)
 
@@ -141,8 +141,7 @@ def _overridden(table: Table, source: str, overrides: Sequence[Override]) -> Run
     line's."""
     together = table
     for setting in overrides:
-        path, value = parsed(setting) if isinstance(setting, str) else setting
-        together = merge(together, _at(path, value))
+        together = merge(together, _at(*pair_of(setting)))
     run = _convert(together)
     if isinstance(run, Run):
         return run
@@ -197,11 +196,22 @@ def parsed(text: str) -> tuple[str, Any]:
     return path, value
 
 
+def pair_of(setting: Override) -> tuple[str, Any]:
+    """Returns a setting as a pair of its dotted name and its value."""
+    path, value = parsed(setting) if isinstance(setting, str) else setting
+    return path.strip(), value
+
+
+def in_words(settings: Sequence[Override]) -> str:
+    """Returns settings as they are shown: those of a command line as they were typed."""
+    return ", ".join(s if isinstance(s, str) else f"{s[0]}={s[1]!r}" for s in settings)
+
+
 def _at(path: str, value: Any) -> Table:
     """Returns ("a.b", 1.5) as {"a": {"b": 1.5}}."""
     table: Table = {}
     leaf = table
-    *parents, last = path.strip().split(".")
+    *parents, last = path.split(".")
     for key in parents:
         leaf = leaf.setdefault(key, {})
     leaf[last] = value

@@ -20,7 +20,6 @@ runs/NAME/
 """
 
 import itertools
-import json
 import os
 import re
 import shutil
@@ -43,6 +42,7 @@ from areal_q.config import (
     override,
     settings_hash,
 )
+from areal_q.config.load import Override
 from areal_q.config.objectives import parts_of
 from areal_q.config.tasks import chat_of
 from areal_q.errors import CheckpointError, ConfigError, LogError, TaskError
@@ -423,9 +423,9 @@ def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
-def as_texts(settings: Mapping[str, Any] | None) -> list[str]:
-    """Returns settings by their dotted names as a command takes them: `a.b=1.5`."""
-    return [f"{path}={json.dumps(value)}" for path, value in flat(dict(settings or {})).items()]
+def as_pairs(settings: Mapping[str, Any] | None) -> list[Override]:
+    """Returns settings by their dotted names, tables among them too, as `load` takes them."""
+    return [*flat(dict(settings or {})).items()]
 
 
 def _last_written(directory: Path) -> float:

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from areal_q.checks.automatic import settled
 from areal_q.checks.hub import fetched
 from areal_q.config import Run
+from areal_q.config.load import Override
 from areal_q.errors import CheckpointError, ConfigError, RecordError
 from areal_q.messages import Group, VersionSpan
 from areal_q.models import Decoder
@@ -70,7 +71,7 @@ class Steps:
         return cls(run, policy)
 
     @classmethod
-    def of_run(cls, directory: Path, step: int | None, settings: list[str]) -> "Steps":
+    def of_run(cls, directory: Path, step: int | None, settings: list[Override]) -> "Steps":
         """Returns the policy in the checkpoint of `step`, None being the first, with settings that a replay
         could change. Raises CheckpointError if there is none, and what a replay raises."""
         replay = Replay(directory, settings, step)

@@ -5,6 +5,7 @@ checkpoint or log to replay (one line on stderr); 130 Ctrl-C.
 """
 
 from bdb import BdbQuit
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +13,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from areal_q.config.load import Override, in_words
 from areal_q.errors import ConfigError
 from areal_q.system import command
 from areal_q.system.progress_bar import progress_of
@@ -81,7 +83,7 @@ def main(
 
 
 def _rewards(
-    directory: Path, settings: list[str], first: int | None, stop: int | None, steps: bool
+    directory: Path, settings: Sequence[Override], first: int | None, stop: int | None, steps: bool
 ) -> bool:
     """Compares another reward with the logged one if `settings` ask for one. Returns False, and does nothing,
     if they do not. `steps`: an option was given that is of learner steps."""
@@ -105,7 +107,7 @@ def _rewards(
     write_rows(found, file)
     ends = f"steps {found.rows[0].step}–{found.rows[-1].step}"
     console.print(
-        f"{ends} with {', '.join(settings)}: other rewards of the responses that were learnt from"
+        f"{ends} with {in_words(settings)}: other rewards of the responses that were learnt from"
     )
     console.print(rows_table(found))
     if found.failure:
@@ -218,7 +220,7 @@ def _show_both(replay, done, differing, console: Console) -> None:
     out = replay.directory / "replay"
     out.mkdir(exist_ok=True)
     steps = step_ranges([one.record.step for one in done])
-    changed = ", ".join(replay.settings)
+    changed = in_words(replay.settings)
     write_csv(done, out / "replay.csv")
     console.print(f"{steps} with {changed}: another history, on the samples that were logged")
     console.print(side_by_side(done, console.width))

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from areal_q.config import Run, as_before, override
+from areal_q.config.load import Override, pair_of
 from areal_q.errors import ConfigError, LogError
 from areal_q.messages import Group
 from areal_q.models import DecoderConfig, new_decoder
@@ -87,12 +88,12 @@ class Replay:
     def __init__(
         self,
         directory: Path,
-        settings: list[str] | None = None,
+        settings: Sequence[Override] | None = None,
         first: int | None = None,
         stop: int | None = None,
     ) -> None:
         self.directory = directory
-        self.settings = settings or []
+        self.settings = [*(settings or [])]
         self.run = _changed(recorded_settings(directory), self.settings)
         self.checkpoint = checkpoint_at(directory, first)
         self.state = checkpoint.read_state(self.checkpoint)
@@ -102,7 +103,7 @@ class Replay:
             raise LogError(f"{directory}: no record of step {self.first}: {_end_of(directory)}")
         self.stop = records[-1].step + 1
         in_force = {h: settings_of(directory, h) for h in {r.settings for r in records}}
-        rounding = [s for s in self.settings if s.partition("=")[0].strip() in ROUNDING_ONLY]
+        rounding = [s for s in self.settings if pair_of(s)[0] in ROUNDING_ONLY]
         # The code that was learnt with is needed only where there are steps before `first`.
         code = LEARNERS_CODE if self.state.step < self.first else ()
         self._before_first = {h: _changed(run, rounding, code) for h, run in in_force.items()}
@@ -246,7 +247,7 @@ def take_over(new: torch.optim.Optimizer, old: torch.optim.Optimizer) -> None:
     new.load_state_dict({"state": moments, "param_groups": groups})
 
 
-def _changed(run: Run, settings: list[str], code: Sequence[str] = LEARNERS_CODE) -> Run:
+def _changed(run: Run, settings: Sequence[Override], code: Sequence[str] = LEARNERS_CODE) -> Run:
     """Raises ConfigError or TaskError, the latter for `code` of the user's that is not what the run began
     with."""
     return as_before(with_digests(override(run, *settings), code, replayed=True), run)

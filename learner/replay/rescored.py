@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_q.config import External, Python, PythonEnvironment, Run, override
+from areal_q.config.load import Override, pair_of
 from areal_q.errors import ConfigError, LogError, TaskError
 from areal_q.messages import Group, Ticket
 from areal_q.observability.run_summary import evenly
@@ -43,10 +44,10 @@ MOST = 10
 """Responses that are shown, those that differ most"""
 
 
-def asks_for_rewards(run: Run, settings: Sequence[str]) -> bool:
+def asks_for_rewards(run: Run, settings: Sequence[Override]) -> bool:
     """Returns True if `settings` change the rewards of `run`, and nothing but them; `reward.on_error` by itself
     is one of the learner's steps, which needs no score. Raises ConfigError if they change other things too."""
-    names = [text.partition("=")[0].strip() for text in settings]
+    names = [pair_of(setting)[0] for setting in settings]
     rewards = [name for name in names if _OF_REWARDS.fullmatch(name)]
     # The path of other tasks is that of their problems.
     rewards = [n for n in rewards if n != "task.path" or isinstance(run.task, Python)]
@@ -110,7 +111,11 @@ class Rescored:
 
 
 def rescored(
-    directory: Path, recorded: Run, settings: Sequence[str], first: int = 0, stop: int | None = None
+    directory: Path,
+    recorded: Run,
+    settings: Sequence[Override],
+    first: int = 0,
+    stop: int | None = None,
 ) -> Rescored:
     """Scores the responses of steps `first` … `stop` - 1 in the log of the run in `directory` with the reward
     of its settings `recorded`, changed by `settings`.

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from areal_q.config import Run, Sampling, TorchEngine
+from areal_q.config.load import Override
 from areal_q.decode_errors import fitted
 from areal_q.errors import ConfigError, EngineDied, installing
 from areal_q.models import Decoder
@@ -41,7 +42,7 @@ def _parted(
 class Local:
     """An engine in this process, with the weights of a run or of a model."""
 
-    def __init__(self, source: Path, settings: list[str]) -> None:
+    def __init__(self, source: Path, settings: list[Override]) -> None:
         """Raises UserError for a directory that holds neither."""
         at_run = any((d / "config.toml").is_file() for d in (source, source.parent))
         self.run, self._path = settings_of(source, None if at_run else "arithmetic", None, settings)

@@ -1,6 +1,5 @@
 """What an evaluation asks: the settings, the problems, and whether the options fit together."""
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from areal_q.config import (
     VerifiersEnvironment,
     load,
 )
+from areal_q.config.load import Override, pair_of
 from areal_q.config.run import FormatName
 from areal_q.errors import ConfigError
 from areal_q.evaluation.benchmarks import BENCHMARKS, Preset, preset_of
@@ -60,11 +60,11 @@ class Asked:
         )
 
 
-def check_format(format: str, settings: list[str]) -> None:
+def check_format(format: str, settings: Sequence[Override]) -> None:
     """Raises ConfigError for a format that there is not, or one that the settings name."""
     if format not in get_args(FormatName):
         raise ConfigError(f"--format {format}: none of {', '.join(get_args(FormatName))}")
-    if any(setting.startswith("rollout.format=") for setting in settings):
+    if any(pair_of(setting)[0] == "rollout.format" for setting in settings):
         raise ConfigError("rollout.format: the format of an evaluation is --format")
 
 
@@ -111,7 +111,7 @@ def asked_problems(run: Run, whole: bool, training: bool) -> Sequence[Problem]:
 
 
 def settings_of(
-    model: Path, task: str | None, data: Path | None, overrides: list[str]
+    model: Path, task: str | None, data: Path | None, overrides: Sequence[Override]
 ) -> tuple[Run, Path]:
     """Returns the settings and the model's directory. The settings are the run's own if MODEL is a run's
     directory, otherwise the defaults; another task is judged by that task. Raises ConfigError for options that
@@ -127,16 +127,16 @@ def settings_of(
         raise ConfigError(f"--data {data}: the run's own task reads no file, so --task is needed")
     if task and task not in (known := sorted({*BENCHMARKS, *task_types()})):
         raise ConfigError(f"--task {task}: none of {', '.join(known)}")
-    choice = [f"task.type={BENCHMARKS.get(task, task)}"] if task else []
+    choice: list[Override] = [("task.type", BENCHMARKS.get(task, task))] if task else []
     if data:
-        choice.append(f"task.path={json.dumps(str(data))}")
-    pretrained = ["model.type=pretrained", f"model.path={json.dumps(str(path))}"]
-    # A model that no run was made with is measured in the format as it is.
-    plain = [] if config else ["rollout.smoothing=off"]
-    run = load(config, [*choice, *pretrained, *plain, *overrides])
+        choice.append(("task.path", str(data)))
+    choice.append(("model", {"type": "pretrained", "path": str(path)}))
+    if config is None:  # a model that no run was made with is measured in the format as it is
+        choice.append(("rollout.smoothing", "off"))
+    run = load(config, [*choice, *overrides])
     other = config is not None and type(run.task) is not type(load(config).task)
-    asked = ("reward.path=", "reward.judge")
-    if other and not any(setting.startswith(asked) for setting in overrides):
+    asked = ("reward.path", "reward.judge")
+    if other and not any(pair_of(setting)[0].startswith(asked) for setting in overrides):
         run = replace(run, reward=run.reward.of_the_task)
     return settled(run), path
 

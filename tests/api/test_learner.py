@@ -1,6 +1,7 @@
 """A learner and a rollout from Python: the loop's own steps, and completions that they can learn from."""
 
 import runpy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from helpers.openai_server.scripted import World
 from helpers.paths import ROOT
 
 import areal_q
+from areal_q.config import load
 from areal_q.errors import CheckpointError, ConfigError, RecordError
 from areal_q.models import PackedLayout, load_decoder
 from buffer.logs.step_log import iter_steps
@@ -100,6 +102,39 @@ async def test_an_endpoint_gives_what_its_engine_drew(
     assert (first.text, second.text) == ("so it is", "é")
     group = areal_q.group([first], [1.0])
     assert group.trajectories[0].response_ids.numpy().tolist() == first.ids
+
+
+GIVEN: dict[str, Any] = {
+    "task.template": "chat",
+    "task.chat": {"system": "Be brief 😀, é and \x7f"},
+    "rollout.serve": None,
+    "rollout.sampling.stop": ["🛑", [12, 7]],
+    "trackers": [{"type": "wandb", "project": "p"}],
+}
+
+
+def is_as_given(overrides: Any) -> bool:
+    model = ("model", {"type": "pretrained", "path": "m"})
+    return load(None, [model, *overrides]) == load(None, [model, *GIVEN.items()])
+
+
+def test_settings_of_any_value_arrive_as_they_are(
+    tmp_path: Path, byte_tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A command's texts have no None, and JSON's \\ud83d is no TOML."""
+    taken: list[Any] = []
+    monkeypatch.setattr("rollout.evaluation.evaluate.main", lambda *a, **_: taken.append(a[1]))
+    monkeypatch.setattr("learner.replay.cli.main", lambda *a: taken.append(a[3]))
+    monkeypatch.setattr("learner.api.steps.Steps.of_run", lambda *a: taken.append(a[2]))
+    areal_q.evaluate("runs/r", settings=GIVEN)
+    areal_q.replay("runs/r", settings=GIVEN)
+    areal_q.Learner.at("runs/r", settings=GIVEN)
+    assert len(taken) == 3 and all(map(is_as_given, taken))
+    there = tmp_path / "a model 😀"
+    shutil.copytree(byte_tokenizer, there)
+    rollout: Any = areal_q.Rollout(there, settings=GIVEN)
+    run = rollout._side.run
+    assert run.model.path == str(there) and run.task.chat.system == GIVEN["task.chat"]["system"]
 
 
 @pytest.mark.slow
