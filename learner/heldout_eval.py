@@ -5,6 +5,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 
 import numpy as np
 
@@ -166,14 +167,20 @@ class HeldOutEvaluation:
 
     def tell_progress(self) -> None:
         """Writes a `start` record of how far the oldest evaluation in progress is, every TELL_EVERY_S."""
-        if not self._expected or time.monotonic() < self._tell_s:
-            return
-        self._tell_s = time.monotonic() + TELL_EVERY_S
-        version, asked = next(iter(self._expected.items()))
-        done = len(self._answers[version])
-        self._metrics.write(
-            "start", 0, {}, doing=f"evaluating: {done} of {plural(asked, 'problem')}"
-        )
+        if time.monotonic() >= self._tell_s:
+            self._tell_s = time.monotonic() + TELL_EVERY_S
+            self._tell("evaluating")
+
+    def tell_first_step(self) -> None:
+        """Writes such a record before the first step, which may take a minute: it computes, and no answer is
+        read meanwhile."""
+        self._tell("the first step, and evaluating")
+
+    def _tell(self, doing: str) -> None:
+        for version, asked in islice(self._expected.items(), 1):
+            done = len(self._answers[version])
+            told = f"{doing}: {done} of {plural(asked, 'problem')}"
+            self._metrics.write("start", 0, {}, doing=told)
 
     def _look(self) -> Counter[int] | None:
         """Returns the number of open tickets by version, or None between two searches. It must be called before

@@ -120,6 +120,9 @@ class Learner(WhileWaiting):
             if batch is None:
                 return
             waited = time.monotonic() - began
+            if step == 0:
+                self.heldout.collect()
+                self.heldout.tell_first_step()
             if self.teacher:
                 try:
                     batch = batch._replace(groups=self.teacher.scored(batch.groups))

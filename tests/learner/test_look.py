@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from msgspec.structs import replace
 
 from areal_q.config import Run
@@ -13,6 +14,7 @@ from areal_q.observability.metrics_log import read_metrics
 from areal_q.system.run_dir import METRICS_FILE
 from bench.records import make_beat
 from buffer.redis_store import WorkerBuffer
+from buffer.sampling.replay_pool import SampledGroups
 from learner import heldout_eval
 from learner.build import build_learner
 from learner.measure import buffer_metrics
@@ -58,6 +60,27 @@ def test_an_evaluation_is_told_and_read_before_a_step(
         [record] = [r for r in read_metrics(tmp_path / METRICS_FILE) if r["kind"] == "eval"]
         assert (record["step"], record["eval/problems"]) == (0, 3)
         assert learner.step == 0 and len(told()) == 1
+    finally:
+        learner.close()
+
+
+def test_a_first_step_says_what_is_still_evaluated(
+    redis_url: str, make_run: Callable[..., Run], tmp_path: Path, short_dir: Path, monkeypatch
+):
+    """No answer is read while it computes, which was a silence of a minute."""
+    run = make_run("eval.problems=3", "warmstart.steps=0")
+    announce, fetch = f"ipc://{short_dir}/announce", f"ipc://{short_dir}/fetch"
+    learner = build_learner(run, tmp_path, redis_url, announce, fetch, False, threading.Event())
+
+    def step(*_):
+        records = read_metrics(tmp_path / METRICS_FILE)
+        raise InterruptedError([r["doing"] for r in records if r["kind"] == "start"][-1])
+
+    monkeypatch.setattr(learner.group_reader, "take", lambda *_, **__: SampledGroups([], []))
+    monkeypatch.setattr("learner.loop.train_step", step)
+    try:
+        with pytest.raises(InterruptedError, match="first step, and evaluating: 0 of 3 problems"):
+            learner.take_steps(threading.Event())
     finally:
         learner.close()
 
