@@ -205,8 +205,8 @@ class LearningJudge:
                 break
         yield from self._set_aside()
         if self._cut >= lasting and self._accuracy < CUT_OFF_SHARE:
-            share, tokens = self._mean("response/cut_off_share"), self._mean("response/tokens_mean")
-            told = f"{share:.0%} of the responses were cut off, at {tokens:.3g} tokens on average"
+            share = self._mean("response/cut_off_share")
+            told = f"{share:.0%} of the responses were cut off"
             always = self._cut == self._steps
             yield Fault("responses cut off", self._cut, f"{told}, for {_plural(self._cut)}", always)
 

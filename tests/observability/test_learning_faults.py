@@ -200,6 +200,14 @@ def test_every_fault_has_a_remedy_that_names_a_setting_or_a_look(name: str):
         assert any(word in told for word in ("learner.", "rollout.", "task.", "mend", "report"))
 
 
+def test_what_was_cut_off_comes_with_no_mean_of_all_responses():
+    """It was read as the limit, which the advice says."""
+    told = {"response/cut_off_share": 0.6, "response/tokens_mean": 20.0}
+    (fault,) = learning_faults(steps(*MANY, **told))
+    assert fault.says == "60% of the responses were cut off, for 10 steps"
+    assert "max_tokens (now " in advice(fault, load(None))
+
+
 def test_a_models_template_that_the_task_leaves_out_is_named(tmp_path: Path):
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
     told = {}
