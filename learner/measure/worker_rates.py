@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 from areal_q.messages import WorkerStatus
 
+OWN_S = 10.0
+"""Seconds over which a heartbeat's own rates are, where the worker has lived as long"""
+
 
 class Counts(NamedTuple):
     """A worker's counts at a Unix time."""
@@ -43,7 +46,14 @@ class WorkerRates:
         """Returns tokens per second and idle share since the last heartbeat before; if no other has come, they
         stay as they were. A worker that is new, or has begun anew, has counted from 0 on."""
         now = Counts(worker.time_s, worker.pid, worker.tokens, worker.busy_s)
-        before = self._last.get(worker.worker, Counts(self._asked_s, now.pid, 0, 0.0))
+        before = self._last.get(worker.worker)
+        if before is None:
+            before = Counts(self._asked_s, now.pid, 0, 0.0)
+            if now.time_s - before.time_s < OWN_S:
+                # Its first heartbeat brings what it drew before the last step's end, too: its own rates are
+                # over all its life.
+                self._rates[worker.worker] = worker.tokens_per_s, worker.idle_share
+                before = now
         # In a container every process has the same number: only its counts are smaller than before.
         if now.pid != before.pid or now.tokens < before.tokens or now.busy_s < before.busy_s:
             before = Counts(before.time_s, now.pid, 0, 0.0)

@@ -57,6 +57,17 @@ def test_a_worker_that_comes_has_counted_from_zero(monkeypatch: pytest.MonkeyPat
     assert told(rates, beat("a", 1049.0, 490, 23.0), new) == (40.0, 0.25)
 
 
+def test_a_worker_that_comes_in_a_short_step_says_its_rate(monkeypatch: pytest.MonkeyPatch):
+    """Its heartbeat came 8 ms after a step, with the tokens of its first second."""
+    monkeypatch.setattr("learner.measure.worker_rates.time.time", lambda: 1000.0)
+    rates = WorkerRates()
+    told(rates)
+    first = beat("w", 1000.008, 274, 0.04, tokens_per_s=272.0, idle_share=0.96)
+    assert told(rates, first) == (272.0, 0.96)
+    assert told(rates, first) == (272.0, 0.96)
+    assert told(rates, beat("w", 1002.008, 474, 1.04)) == (pytest.approx(100), pytest.approx(0.5))
+
+
 @pytest.mark.parametrize("fields", [{"pid": 2}, {"busy_s": 1.0}, {"tokens": 3}])
 def test_a_worker_that_began_anew_has_counted_from_zero(fields: dict[str, Any]):
     """In a container every process has the same number; only its counts are smaller than before."""
