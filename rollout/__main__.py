@@ -133,7 +133,8 @@ def _observer(exporter: Exporter, progress: Progress) -> Callable[[dict[str, Any
 
 
 async def _until_signal(work: Coroutine[Any, Any, None]) -> int:
-    """Runs `work`, which SIGTERM and SIGINT cancel, so that it can clean up. Returns the exit code."""
+    """Runs `work`, which SIGTERM and SIGINT cancel, so that it can clean up: a second one while it does breaks
+    that off. Returns the exit code."""
     task, stop = asyncio.ensure_future(work), StopRequest()
 
     def end(number: int) -> None:

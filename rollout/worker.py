@@ -43,6 +43,7 @@ from areal_q.messages import (
     WorkerStatus,
 )
 from areal_q.system.command import escaped
+from areal_q.system.stop_request import unbroken
 from areal_q.tasks import Tokenizer, build_reward
 from buffer.redis_store import Claim, WorkerBuffer
 from buffer.weight_sync import WeightSource, WeightSubscriber
@@ -172,12 +173,19 @@ class Worker:
                 loops.create_task(self._claim(loops))
                 loops.create_task(self._beat())
                 loops.create_task(self._lag.watch())
-        finally:
-            await self._engine.close()
-            await self._reward.close()
-            await self._environment.close()
-            works = self._in_flight.values()
-            await self._buffer.leave([replace(w.claim, partial=w.partial()) for w in works])
+        except asyncio.CancelledError:  # a further signal breaks off what the first one began
+            await self._close()
+            raise
+        except BaseException:
+            await unbroken(self._close())
+            raise
+
+    async def _close(self) -> None:
+        await self._engine.close()
+        await self._reward.close()
+        await self._environment.close()
+        works = self._in_flight.values()
+        await self._buffer.leave([replace(w.claim, partial=w.partial()) for w in works])
 
     async def _claim(self, loops: asyncio.TaskGroup) -> None:
         # A worker without weights (its relay may be empty) must not claim tickets that others could use.

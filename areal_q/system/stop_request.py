@@ -11,11 +11,13 @@ If a service ended with 0 after SIGTERM, a Kubernetes Job would count it as comp
 `restart: on-failure` would not start it again after its own restart.
 """
 
+import asyncio
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from areal_q.errors import UserError
 
@@ -58,6 +60,17 @@ class StopRequest(threading.Event):
             if self.wait(RANK_0_S):
                 sys.exit(2)
             raise
+
+
+async def unbroken(closing: Coroutine[Any, Any, None]) -> None:
+    """Awaits `closing` to its end, and only then raises what cancels this task meanwhile: a launcher tells a
+    worker to end that is just about to. A second cancellation of the task breaks it off."""
+    work = asyncio.ensure_future(closing)
+    try:
+        await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await work
+        raise
 
 
 @contextmanager

@@ -1,0 +1,85 @@
+"""A signal while a worker closes: the launcher's comes half a second after a run's end."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from helpers.fixture_types import MakeRun
+
+from areal_q.errors import RunFinished
+from areal_q.system.stop_request import StopRequest
+from rollout.__main__ import _until_signal
+from rollout.worker import Worker
+
+Ended = Callable[..., Awaitable[tuple[int, list[str]]]]
+
+
+@pytest.fixture
+def ended(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> Ended:
+    """Runs a worker whose engine is sent `before` signals while it works, which otherwise ends by itself, and
+    `during` while it closes. Returns the exit code, and what was closed."""
+    closed: list[str] = []
+    came: list[int] = []
+    receive = StopRequest.receive
+
+    def count(self: StopRequest, number: int) -> None:
+        came.append(number)
+        receive(self, number)
+
+    async def send(signals: int) -> None:
+        for _ in range(signals):
+            wanted = len(came) + 1
+            os.kill(os.getpid(), signal.SIGTERM)
+            while len(came) < wanted:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.01)  # a cancellation arrives here at the latest
+
+    class Part:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        async def start(self) -> None: ...
+        async def close(self) -> None:
+            closed.append(self.name)
+
+        async def leave(self, claims: list[Any]) -> None:
+            closed.append(self.name)
+
+    async def run(before: int, during: int) -> tuple[int, list[str]]:
+        class Engine(Part):
+            async def close(self) -> None:
+                await send(during)
+                await super().close()
+
+        async def beat(worker: Worker) -> None:
+            await send(before)
+            raise RunFinished("it is finished")
+
+        monkeypatch.setattr(Worker, "_beat", beat)
+        for loop in ("_claim", "_swap"):
+            monkeypatch.setattr(Worker, loop, lambda *_: asyncio.Event().wait())
+        settings, parts = make_run(), {n: Part(n) for n in ("buffer", "reward", "environment")}
+        monkeypatch.setattr("rollout.worker.build_reward", lambda run: parts["reward"])
+        given: Any = parts | {"engine": Engine("engine"), "subscriber": None, "tokenizer": None}
+        del given["reward"]
+        return await _until_signal(Worker(name="w", run=settings, **given).run()), closed
+
+    monkeypatch.setattr(StopRequest, "receive", count)
+    return run
+
+
+ALL = ["engine", "reward", "environment", "buffer"]
+
+
+@pytest.mark.parametrize(("before", "during"), [(0, 1), (1, 0)])
+async def test_one_signal_lets_a_worker_close_all(ended: Ended, before: int, during: int):
+    """It was broken off, and vLLM's directory and shared memory stayed."""
+    assert await ended(before, during) == (143, ALL)
+
+
+@pytest.mark.parametrize(("before", "during"), [(0, 2), (1, 1)])
+async def test_a_second_signal_breaks_the_closing_off(ended: Ended, before: int, during: int):
+    assert await ended(before, during) == (143, [])
