@@ -85,6 +85,15 @@ def main(
 
 
 def findings(run: Run, redis: str | None) -> Iterator[CheckResult]:
+    """Yields what each part finds, and a fault that several meet, as a model's tokenizer, once."""
+    told: set[str] = set()
+    for one in _of_each_part(run, redis):
+        if one.level != "error" or one.says not in told:
+            yield one
+        told.add(one.says)
+
+
+def _of_each_part(run: Run, redis: str | None) -> Iterator[CheckResult]:
     from buffer.redis_store.server_checks import check_redis
 
     yield from environment(run)

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from buffer.redis_store.local_server import find_binary
 from buffer.redis_store.server_checks import check_redis
 from rollout.commands.check import (
     engine_of,
+    findings,
     learner_of,
     main,
     model_of,
@@ -390,6 +392,22 @@ def test_a_package_that_a_setting_needs_is_missed_at_once(
     assert found.level == "error" and found.says.endswith(told)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     assert levels(settings_of(load(None, settings))) == {"settings": "ok"}
+
+
+def test_one_fault_that_two_parts_meet_is_told_once(monkeypatch, tmp_path, byte_tokenizer):
+    """The user's own reward is asked with the model's tokenizer; an engine is looked for by both."""
+    model = tmp_path / "model"
+    shutil.copytree(byte_tokenizer, model)
+    (model / "tokenizer.json").write_text("{}")
+    (tmp_path / "mine.py").write_text("def reward(response): return 1.0")
+    own = ["model.type=pretrained", f"model.path={model}", f"reward.path={tmp_path / 'mine.py'}"]
+    found = [one for one in findings(load(None, own), None) if one.level == "error"]
+    assert [one.name for one in found] == ["model"] and "no tokenizer can be read" in found[0].says
+    monkeypatch.setenv("AREAL_Q_ENVIRONMENTS", str(tmp_path))
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n == "vllm" else find(n))
+    found = findings(load(None, ["rollout.engine.type=vllm"]), None)
+    assert [one.name for one in found if one.level == "error"] == ["settings"]
 
 
 def test_an_extra_comes_from_the_checkout_else_from_the_wheel(monkeypatch):
