@@ -163,3 +163,17 @@ def installing(extra: str) -> str:
     else:
         source = [f"areal_q-{version('areal-q')}-py3-none-any.whl[{extra}]"]
     return shlex.join([sys.executable, "-m", "pip", "install", *source])
+
+
+def said_by(error: BaseException) -> str:
+    """Returns in one line what an error of another library says: its first line, with the next one where that
+    ends in a colon. One that says nothing is named, and so is a key that was looked for in vain."""
+    text = str(error)
+    if isinstance(error, KeyError) and error.args:
+        text = str(error.args[0])  # str of a KeyError is its text in quotes
+        if " " not in text:
+            return f"{text!r} is not known"
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    return " ".join(lines[: 1 + lines[0].endswith(":")])

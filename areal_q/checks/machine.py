@@ -16,7 +16,7 @@ from typing import Literal
 from areal_q.checks.automatic import cpu_flags
 from areal_q.checks.disk_use import disk_use
 from areal_q.config import Run
-from areal_q.errors import installing
+from areal_q.errors import installing, said_by
 from areal_q.system.ports import most_connections
 
 _FEWEST_WORKERS = 64
@@ -114,7 +114,7 @@ def check_device(setting: str, device: str) -> None:
     try:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:  # the latter: torch was built without CUDA
-        raise ConfigError(f"{setting} = {device!r}: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"{setting} = {device!r}: {said_by(error)}") from error
 
 
 def engines() -> Iterator[CheckResult]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BertConfig, MambaConfig
 from transformers.pytorch_utils import Conv1D
 
-from areal_q.errors import CheckpointError
+from areal_q.errors import CheckpointError, said_by
 from areal_q.models import Decoder, PackedLayout, packed_layout, save_decoder
 from areal_q.models import logprobs as logprobs_module
 from areal_q.models.hf import causal_lm
@@ -144,6 +144,43 @@ def test_what_transformers_cannot_build_is_one_line(
         causal_lm.load_foreign(config, tmp_path)
     assert asked["use_safetensors"]  # a pickle beside them is never read
     assert "transformers_version" not in config.to_hf()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"hidden_act": None},
+            "for field 'hidden_act': TypeError: Field 'hidden_act' expected str",
+        ),
+        (
+            {"rope_scaling": {"type": "su", "factor": 2.0}, "rope_parameters": None},
+            "'su' is not known",
+        ),
+    ],
+)
+def test_what_transformers_refuses_is_told_whole(
+    change: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    write_foreign(tmp_path, "phi")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(CheckpointError, match=said):
+        loaded(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("\n  of a field:\n\n    it is odd\nmore"), "of a field: it is odd"),
+        (ValueError("at its end:"), "at its end:"),
+        (RuntimeError(), "RuntimeError"),
+        (KeyError("su"), "'su' is not known"),
+        (KeyError("Missing keys: {'factor'}"), "Missing keys: {'factor'}"),
+    ],
+)
+def test_an_error_of_a_library_is_one_line(error: Exception, said: str) -> None:
+    assert said_by(error) == said
 
 
 @every_family

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from areal_q.errors import CheckpointError, ConfigError
+from areal_q.errors import CheckpointError, ConfigError, said_by
 from areal_q.models.config import DecoderConfig
 from areal_q.models.decoder import Decoder
 from areal_q.models.foreign import COMPUTED_BY, TRANSPOSED
@@ -240,8 +240,7 @@ def load_foreign(config: DecoderConfig, path: str | Path) -> HfDecoder:
             output_loading_info=True,
         )
     except Exception as error:  # transformers raises anything
-        said = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        raise CheckpointError(f"{path}: {said[0]}") from error
+        raise CheckpointError(f"{path}: {said_by(error)}") from error
     if missing := sorted(found["missing_keys"]):
         raise CheckpointError(f"{path}: tensor {missing[0]} is missing ({len(missing)} in all)")
     if odd := sorted(found["unexpected_keys"]):

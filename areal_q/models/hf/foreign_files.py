@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from areal_q.errors import CheckpointError, ConfigError, installing
+from areal_q.errors import CheckpointError, ConfigError, installing, said_by
 from areal_q.models.config import DecoderConfig
 from areal_q.models.foreign import COMPUTED_BY, TRANSFORMERS, TRANSPOSED
 from areal_q.models.hf.weight_files import check_head, opened, weight_files
@@ -41,8 +41,7 @@ def load_foreign_config(path: str | Path) -> DecoderConfig:
             str(directory), local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # transformers raises anything
-        said = next((line for line in str(error).splitlines() if line.strip()), "")
-        raise CheckpointError(f"{file}: {said}") from error
+        raise CheckpointError(f"{file}: {said_by(error)}") from error
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
 
     if found.model_type not in KNOWN:

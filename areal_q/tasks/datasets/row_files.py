@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from areal_q.decode_errors import fitted, in_words, untyped
-from areal_q.errors import ConfigError, TaskError, installing
+from areal_q.errors import ConfigError, TaskError, installing, said_by
 
 T = TypeVar("T")
 _Object = dict[str, Any]
@@ -152,7 +152,7 @@ def _parquet_rows(path: str) -> Iterator[tuple[str, Any]]:
         with pq.ParquetFile(path) as file:
             table = file.read()
     except pa.ArrowException as error:
-        raise TaskError(f"{path}: no Parquet file: {str(error).splitlines()[0]}") from error
+        raise TaskError(f"{path}: no Parquet file: {said_by(error)}") from error
     yield from ((f"{path}[{i}]", row) for i, row in enumerate(_table_rows(table, path)))
 
 
@@ -178,7 +178,7 @@ def _saved_rows(path: str) -> Iterator[tuple[str, Any]]:
     except (pa.ArrowException, ValueError, KeyError, TypeError, IndexError) as error:
         if isinstance(error, TaskError):
             raise
-        raise TaskError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from error
+        raise TaskError(f"{path}: cannot be read: {said_by(error)}") from error
 
 
 def _table_rows(table: Any, path: str) -> list[_Object]:

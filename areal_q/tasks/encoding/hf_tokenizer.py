@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_q.config.tasks import Chat
-from areal_q.errors import CheckpointError, ConfigError, TaskError, installing
+from areal_q.errors import CheckpointError, ConfigError, TaskError, installing, said_by
 from areal_q.tasks.base import NO_VARIABLES, Message, Stop, Tool, Variables
 from areal_q.tasks.encoding.chat_template import ChatTemplate, joined
 from areal_q.tasks.encoding.text_ids import TextIds
@@ -154,9 +154,7 @@ def _load(path: str | Path) -> Any:
         loader = getattr(transformers, _class_of(Path(path)))
         hf = loader.from_pretrained(str(path), local_files_only=True)
     except Exception as error:  # `tokenizers` raises bare ones for files of other versions
-        said = [part.strip() for part in str(error).strip().splitlines()] or [type(error).__name__]
-        line = " ".join(said[: 1 + said[0].endswith(":")])
-        raise CheckpointError(f"{path}: no tokenizer can be read: {line}") from error
+        raise CheckpointError(f"{path}: no tokenizer can be read: {said_by(error)}") from error
     for how in ("local_files_only", "is_local"):  # how it was loaded: a saved one would keep that
         hf.init_kwargs.pop(how, None)
     return hf
