@@ -143,7 +143,7 @@ def ranks_of(run: Run) -> Ranks:
     """Returns this process's rank among those that torchrun started; ALONE if the model is not sharded."""
     if not has_ranks(run):
         if (several := run.learner.processes) > 1:
-            instead = f"torchrun --nproc-per-node {several}"
+            instead = f"python -m areal_q.system.torchrun --nproc-per-node {several}"
             logger.warning("learner.processes is for areal-q run, here it is %s", instead)
         return ALONE
     from learner.multi_process import join

@@ -1,4 +1,4 @@
-"""The learner on several processes: `torchrun --nproc-per-node N -m learner …`.
+"""The learner on several processes: `python -m areal_q.system.torchrun --nproc-per-node N -m learner …`.
 
     rank 0   train_step ─▶ MultiProcessUpdater.update ──samples──▶ every rank: update_policy on its share
              whole weights ◀──gathered, tensor by tensor──┘       (collectives of FSDP2, or of Megatron)

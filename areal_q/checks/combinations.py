@@ -170,7 +170,8 @@ def check_backend(run: Run, shape: DecoderConfig, ranks: int = 0) -> None:
         if has:
             raise ConfigError(f"{setting}: not with {what}; learner.backend.context = 1")
     if ranks % size:
-        several = f"learner.processes = {size}, or torchrun --nproc-per-node {size} -m learner"
+        torchrun = f"python -m areal_q.system.torchrun --nproc-per-node {size} -m learner"
+        several = f"learner.processes = {size}, or {torchrun}"
         raise ConfigError(f"{setting} does not divide {ranks} processes of the learner: {several}")
 
 

@@ -2,7 +2,7 @@
 
     areal-q sft chats.toml                                             # writes runs/NAME-sft
     areal-q run chats.toml model.path=runs/NAME-sft/hf                 # and on from there by RL
-    torchrun --nproc-per-node 2 -m areal_q sft chats.toml              # FSDP2, or Megatron, over two processes
+    python -m areal_q.system.torchrun --nproc-per-node 2 -m areal_q sft chats.toml   # over two processes
 
 The learner is that of RL, without Redis and workers.
 """

@@ -138,7 +138,7 @@ def test_an_fp8_cache_is_refused_by_the_engine(path: Path) -> None:
 
 
 SHARING = {
-    "context = 2 does not divide 3 processes of the learner: learner.processes = 2, or torch": (
+    "context = 2 does not divide 3 processes of the learner: learner.processes = 2, or python": (
         2,
         3,
         "",

@@ -100,7 +100,7 @@ def test_processes_of_a_run_of_rl_are_those_of_torchrun(
 ):
     file = config(tmp_path, "learner.processes=2", "sft.path=none.jsonl")
     refused(run_here("sft", sft, file), "none.jsonl")
-    assert "here it is torchrun --nproc-per-node 2" in caplog.text
+    assert "here it is python -m areal_q.system.torchrun --nproc-per-node 2" in caplog.text
 
 
 def test_what_cannot_be_trained_is_refused_in_one_line(tmp_path: Path):
