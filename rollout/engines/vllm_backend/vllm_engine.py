@@ -313,7 +313,9 @@ def _import_vllm() -> None:
     )
     for name, value in environment.items():
         os.environ.setdefault(name, value)
-    import vllm  # noqa: F401
+    # vLLM keeps the frames of these imports: were they `_start_vllm`'s, it would be kept with its result.
+    import vllm.v1.engine.async_llm  # noqa: F401
+    from vllm import AsyncEngineArgs  # noqa: F401
 
 
 def _start_vllm(path: str, settings: dict[str, Any]) -> "AsyncLLM":
