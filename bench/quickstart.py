@@ -271,7 +271,7 @@ async def _right(run: Run, model: Path, problems: Sequence[Problem]) -> int:
     asked = Asked(
         run, model, problems, greedy=True, preset=Preset(source="greedy"), serve=("", None)
     )
-    answers = answered(asked, tokenizer, say)
+    answers = answered(asked, dict(enumerate(problems)), tokenizer, say)
     return sum([row.greedy is not None and row.greedy.correct async for row in answers])
 
 

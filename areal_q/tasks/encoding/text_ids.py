@@ -84,9 +84,8 @@ class TextIds:
         if backend.normalizer:
             text = backend.normalizer.normalize_str(text)
         words = importlib.import_module("tokenizers").PreTokenizedString("." * (not begins) + text)
-        if (
-            not begins
-        ):  # it then does not stand at the place 0, by which the library knows a beginning
+        if not begins:
+            # It does not stand at the place 0 then, by which the library knows a beginning.
             words.split(lambda _, whole: [whole[1:]])
         if backend.pre_tokenizer:
             backend.pre_tokenizer.pre_tokenize(words)
