@@ -10,10 +10,18 @@ from pathlib import Path
 from typing import NoReturn
 
 import typer
+from msgspec.structs import replace
 
 from areal_q.checks.model import check_fit, longest_prompt
 from areal_q.checks.settings import check_sets
-from areal_q.config import BroadcastConfig, MegatronBackend, Run, dump_toml, workers_hash
+from areal_q.config import (
+    BroadcastConfig,
+    MegatronBackend,
+    Run,
+    TorchBackend,
+    dump_toml,
+    workers_hash,
+)
 from areal_q.errors import AReaLQError, ConfigError
 from areal_q.models.shape import shape_of
 from areal_q.observability.metrics_log import MetricsLog, read_metrics
@@ -175,6 +183,14 @@ def leave(run: Run, code: int) -> NoReturn:
     raise typer.Exit(code)
 
 
+def of_whole(run: Run, ranks: Ranks) -> Run:
+    """Returns the settings of the policy that rank 0 keeps whole: beside FSDP2's shards it lies in the host's
+    memory, as no GPU has room for it that needs shards."""
+    if ranks is ALONE or not isinstance(run.learner.backend, TorchBackend):
+        return run
+    return replace(run, learner=replace(run.learner, device="cpu"))
+
+
 def updater_of(policy: TorchPolicy, run: Run, ranks: Ranks) -> PolicyUpdater:
     """Returns the updater of `policy`, which is sharded over `ranks` if there are several processes."""
     if ranks is ALONE:
@@ -262,7 +278,8 @@ def _build(
     if not resume:
         metrics.write("start", 0, {}, doing="loading the model")
     teacher = build_teacher(run, tokenizer, progress.beat, stop)
-    policy, state = build_policy(run, directory, resume, task, tokenizer, metrics, stop)
+    whole = of_whole(run, ranks)
+    policy, state = build_policy(whole, directory, resume, task, tokenizer, metrics, stop)
     start, keep = state.step if state else 0, run.learner.versions_kept
     updater = updater_of(policy, run, ranks)
     records = read_metrics(directory / run_dir.METRICS_FILE) if resume else []

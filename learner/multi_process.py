@@ -8,8 +8,8 @@
 | follow            | rank 0's next message       | MultiProcessUpdater's methods                      |
 | every collective  | all other ranks             | their being alive: torchrun ends all when one dies |
 
-Besides its shard, rank 0 has all weights on its device, and all moments in host memory only while a checkpoint
-is written. It publishes, saves and exports exactly what a single process would, so that a run can
+Besides its shard, rank 0 has a whole copy of the weights in host memory, and of the moments only while a
+checkpoint is written. It publishes, saves and exports exactly what a single process would, so that a run can
 resume with any number of ranks and either backend. The other ranks need only rank 0 and the settings: neither
 the model's files, nor Redis, nor the run's directory.
 """

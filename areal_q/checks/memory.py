@@ -27,13 +27,7 @@ PROCESS_BYTES = 520 << 20
 PAYLOADS, LAID_OUT = 4, 3
 """Versions that a worker holds as they were published: in use, received, the next, a spare; and as its kernels
 take them: in use, the next, and what the C library keeps of the one before"""
-FIRST_ALONE = (
-    "whole weights",
-    "copy on the host",
-    "published versions",
-    "fidelity meter",
-    "teacher",
-)
+FIRST_ALONE = ("copy on the host", "published versions", "fidelity meter", "teacher")
 """Parts that the first of several processes of the learner has alone"""
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -96,10 +90,7 @@ def learner_memory(
     yield from _models(run, shape, ranks)
     yield from pass_memory(run, shape, lengths)
     yield from _published(run, shape)
-    gpu = run.learner.device != "cpu"
-    if ranks > 1:
-        yield Part("whole weights", 4 * shape.weights, "4 · W, gathered from all ranks", gpu)
-    if gpu:
+    if ranks > 1 or run.learner.device != "cpu":
         yield Part("copy on the host", 4 * shape.weights, "4 · W, what is published and saved")
 
 

@@ -48,8 +48,9 @@ class FsdpShard(TorchPolicy):
         if whole:
             own = linears(self.model)
             for name, linear in linears(whole.model).items():
-                if isinstance(linear, QuantLinear):
-                    linear.take(own[name].parts)  # type: ignore[arg-type]
+                if isinstance(linear, QuantLinear) and isinstance(mine := own[name], QuantLinear):
+                    device = linear.weight.device
+                    linear.take({part: t.to(device) for part, t in mine.parts.items()})
 
     @torch.no_grad()
     def gather_rest(self, whole: TorchPolicy | None) -> None:

@@ -12,8 +12,8 @@ from areal_q.errors import CheckpointError, ConfigError, LogError, TaskError
 from areal_q.models import DecoderConfig
 from areal_q.observability.learning_faults import learning_faults
 from areal_q.observability.metrics_log import Record, read_metrics
+from areal_q.observability.progress_bar import progress_of
 from areal_q.observability.run_summary import mean
-from areal_q.system.progress_bar import progress_of
 from areal_q.system.run_dir import METRICS_FILE, recorded_settings
 from areal_q.tasks.stops import read_stops
 from buffer.logs.step_log import StepRecord, iter_steps

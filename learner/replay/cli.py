@@ -15,8 +15,8 @@ from rich.console import Console
 
 from areal_q.config.load import Override, in_words
 from areal_q.errors import ConfigError
+from areal_q.observability.progress_bar import progress_of
 from areal_q.system import command
-from areal_q.system.progress_bar import progress_of
 from areal_q.system.run_dir import recorded_settings
 
 First = Annotated[

@@ -20,9 +20,10 @@ from areal_q.config import Run
 from areal_q.errors import CheckpointError
 from areal_q.messages import Array
 from learner import checkpoint
-from learner.backends.data_parallel import KINDS, decoded, encoded, shares
+from learner.backends.data_parallel import ALONE, KINDS, Ranks, decoded, encoded, shares
 from learner.backends.messages import Piece
 from learner.backends.single_device import TorchPolicy
+from learner.build import of_whole
 from learner.checkpoint.files import State
 from learner.data.packing import Sample, masked
 from learner.policy_update import update_policy
@@ -357,6 +358,14 @@ def test_adapters_critic_and_references_are_equal_on_two_ranks(
         # What two ranks publish is, to the bit, what one does that goes on from their checkpoint.
         checkpoint.restore(path, alone)
         assert VersionBuilder(run).build(alone.model, 1).manifest.digest == digest, part
+
+
+def test_rank_0_keeps_whole_weights_in_the_hosts_memory(make_run: MakeRun):
+    run = make_run("learner.device=cuda")
+    assert of_whole(run, Ranks(0, 2)).learner.device == "cpu"
+    assert of_whole(run, ALONE) is run
+    megatron = make_run("learner.device=cuda", "learner.backend.type=megatron")
+    assert of_whole(megatron, Ranks(0, 2)) is megatron
 
 
 def test_shares_are_whole_groups_of_about_as_many_tokens(make_samples: MakeSamples):
