@@ -20,9 +20,9 @@ import typer
 from areal_q.errors import ConfigError, ContextExceeded, RecordError
 from areal_q.evaluation.benchmarks import PRESETS, preset_named, with_options
 from areal_q.evaluation.estimates import Answered, Evaluation, estimates_by_source
+from areal_q.observability.progress_bar import progress_of
 from areal_q.observability.run_summary import plural
 from areal_q.system.files import write_whole
-from areal_q.system.progress_bar import progress_of
 from areal_q.tasks import Problem, Tokenizer, build_tokenizer
 from rollout.evaluation.asked import (
     Asked,

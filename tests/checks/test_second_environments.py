@@ -51,7 +51,7 @@ def made(tmp_path: Path, name: str, ready: bool = True) -> str:
 @pytest.mark.parametrize("name", ASKS)
 def test_a_run_is_started_by_the_environment_that_has_it(tmp_path: Path, name: str):
     run = load(None, [ASKS[name]])
-    with pytest.raises(ConfigError, match=f"or areal-q setup {name}"):
+    with pytest.raises(ConfigError, match=f"areal-q setup {name}"):
         check_packages(run, serves=False)
     python = made(tmp_path, name)
     check_packages(run, serves=True)
