@@ -158,5 +158,6 @@ async def _serve(
             name=name, engine=parts.engine, buffer=buffer, subscriber=subscriber, tokenizer=parts.tokenizer,
             environment=parts.environment, run=run, run_id=info.run_id, observe=observe, source=source,
         )  # fmt: skip
-        gc.freeze()  # Looking through what exists now again held the loop for 120 ms each time.
+        gc.collect()
+        gc.freeze()  # A collection that looks through all of this held the loop for 120 ms.
         await worker.run(parts.endpoint.start if parts.endpoint else None)

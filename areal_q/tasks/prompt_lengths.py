@@ -12,8 +12,8 @@ from areal_q.tasks.ordering.mixture import Joined, parts_of
 logger = logging.getLogger(__name__)
 SLACK = 64
 """Number of tokens, or bytes, by which a template around one prompt may be longer than around another"""
-FEW = 2048
-"""Number of problems up to which all are encoded, which takes about a second"""
+FEW = 1 << 19
+"""Bytes of prompts up to which all are encoded, which takes about a second"""
 
 
 @dataclass
@@ -50,7 +50,8 @@ def short(problems: Sequence[Problem], tokenizer: Tokenizer, longest: int) -> Se
     if isinstance(problems, Joined):
         parts = {name: short(part, tokenizer, longest) for name, part in problems.parts.items()}
         return Joined(parts, problems.weights)
-    size = _size_at_most(problems, tokenizer, longest) if len(problems) > FEW else None
+    many = sum(map(_bytes, problems)) > FEW
+    size = _size_at_most(problems, tokenizer, longest) if many else None
 
     def fits(problem: Problem) -> bool:
         surely = size is not None and not problem.messages and size(problem) <= longest

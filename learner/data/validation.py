@@ -121,8 +121,9 @@ def check_encoding(directory: Path, model: ModelConfig, tokenizer: Tokenizer) ->
     problems, known = _recorded(record)
     if changed := [name for name in found if known.get(name, found[name]) != found[name]]:
         raise ConfigError(
-            f"{model.path}: not what the run began with: {', '.join(changed)}; put the files of that time "
-            f"back, or remove {record} to go on with these"
+            f"not what the run began with, by the files in {model.path}, task.chat or the release of "
+            f"transformers: {', '.join(changed)}; put those of that time back, or remove {record} to go on "
+            "with these"
         )
     if known.keys() != found.keys():
         _record(record, problems, found)

@@ -94,7 +94,7 @@ def _replay(directory: Path, first: int, stop: int, probe: Probe) -> bool:
     replay = Replay(directory, None, first, stop)
     same = True
     if replay.begins:
-        echo(f"the replay {replay.begins}", err=True)
+        echo(replay.begins, err=True)
     with progress_of(len(replay.records), "steps replayed") as advance:
         for one in replay.steps(probe):
             advance()

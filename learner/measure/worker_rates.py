@@ -49,9 +49,9 @@ class WorkerRates:
         before = self._last.get(worker.worker)
         if before is None:
             before = Counts(self._asked_s, now.pid, 0, 0.0)
-            if now.time_s - before.time_s < OWN_S:
-                # Its first heartbeat brings what it drew before the last step's end, too: its own rates are
-                # over all its life.
+            span_s = now.time_s - before.time_s
+            if span_s < OWN_S or now.busy_s > span_s:
+                # It began before, maybe for a learner before this one: its own rates are over its last seconds.
                 self._rates[worker.worker] = worker.tokens_per_s, worker.idle_share
                 before = now
         # In a container every process has the same number: only its counts are smaller than before.

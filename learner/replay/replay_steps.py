@@ -133,8 +133,8 @@ class Replay:
         if start == self.first:
             return ""
         return (
-            f"begins at step {start}: no later checkpoint before step {self.first} was kept (checkpoint.every, "
-            "checkpoint.keep)"
+            f"the replay begins at step {start}: no later checkpoint before step {self.first} was kept "
+            "(checkpoint.every, checkpoint.keep)"
         )
 
     @property

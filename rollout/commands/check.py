@@ -178,7 +178,8 @@ async def _judged(run: Run, first: Callable[[], Problem]) -> list[CheckResult]:
         for what, text in _responses(problem.answer).items():
             ids = [*_said(tokenizer, text), tokenizer.eos_id]
             response = Completed(text, tokens=len(ids), ids=ids)
-            scores = await reward(problem, [response] * run.learner.group_size)
+            # A judge may cost something for each.
+            scores = await reward(problem, [response] * (1 if what else run.learner.group_size))
             causes = {score.failure for score in scores}
             for cause, fix in _FIXES.items():
                 if cause in causes:

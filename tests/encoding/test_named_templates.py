@@ -53,8 +53,16 @@ def test_templates_without_a_default_are_named(tmp_path: Path) -> None:
     assert chosen.decode(chosen.encode_prompt("hi")).startswith("<|im_start|>user\nhi")
 
 
-def test_conversations_with_tools_have_their_own_template(tmp_path: Path) -> None:
-    ours = made(tmp_path, default=CHATML, tool_use=TOOL_USE)
+UNGUARDED = TOOL_USE.replace(
+    "{% if tools %}{{tools | tojson}}{% endif %}",
+    "{% for tool in tools %}{{tool | tojson}}{% endfor %}",
+)
+"""It takes tools for granted, as some do"""
+
+
+@pytest.mark.parametrize("template", [TOOL_USE, UNGUARDED])
+def test_conversations_with_tools_have_their_own_template(tmp_path: Path, template: str) -> None:
+    ours = made(tmp_path, default=CHATML, tool_use=template)
     hf = AutoTokenizer.from_pretrained(tmp_path)
     for tools in ([], [TOOL]):
         messages = [ASKED, *(CALLED if tools else [])]

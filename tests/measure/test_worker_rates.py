@@ -68,6 +68,14 @@ def test_a_worker_that_comes_in_a_short_step_says_its_rate(monkeypatch: pytest.M
     assert told(rates, beat("w", 1002.008, 474, 1.04)) == (pytest.approx(100), pytest.approx(0.5))
 
 
+def test_a_worker_older_than_the_learner_says_its_rate(monkeypatch: pytest.MonkeyPatch):
+    """A learner that was restarted has a first step of 14 s; the worker has drawn for a day."""
+    monkeypatch.setattr("learner.measure.worker_rates.time.time", lambda: 1000.0)
+    rates = WorkerRates()
+    first = beat("w", 1014.0, 5_000_000, 83_000.0, tokens_per_s=60.0, idle_share=0.1)
+    assert told(rates, first) == (60.0, 0.1)
+
+
 @pytest.mark.parametrize("fields", [{"pid": 2}, {"busy_s": 1.0}, {"tokens": 3}])
 def test_a_worker_that_began_anew_has_counted_from_zero(fields: dict[str, Any]):
     """In a container every process has the same number; only its counts are smaller than before."""

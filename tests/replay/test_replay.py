@@ -182,7 +182,9 @@ def test_a_replay_says_where_it_begins_and_how_far_it_is(finished, capsys):
     with pytest.raises(typer.Exit):
         main(finished, first=2, stop=5)
     told = capsys.readouterr().err.splitlines()
-    assert told[0].startswith("begins at step 0: no later checkpoint before step 2 was kept")
+    assert told[0].startswith(
+        "the replay begins at step 0: no later checkpoint before step 2 was kept"
+    )
     assert told[1:] == [f"{n} of 5 steps" for n in range(1, 5)]
     with pytest.raises(typer.Exit):
         main(finished, first=6)

@@ -42,8 +42,8 @@ CHOICE_PROMPTS = {
     "plain": "Question: {}\nAnswer:",
 }
 
-_EXACT = 2**53
-"""Above it not every whole number is a float, so that its digits say more than is known"""
+_WRITTEN_OUT = 1e21
+"""Below it a whole number is written out; above, its digits would say more than a float knows"""
 
 
 def math_problems(cfg: Math) -> list[Problem]:
@@ -107,7 +107,7 @@ def text_of(row: _Row, name: str, where: str) -> str:
     value = row[name]
     if isinstance(value, list) and value and all(isinstance(v, str) for v in value):
         value = ", ".join(value)
-    if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT:
+    if isinstance(value, float) and value.is_integer() and abs(value) < _WRITTEN_OUT:
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
         raise TaskError(f"{where}: field `{name}` is not text or a number")

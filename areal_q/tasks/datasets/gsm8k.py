@@ -19,7 +19,7 @@ _PROMPTS = {
 
 _DIGITS = r"""(?:[0-9]{1,3}(?:\.[0-9]{3}){2,}(?![0-9])                              # 1.000.000
     |(?:[0-9]{1,3}(?:,[0-9]{3})+(?!,?[0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"""  # 1,000.50 or .5
-_MORE = r"""(?:[\d²³¹⁰-⁹¼-¾⅐-⅞] | [./_][0-9] | \^\{?[0-9] | :[0-9]{1,2}(?![0-9]) | ,[0-9]{3}(?![0-9])
+_MORE = r"""(?:[\d²³¹⁰-⁹¼-¾⅐-⅞] | [./_][0-9] | \^\{?[-−–]?[0-9] | :[0-9]{1,2}(?![0-9]) | ,[0-9]{3}(?![0-9])
     |['’][0-9] | [eE][+-]?[0-9] | [xX][0-9] | 0[xX] | [kKMB](?!\w))[\w.,:/^]*"""
 """What makes the digits before it another number, or none: 12:30, 1_000, 12,345,67, 2^10, 1e400, 18k"""
 _NUMBER = re.compile(
@@ -30,7 +30,7 @@ _NUMBER = re.compile(
 """A number in running text, also `3/4`, `2 1/2` and `-(18)`. A minus sign after a word, a digit or a bracket is
 a subtraction."""
 _COMPUTED = re.compile(
-    r"(?:[,:]|\*\*|[ \t]+|[ \t]*(?:[-−–+*·×÷^/xX]|\\(?:times|cdot|div)\b)[ \t]*\\?[$€£(]*)\.?[0-9]"
+    r"(?:[,:]|\*\*|[ \t]+|[ \t]*(?:[-−–+*·×÷^/xX]|\\(?:times|cdot|div)\b)[-−–\\$€£( \t]*)\.?[0-9]"
 )
 """What follows a number that is but the beginning of what is stated: `10 - 5`, `3 \\times 4`, `1,5`"""
 _SAID = re.compile(

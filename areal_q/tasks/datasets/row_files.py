@@ -138,7 +138,8 @@ def _text_rows(path: str, data: bytes) -> Iterator[tuple[str, Any]]:
 
 
 def _check_columns(names: Sequence[str], path: str) -> None:
-    if twice := next((name for name, count in Counter(names).items() if count > 1), ""):
+    twice = next((name for name, count in Counter(names).items() if name and count > 1), None)
+    if twice:  # spreadsheets leave columns without a name behind the last one
         raise TaskError(
             f"{path}: there are several columns `{twice}`, and which is meant is unknown"
         )
@@ -185,6 +186,9 @@ def _table_rows(table: Any, path: str) -> list[_Object]:
     """Returns the rows of Arrow's table. A column of nanoseconds, or with times out of Python's range, has text
     in their place. Raises TaskError, which names file and column, for one that cannot be read."""
     _check_columns(table.column_names, path)
+    if not any("[ns" in str(kind) for kind in table.schema.types):
+        with suppress(*_unread()):
+            return table.to_pylist()
     columns = [
         _values(column, f"{path}: column `{name}`: ")
         for name, column in zip(table.column_names, table.columns, strict=True)
@@ -195,9 +199,8 @@ def _table_rows(table: Any, path: str) -> list[_Object]:
 def _values(column: Any, where: str) -> list[Any]:
     import pyarrow as pa
 
-    unread = (pa.ArrowException, ValueError, OverflowError)
     if "[ns" not in str(column.type):  # Python's times have none: they would be pandas'
-        with suppress(*unread):
+        with suppress(*_unread()):
             return column.to_pylist()
     for kind in (pa.string(), pa.int64()):  # a number since 1970 where no such time zone is known
         with suppress(pa.ArrowException):
@@ -205,8 +208,15 @@ def _values(column: Any, where: str) -> list[Any]:
             break
     try:
         return column.to_pylist()
-    except unread as error:
+    except _unread() as error:
         raise TaskError(where + in_words(error)) from error
+
+
+def _unread() -> tuple[type[Exception], ...]:
+    """Returns what Arrow raises for values that Python does not hold."""
+    import pyarrow as pa
+
+    return pa.ArrowException, ValueError, OverflowError
 
 
 def _without_times(kind: Any, instead: Any) -> Any:

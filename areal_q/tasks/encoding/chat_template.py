@@ -23,6 +23,14 @@ _PROBE = "what this role says"
 _ASKED: Message = {"role": "user", "content": "."}
 _REPLY: Message = {"role": "assistant", "content": MARK}
 _PROBED: Any = {"name": "a_probed_function", "arguments": {"x": "what is asked of it"}}
+_TOOL: Tool = {
+    "type": "function",
+    "function": {
+        "name": _PROBED["name"],
+        "description": _PROBE,
+        "parameters": {"type": "object"},
+    },
+}
 """A call of a tool whose name and argument no template changes"""
 _LAST = "the last argument"
 """An argument that JSON spells as it is"""
@@ -45,6 +53,8 @@ class ChatTemplate:
         ConfigError if that cannot be read, or there is none of that name."""
         self._hf, self._chat = hf, chat
         self._ids = TextIds(hf, chat.split_special)
+        # One for conversations with tools may take it for granted that there are some.
+        self._always = [_TOOL] if named == "tool_use" else []
         if chat.template_file:
             try:
                 hf.chat_template = Path(chat.template_file).read_text("utf-8")
@@ -166,7 +176,7 @@ class ChatTemplate:
         try:
             return self._hf.apply_chat_template(
                 list(messages),
-                tools=[*tools] or None,
+                tools=[*(tools or self._always)] or None,
                 chat_template=self._rendered,
                 tokenize=False,
                 add_generation_prompt=reply,
@@ -216,13 +226,8 @@ class ChatTemplate:
 
     @cached_property
     def _shows_tools(self) -> bool:
-        function = {
-            "name": _PROBED["name"],
-            "description": _PROBE,
-            "parameters": {"type": "object"},
-        }
         try:
-            text = self._render([_ASKED], tools=[{"type": "function", "function": function}])
+            text = self._render([_ASKED], tools=[_TOOL])
         except TaskError:
             return False
         return _PROBED["name"] in text
