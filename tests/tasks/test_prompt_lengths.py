@@ -11,7 +11,7 @@ from areal_q.config import Chat, load
 from areal_q.errors import TaskError
 from areal_q.tasks import CharTokenizer, Problem, build_task, load_tokenizer
 from areal_q.tasks.base import Message
-from areal_q.tasks.prompt_lengths import FEW, short, without_long
+from areal_q.tasks.prompt_lengths import short, without_long
 
 
 class Given:
@@ -49,8 +49,15 @@ TOLD = CHATML.replace(
 )
 
 
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4,096 bytes of prompts are few."""
+    monkeypatch.setattr("areal_q.tasks.prompt_lengths.FEW", 1 << 12)
+
+
+@pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("template", [CHATML, TWICE, NO_EMPTY, TOLD])
-@pytest.mark.parametrize("others", [3, FEW + 1])
+@pytest.mark.parametrize("others", [3, 600])
 def test_what_a_template_makes_of_a_prompt_decides(
     tmp_path: Path, template: str, others: int
 ) -> None:
@@ -59,13 +66,14 @@ def test_what_a_template_makes_of_a_prompt_decides(
     tokenizer = load_tokenizer(tmp_path, Chat())
     lengths = [8, 150, 300, 500, *[9] * others]
     problems = [Problem("x" * n, "1") for n in lengths]
-    if template is not TOLD or others < FEW:  # of many, one that is told more is not looked for
+    if template is not TOLD or others < 600:  # of many, one that is told more is not looked for
         problems.append(Problem("a long one", "1"))
     kept = [p for p in problems if len(tokenizer.encode_prompt(p.asked)) <= 400]
     assert list(short(problems, tokenizer, 400)) == kept
     assert len(kept) < len(problems)
 
 
+@pytest.mark.usefixtures("few")
 def test_many_short_prompts_are_not_all_encoded() -> None:
     class Counting(CharTokenizer):
         encoded = 0
@@ -74,5 +82,5 @@ def test_many_short_prompts_are_not_all_encoded() -> None:
             self.encoded += 1
             return super().encode_prompt(prompt)
 
-    tokenizer, problems = Counting(), [Problem("1" * (1 + n % 9), "1") for n in range(9 * FEW)]
+    tokenizer, problems = Counting(), [Problem("1" * (1 + n % 9), "1") for n in range(2000)]
     assert len(short(problems, tokenizer, 200)) == len(problems) and tokenizer.encoded < 9
