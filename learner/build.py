@@ -278,8 +278,9 @@ def _build(
     if not resume:
         metrics.write("start", 0, {}, doing="loading the model")
     teacher = build_teacher(run, tokenizer, progress.beat, stop)
-    whole = of_whole(run, ranks)
-    policy, state = build_policy(whole, directory, resume, task, tokenizer, metrics, stop)
+    policy, state = build_policy(
+        of_whole(run, ranks), directory, resume, task, tokenizer, metrics, stop
+    )
     start, keep = state.step if state else 0, run.learner.versions_kept
     updater = updater_of(policy, run, ranks)
     records = read_metrics(directory / run_dir.METRICS_FILE) if resume else []

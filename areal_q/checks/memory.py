@@ -29,6 +29,7 @@ PAYLOADS, LAID_OUT = 4, 3
 take them: in use, the next, and what the C library keeps of the one before"""
 FIRST_ALONE = ("copy on the host", "published versions", "fidelity meter", "teacher")
 """Parts that the first of several processes of the learner has alone"""
+_BOUNDED = "rollout.engine.kv_cache_bytes"
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -182,7 +183,7 @@ def worker_memory(run: Run, shape: DecoderConfig, lengths: Lengths) -> Iterator[
     if type(engine) is TorchEngine:
         nbytes, told = 2 * nbytes, f"2 · {told}, as many kept for later prompts"
         if engine.kv_cache_bytes and engine.kv_cache_bytes < nbytes:
-            nbytes, told = engine.kv_cache_bytes, "rollout.engine.kv_cache_bytes"
+            nbytes, told = engine.kv_cache_bytes, _BOUNDED
     yield Part("KV cache", nbytes, told, gpu)
     if rule := shape.delta:
         # Slots double, and prompts on their way have states of their own.
@@ -227,9 +228,12 @@ def memory_of(run: Run, shape: DecoderConfig, prompt: int) -> Iterator[CheckResu
         yield CheckResult("memory", "ok", says)
         return
     fix = "a smaller model, learner.lora, fewer workers, or what else runs here ended"
-    cache = total(part for part in of_worker if part.name == "KV cache")
-    if learner + workers * (worker - cache) <= free:
-        slots, tokens = getattr(run.rollout.engine, "slots", 0), run.rollout.sampling.max_tokens
-        says += f"; {size(cache)} of a worker are for the keys and values of its responses"
-        fix = f"a smaller rollout.engine.slots (now {slots}) or rollout.sampling.max_tokens (now {tokens})"
+    for cache in (part for part in of_worker if part.name == "KV cache"):
+        if learner + workers * (worker - cache.nbytes) <= free:
+            says += (
+                f"; {size(cache.nbytes)} of a worker are for the keys and values of its responses"
+            )
+            tokens = run.rollout.sampling.max_tokens
+            fix = f"a smaller rollout.engine.slots or rollout.sampling.max_tokens (now {tokens})"
+            fix = f"a smaller {_BOUNDED}" if cache.formula == _BOUNDED else fix
     yield CheckResult("memory", "warning", says, fix)

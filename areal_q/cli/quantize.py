@@ -64,8 +64,8 @@ def quantize(source: Path, target: Path, format: str, dtype: torch.dtype) -> tup
 
     `dtype` is that of the unquantized tensors (norms, embeddings, head, biases). The quantized tensors are
     those that a learner with these weights publishes, bit for bit. generation_config.json names all tokens that
-    end a reply, as in a run's export. Raises CheckpointError if `target` exists,
-    `source` is not a model, or one of its tensors does not fit the format.
+    end a reply, as in a run's export. Raises CheckpointError if `target` exists, `source` is not a model, or a
+    tensor does not fit the format.
     """
     if target.exists():
         raise CheckpointError(f"{target}: exists already")

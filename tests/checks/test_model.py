@@ -89,10 +89,12 @@ def test_a_cache_without_room_is_named_with_its_settings(
     parts = [*learner_memory(run, found.shape, lengths), *worker_memory(run, found.shape, lengths)]
     assert "memory" not in told(run)
     free[0] = total(parts) - 1
-    assert (
-        "rollout.engine.slots (now 5000) or rollout.sampling.max_tokens (now 40)"
-        in told(run)["memory"]
-    )
+    slots = "a smaller rollout.engine.slots or rollout.sampling.max_tokens (now 40)"
+    assert slots in told(run)["memory"]
+    cache = next(part for part in parts if part.name == "KV cache")
+    bounded = run_of(model, *large, f"rollout.engine.kv_cache_bytes={int(cache.nbytes) - 1}")
+    free[0] = total(parts) - int(cache.nbytes) + 1
+    assert "a smaller rollout.engine.kv_cache_bytes" in told(bounded)["memory"]
     free[0] = 1
     assert "a smaller model" in told(run)["memory"]
 

@@ -100,8 +100,8 @@ def _prompt(row: _Row, name: str, where: str) -> str | Sequence[Any]:
 
 
 def text_of(row: _Row, name: str, where: str) -> str:
-    """Returns a field as text. A number is written as short as it reads back (27.0 is "27", 1e23 "1e+23"),
-    and a list of one entry is that entry. Raises TaskError for anything else, such as a float that is nan."""
+    """Returns a field as text. A whole number is written out (27.0 is "27") if it is not too large (1e23 is
+    "1e+23"), and a list of one entry is that entry. Raises TaskError for anything else, such as nan."""
     if name not in row:
         raise TaskError(f"{where}: no field `{name}`; the row has {', '.join(row) or 'none'}")
     value = row[name]

@@ -23,6 +23,7 @@ _PROBE = "what this role says"
 _ASKED: Message = {"role": "user", "content": "."}
 _REPLY: Message = {"role": "assistant", "content": MARK}
 _PROBED: Any = {"name": "a_probed_function", "arguments": {"x": "what is asked of it"}}
+"""A call of a tool whose name and argument no template changes"""
 _TOOL: Tool = {
     "type": "function",
     "function": {
@@ -31,7 +32,7 @@ _TOOL: Tool = {
         "parameters": {"type": "object"},
     },
 }
-"""A call of a tool whose name and argument no template changes"""
+"""The tool that it calls"""
 _LAST = "the last argument"
 """An argument that JSON spells as it is"""
 _DATE = (
