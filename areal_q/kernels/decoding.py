@@ -105,29 +105,22 @@ def _largest(bits):
 
 
 @kernel(fastmath=SUMS)
-def _softmax(w, first, last, length, scale, sinks):
-    """Turns the scores of positions `first` … length - 1, times `scale`, into their softmax, for each of G
-    queries; `sinks` [G], which take a share, are scores of no position, or None. In w [pages, G, PAGE] each
-    page's scores begin at 0; the last page is `last`."""
-    page = w.shape[2]
-    for g in range(w.shape[1]):
-        top, total = float32(-np.inf) if sinks is None else sinks[g], float32(0.0)
-        for p in range(first // page, last + 1):
-            seen = min(length, (p + 1) * page) - max(first, p * page)
-            largest = _largest(w[p, g, :seen].view(int32)) * scale
-            top = largest if largest > top or largest != largest else top
-        for p in range(first // page, last + 1):
-            row = w[p, g, : min(length, (p + 1) * page) - max(first, p * page)]
-            for i in range(len(row)):
-                row[i] = exp(row[i] * scale - top)
-                total += row[i]
+def _softmax(w, first, length, scale, sinks):
+    """Turns the scores w [G, ≥ length] of positions `first` … length - 1, times `scale`, into their softmax,
+    for each of G queries; `sinks` [G], which take a share, are scores of no position, or None."""
+    for g in range(w.shape[0]):
+        row = w[g, first:length]
+        top, total = _largest(row.view(int32)) * scale, float32(0.0)
+        if sinks is not None:
+            top = sinks[g] if sinks[g] > top else top
+        for i in range(len(row)):
+            row[i] = exp(row[i] * scale - top)
+            total += row[i]
         if sinks is not None:
             total += exp(sinks[g] - top)
         share = float32(1.0) / total
-        for p in range(first // page, last + 1):
-            row = w[p, g, : min(length, (p + 1) * page) - max(first, p * page)]
-            for i in range(len(row)):
-                row[i] *= share
+        for i in range(len(row)):
+            row[i] *= share
 
 
 @kernel(
@@ -140,7 +133,7 @@ def decode_attention(qkv, keys, values, tables, positions, window, scale, sinks,
     positions up to positions[r]. `sinks` [heads] are scores of no position, or None."""
     kv_heads, page, heads, dim = keys.shape[0], keys.shape[2], out.shape[1], out.shape[2]
     group = heads // kv_heads
-    w = np.empty((tables.shape[1], group, page), float32)
+    w = np.empty((group, tables.shape[1] * page), float32)
     out[:] = float32(0.0)
     for r in range(qkv.shape[0]):
         length, last = positions[r] + 1, positions[r] // page
@@ -153,14 +146,14 @@ def decode_attention(qkv, keys, values, tables, positions, window, scale, sinks,
                 v[i] = qkv[r, heads + kv_heads + h, i]
             mine = slice(h * group, (h + 1) * group)
             for p in range(first // page, last + 1):
-                skip = max(first - p * page, 0)
-                seen = min(length - p * page, page) - skip
-                dots(keys[h, tables[r, p], skip:], qkv[r, mine], seen, w[p])
-            _softmax(w, first, last, length, scale, None if sinks is None else sinks[mine])
+                begin, end = max(first, p * page), min(length, (p + 1) * page)
+                dots(keys[h, tables[r, p], begin - p * page :], qkv[r, mine], w, begin, end)
+            _softmax(w, first, length, scale, None if sinks is None else sinks[mine])
             for p in range(first // page, last + 1):
-                skip = max(first - p * page, 0)
-                seen = min(length - p * page, page) - skip
-                weighted_sums(w[p], values[h, tables[r, p], skip:], seen, out[r, mine])
+                begin, end = max(first, p * page), min(length, (p + 1) * page)
+                weighted_sums(
+                    w, begin, end, values[h, tables[r, p], begin - p * page :], out[r, mine]
+                )
 
 
 @kernel()

@@ -133,8 +133,10 @@ def test_weighted_sums_are_added_as_numpy_has_them(count: int, width: int):
     weights = rng.standard_normal((2, count + 3)).astype(np.float32)
     rows = rng.standard_normal((count + 3, width)).astype(np.float32)
     rows[count:] = np.nan  # what lies behind the last row is not read
+    padded = np.full((2, count + 5), np.nan, np.float32)
+    padded[:, 2 : 2 + count] = weights[:, :count]
     out = np.full((3, width), 7, np.float32)
-    weighted_sums(weights, rows, count, out[:2])
+    weighted_sums(padded, 2, 2 + count, rows, out[:2])
     wide, rows = weights[:, :count].astype(np.float64), rows[:count]
     bound = 1e-6 * (7 + abs(wide) @ abs(rows))
     assert (np.abs(out[:2] - 7 - wide @ rows) <= bound).all()
@@ -148,10 +150,10 @@ def test_dots_are_those_of_numpy(count: int, width: int):
     rows = rng.standard_normal((count + 3, width)).astype(np.float32)
     rows[count:], x = np.nan, rng.standard_normal((2, width)).astype(np.float32)
     out = np.full((2, count + 3), 7, np.float32)
-    dots(rows, x, count, out)
+    dots(rows, x, out, 2, 2 + count)
     wide = rows[:count].astype(np.float64)
-    assert (np.abs(out[:, :count] - x @ wide.T) <= 1e-6 * abs(x) @ abs(wide.T)).all()
-    assert (out[:, count:] == 7).all()
+    assert (np.abs(out[:, 2 : 2 + count] - x @ wide.T) <= 1e-6 * abs(x) @ abs(wide.T)).all()
+    assert (out[:, :2] == 7).all() and (out[:, 2 + count :] == 7).all()
 
 
 CALLEE = """
