@@ -201,10 +201,12 @@ class Worker:
             tickets = [work.claim.ticket for work in self._in_flight.values()]
             evaluated = [ticket.step for ticket in tickets if ticket.purpose == "eval"]
             count = free // self._capacity.group_size
-            if not evaluated:
-                count = min(count, max(1, int(EVALUATION_SHARE * self._capacity.responses)))
-            in_time = bool(evaluated) and self._engine.version - min(evaluated) <= self._max_lag
-            claims = await self._buffer.claim(count, block_s=1.0, training_first=in_time)
+            share = max(1, int(EVALUATION_SHARE * self._capacity.responses)) - len(evaluated)
+            late = bool(evaluated) and self._engine.version - min(evaluated) > self._max_lag
+            if share > 0 and not late:
+                count = min(count, share)
+            training_first = share <= 0 and not late
+            claims = await self._buffer.claim(count, block_s=1.0, training_first=training_first)
             for claim in claims:
                 work = GroupInFlight(claim, [Response() for _ in range(claim.ticket.group_size)])
                 self._in_flight[loops.create_task(self._handle(work))] = work

@@ -232,6 +232,27 @@ async def test_an_evaluation_leaves_room_for_training(
         assert len(await side.take(12)) == 12
 
 
+async def test_a_long_answer_holds_up_none_of_its_evaluation(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide]
+):
+    """What ends of an evaluation's share is taken up again, though training waits and one answer goes on."""
+    side = learner(make_run("learner.group_size=3"))
+    begun: list[str] = []
+
+    class Held(Environment):
+        async def __call__(self, ticket: Ticket, responses: list[Response]) -> None:
+            begun.append(ticket.purpose)
+            if len(begun) == 1 or ticket.purpose == "train":
+                await asyncio.Event().wait()
+
+    side.admission.evaluate(0)
+    side.admission.admit(0)
+    side.publish(0)
+    limit = WorkerCapacity(responses=28, slots=28, group_size=3)  # of which 3 are an evaluation's
+    async with working(side, environment=Held(), limit=limit):
+        await until(lambda: begun.count("eval") > 3)
+
+
 async def test_a_heartbeat_tells_of_a_failure_in_one_harmless_line(
     make_run: MakeRun, learner: Callable[[Run], LearnerSide]
 ):
