@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -75,13 +76,22 @@ class Rollout:
         await self._side.close()
 
     async def generate(
-        self, prompts: Sequence[Prompt], *, n: int = 1, seed: int | None = None, **sampling: Any
+        self,
+        prompts: Sequence[Prompt] | Prompt,
+        *,
+        n: int = 1,
+        seed: int | None = None,
+        **sampling: Any,
     ) -> list[list[Completion]]:
-        """Returns `n` completions of each prompt. All are drawn together; response i of a prompt draws with
-        `seed + i`, None being a random one. `sampling` has names of `rollout.sampling`, such as `temperature`
-        and `max_tokens`, which else are the run's. Raises ConfigError for a name or value that does not fit
-        and RecordError for a prompt that does not."""
-        asked = (self._side.complete(prompt, n, seed, sampling) for prompt in prompts)
+        """Returns `n` completions of each prompt; one prompt by itself is a list of one. All are drawn
+        together; response i of a prompt draws with `seed + i`, None being a random one. `sampling` has names
+        of `rollout.sampling`, such as `temperature` and `max_tokens`, which else are the run's. Raises
+        ConfigError for a name or value that does not fit and RecordError for a prompt that does not."""
+        alone = isinstance(prompts, str) or any(
+            isinstance(part, Mapping | Integral) for part in prompts
+        )
+        several: Any = [prompts] if alone else prompts
+        asked = (self._side.complete(prompt, n, seed, sampling) for prompt in several)
         found = await asyncio.gather(*asked)
         return [[Completion(**one) for one in some] for some in found]
 

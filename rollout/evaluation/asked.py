@@ -134,6 +134,11 @@ def settings_of(
     if config is None:  # a model that no run was made with is measured in the format as it is
         choice.append(("rollout.smoothing", "off"))
     run = load(config, [*choice, *overrides])
+    named = any(pair_of(setting)[0].startswith("rollout.engine") for setting in overrides)
+    if named and not isinstance(run.rollout.engine, TorchEngine):
+        raise ConfigError(
+            "rollout.engine: the torch engine answers here; another one answers at the URL of its worker"
+        )
     other = config is not None and type(run.task) is not type(load(config).task)
     asked = ("reward.path", "reward.judge")
     if other and not any(pair_of(setting)[0].startswith(asked) for setting in overrides):

@@ -166,9 +166,10 @@ async def test_a_learner_repeats_a_runs_steps_bit_for_bit(
         assert one == same and one.versions == [0] * len(one.ids)
         await rollout.load(learner)
         ids: Any = np.array(one.prompt_ids)
-        for as_array in (ids, [ids[0], *ids[1:]], ids.tolist()):
-            ((again,),) = await rollout.generate([as_array], temperature=0, seed=1)
-            assert again.ids == one.ids, "it was another prompt, without what are no Python ints"
+        for prompt in (ids, [ids[0], *ids[1:]], ids.tolist(), "1+2="):
+            for asked in ([prompt], prompt):
+                ((again,),) = await rollout.generate(asked, temperature=0, seed=1)
+                assert again.ids == one.ids, "it was another prompt, or several"
         ((other,),) = await rollout.generate(["1+2="], temperature=0)
         assert other.versions == [4] * len(other.ids) and other.ids == one.ids
         assert other.logprobs == pytest.approx(one.logprobs, abs=1e-5)

@@ -347,6 +347,8 @@ def test_wrong_arguments_are_errors_of_the_user(run_dir: Path, tmp_path: Path):
         main(run_dir, samples=4, temperature=0.0)
     with pytest.raises(ConfigError, match=r"task\.digits"):
         main(run_dir, "task.digits=0")
+    with pytest.raises(ConfigError, match=r"rollout\.engine: the torch engine answers here"):
+        main(run_dir, "rollout.engine.type=vllm")
     with pytest.raises(TaskError, match="heldout"):
         main(run_dir, "task.heldout=2000")
     (run_dir / "hf" / "model.safetensors").unlink()
