@@ -47,7 +47,7 @@ class _Following:
         self.heard = command_began()
 
     def note(self, text: str) -> None:
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self.console.print(text, highlight=False, soft_wrap=True)
 
     def stop(self) -> None:
         pass

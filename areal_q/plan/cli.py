@@ -8,7 +8,6 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from areal_q.checks.automatic import settled
@@ -112,18 +111,16 @@ def _show(name: str, made: Estimate, explain: bool, correction: Correction | Non
             some = [part for part in parts if part.on_gpu == gpu]
             place = "" if cpu else ", a GPU's memory" if gpu else ", the host's"
             if some:
-                table.add_row(
-                    f"[bold]{process}{place}[/]", f"[bold]{size(total(some, gpu))}[/]", ""
-                )
+                table.add_row(f"{process}{place}", size(total(some, gpu)), "", style="bold")
                 for part in some:
-                    formula = escape(part.formula) if explain else ""
+                    formula = part.formula if explain else ""
                     table.add_row(f"  {part.name}", size(part.nbytes), formula)
             if parts is made.learner and ranks > 1 and not gpu:
-                other = f"[bold]each other of its {ranks} processes{place}[/]"
-                table.add_row(other, f"[bold]{size(total(of_others(some)))}[/]", "")
-    table.add_row("[bold]wire and speed[/]", "", "")
+                other = f"each other of its {ranks} processes{place}"
+                table.add_row(other, size(total(of_others(some))), "", style="bold")
+    table.add_row("wire and speed", "", "", style="bold")
     for label, value, formula in rows(made):
-        table.add_row(f"  {label}", value, escape(formula) if explain else "")
+        table.add_row(f"  {label}", value, formula if explain else "")
     console().print(table)
     if correction:
         typer.echo(

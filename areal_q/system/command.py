@@ -133,7 +133,11 @@ def console(stderr: bool = False) -> Console:
 
 
 class _Console(Console):
-    """Makes all text harmless, while its own styles and moves of the cursor stay as they are."""
+    """Makes all text harmless, while its own styles and moves of the cursor stay as they are. A bracket
+    is one, and begins no style: whoever styles a part of a text does it with a Text."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, **options)
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None

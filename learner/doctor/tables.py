@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from learner.doctor.diagnosis.token_ratios import (
     TERMS,
@@ -37,43 +38,43 @@ p1, p99: 1 % and 99 % of the tokens have a smaller w"""
 def doctor_screen(x: Examined, console: Console) -> None:
     """Prints the verdict, the findings and the figures behind them, in 80 columns."""
     facts, tokens = x.facts, x.tokens
-    console.print(
-        f"[bold]{x.directory}[/]  steps {x.first}–{x.stop - 1}: {facts.responses} responses, "
-        f"{facts.tokens} tokens, {', '.join(facts.formats)}"
-    )
+    said = f"  steps {x.first}–{x.stop - 1}: {facts.responses} responses, {facts.tokens} tokens, "
+    console.print(Text.assemble((str(x.directory), "bold"), said, ", ".join(facts.formats)))
     console.print(_verdict(x))
     for finding in x.findings:
-        color = COLORS[finding.severity]
-        console.print(f"[{color}]● {finding.name}[/]: {finding.says}\n  [dim]→ {finding.change}[/]")
+        name = (f"● {finding.name}", COLORS[finding.severity])
+        change = (f"→ {finding.change}", "dim")
+        console.print(Text.assemble(name, f": {finding.says}\n  ", change))
     if x.note:
-        console.print(f"[yellow]{x.note}[/]")
+        console.print(x.note, style="yellow")
     if x.exact is not None:
-        how = "bit for bit" if x.exact else "[yellow]not as recorded: see areal-q replay[/]"
-        console.print(f"[dim]the weights of every version were made again by replay:[/] {how}")
+        how = "bit for bit" if x.exact else ("not as recorded: see areal-q replay", "yellow")
+        by_replay = ("the weights of every version were made again by replay: ", "dim")
+        console.print(Text.assemble(by_replay, how))
     if len(tokens):
         _figures(x, console)
 
 
-def _verdict(x: Examined) -> str:
+def _verdict(x: Examined) -> Text:
     graver = [f for f in x.findings if f.severity != "note"]
     if graver:
         color = COLORS[graver[0].severity]
-        return f"[{color} bold]look at: {', '.join(f.name for f in graver)}[/]"
+        return Text(f"look at: {', '.join(f.name for f in graver)}", f"{color} bold")
     also = ", but for the notes below" if x.findings else ""
-    return f"[green bold]fine[/]: nothing that a rule knows is wrong{also}"
+    return Text.assemble(("fine", "green bold"), f": nothing that a rule knows is wrong{also}")
 
 
 def _figures(x: Examined, console: Console) -> None:
     edge = max(0.01, 3 * rms(x.tokens.log_w))
     console.print(_ratios(x))
-    console.print(f"[dim]log w before truncation, from −{edge:.2g} to {edge:.2g} nats:[/]")
+    console.print(f"log w before truncation, from −{edge:.2g} to {edge:.2g} nats:", style="dim")
     for lag, some in by_lag(x.tokens):
         console.print(f" lag {lag}  {bars(histogram(some, edge))}", no_wrap=True)
     console.print(_terms(x))
     where = "  ".join(
         f"{a}–{b} {v:.3f}" if b > a else f"{a} {v:.3f}" for a, b, _, v in by_position(x.tokens)
     )
-    console.print(f"[dim]gap without staleness, nats rms by position:[/]  {where}")
+    console.print(Text.assemble(("gap without staleness, nats rms by position:  ", "dim"), where))
     console.print(LEGEND, style="dim")
 
 

@@ -184,13 +184,13 @@ def _verdict(replay, done, differing, console: Console) -> bool:
         numbers = "loss, gradient norm, KL, entropy"
     steps = [one.record.step for one in done]
     if not differing:
-        console.print(f"[green]{step_ranges(steps)}: {numbers} {how}[/]")
+        console.print(f"{step_ranges(steps)}: {numbers} {how}", style="green")
     else:
         first = min(differing)
         same = [s for s in steps if s < first]
         if same:
-            console.print(f"[green]{step_ranges(same)}: {numbers} {how}[/]")
-        console.print(f"[red]step {first} differs: {len(differing[first])} numbers[/]")
+            console.print(f"{step_ranges(same)}: {numbers} {how}", style="green")
+        console.print(f"step {first} differs: {len(differing[first])} numbers", style="red")
         for difference in differing[first][:8]:
             console.print(f"  {difference}")
         if len(differing) > 1:
@@ -207,9 +207,9 @@ def _checkpoint_equals(replay, console: Console) -> bool:
         return True
     name = f"checkpoint step-{replay.stop:06d}"
     if unequal:
-        console.print(f"[red]{name}: {len(unequal)} tensors differ, {unequal[0]} first[/]")
+        console.print(f"{name}: {len(unequal)} tensors differ, {unequal[0]} first", style="red")
     else:
-        console.print(f"[green]{name}: weights and optimizer equal, tensor by tensor[/]")
+        console.print(f"{name}: weights and optimizer equal, tensor by tensor", style="green")
     return not unequal
 
 

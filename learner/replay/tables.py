@@ -9,6 +9,7 @@ from rich.table import Table
 
 from areal_q.observability.metric_table import METRICS, Metric
 from areal_q.observability.run_summary import evenly
+from areal_q.system.command import escaped
 
 if TYPE_CHECKING:
     from learner.replay.replay_steps import Replayed
@@ -46,7 +47,7 @@ def every_metric(one: "Replayed") -> Table:
     for name in sorted(one.record.metrics.keys() | one.metrics.keys()):
         logged, now = one.record.metrics.get(name), one.metrics.get(name)
         gap = 0.0 if logged is None or now is None else now - logged
-        table.add_row(name, _number(logged), _number(now), f"{gap:+.3g}" if gap else "")
+        table.add_row(escaped(name), _number(logged), _number(now), f"{gap:+.3g}" if gap else "")
     return table
 
 

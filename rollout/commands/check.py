@@ -46,7 +46,12 @@ from areal_q.tasks import (
     columns_for,
 )
 
-_MARKS = {"ok": "[green]✓[/]", "note": "[dim]·[/]", "warning": "[yellow]![/]", "error": "[red]✗[/]"}
+_MARKS = {
+    "ok": ("✓", "green"),
+    "note": ("·", "dim"),
+    "warning": ("!", "yellow"),
+    "error": ("✗", "red"),
+}
 
 _FIXES: dict[FailureCause, str] = {
     "exception": "mend the function",
@@ -271,16 +276,16 @@ def vllm_on_cpu(rollout: RolloutConfig) -> Iterator[CheckResult]:
 
 
 def show(found: list[CheckResult]) -> None:
-    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, padding=(0, 1), show_header=False)
     table.add_column()
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for one in found:
-        fix = f"\n[dim]→ {escape(one.fix)}[/]" if one.fix else ""
-        table.add_row(_MARKS[one.level], escape(one.name), escape(one.says) + fix)
+        fix = (f"\n→ {one.fix}" if one.fix else "", "dim")
+        table.add_row(Text(*_MARKS[one.level]), one.name, Text.assemble(one.says, fix))
     console().print(table)
     errors = sum(one.level == "error" for one in found)
     typer.echo(f"in the way: {errors}" if errors else "nothing is in the way")

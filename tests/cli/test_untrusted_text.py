@@ -4,10 +4,14 @@ import ast
 import io
 import json
 import logging
+import re
 import sys
 import traceback
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import typer
@@ -16,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import RenderableType
 
+from areal_q.checks.machine import CheckResult
 from areal_q.cli.final_screen import _answers
 from areal_q.cli.picture import picture
 from areal_q.config import Run
@@ -23,9 +28,15 @@ from areal_q.observability.progress import History
 from areal_q.observability.run_summary import ExampleAnswer
 from areal_q.observability.service_log import JsonFormatter, TextFormatter
 from areal_q.system.command import accept_any_text, console, harmless
+from learner.doctor.diagnosis.findings import Finding
+from learner.doctor.tables import doctor_screen
+from learner.replay.tables import every_metric
+from rollout.commands.check import show
+from rollout.commands.cluster import _worker_table
 
-HOSTILE = "a\x1b]52;c;cHduZWQ=\x1b\\\x1b[2J\x9b2J\rb\x07\x08c\u202ed\x00"
-"""Writes the clipboard, clears the screen in two ways, overwrites the line, rings, turns the text around"""
+HOSTILE = "[/b][link=\x1b]0;x\x07]a\x1b]52;c;cHduZWQ=\x1b\\\x1b[2J\x9b2J\rb\x07\x08c\u202ed\x00"
+"""Ends a style of rich and begins a link, writes the clipboard, clears the screen in two ways, overwrites the
+line, rings, turns the text around"""
 PACKAGES = ("areal_q", "buffer", "learner", "rollout")
 
 
@@ -64,8 +75,8 @@ WAYS: dict[str, Callable[[str], object]] = {
     "lines": lambda text: sys.stdout.writelines([text, text]),
     "log": logged,
     "traceback": raised,
-    "console": lambda text: console().print(text, markup=False),
-    "console of stderr": lambda text: console(stderr=True).print(text, markup=False),
+    "console": lambda text: console().print(text),
+    "console of stderr": lambda text: console(stderr=True).print(text),
 }
 
 
@@ -90,6 +101,18 @@ def test_a_log_line_stays_one_line():
     assert tame(JsonFormatter("w").format(record))
 
 
+def hostile_step() -> Any:
+    return SimpleNamespace(record=SimpleNamespace(metrics={HOSTILE: 1.0}), metrics={})
+
+
+def hostile_cluster() -> Any:
+    numbers = ("version", "tokens_per_s", "idle_share", "active", "groups", "waiting")
+    worker = SimpleNamespace(
+        worker=HOSTILE, episodes=0, open_episodes=0, **dict.fromkeys(numbers, 0)
+    )
+    return SimpleNamespace(version=1, workers=[worker])
+
+
 def hostile_history() -> History:
     history = History(Run(steps=3))
     worker = {"worker": HOSTILE, "version": 1, "tokens_per_s": 1.0}
@@ -101,6 +124,8 @@ def hostile_history() -> History:
 SCREENS: dict[str, Callable[[], RenderableType]] = {
     "answers": lambda: _answers([ExampleAnswer(HOSTILE, HOSTILE, HOSTILE, HOSTILE, False, True)]),
     "picture": lambda: picture("run", hostile_history(), 1.0, [HOSTILE], HOSTILE, 100),
+    "metrics": lambda: every_metric(hostile_step()),
+    "workers": lambda: _worker_table(hostile_cluster()),
 }
 
 
@@ -108,6 +133,24 @@ SCREENS: dict[str, Callable[[], RenderableType]] = {
 def test_screens_show_what_is_hostile_as_text(screen: str):
     said = shown(lambda: console().print(SCREENS[screen]()))
     assert "2J" in said and tame(said), ascii(said)
+
+
+@pytest.mark.parametrize(
+    "tags", ["[/INST]", "[link=http://a.b/\x1b]0;title\x1b\\]see[/link]", ":x:"]
+)
+def test_brackets_in_what_others_say_are_no_style(tags: str, monkeypatch):
+    """A closing tag alone would be an error, and the address of a link would reach a terminal as it is."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    finding = Finding("rewards fail", "error", 1.0, tags, tags)
+    x: Any = SimpleNamespace(
+        directory=Path("runs") / tags, first=0, stop=1, findings=[finding], note=tags, exact=False,
+        facts=SimpleNamespace(responses=1, tokens=1, formats={tags: 1}), tokens=(),
+    )  # fmt: skip
+    checks = [CheckResult(tags, "error", tags, tags)]
+    for screen in (lambda: doctor_screen(x, console()), lambda: show(checks)):
+        said = shown(screen)
+        plain = re.sub(r"\x1b\[[0-9;]*m", "", said)
+        assert said != plain and plain.count(tags[:6]) >= 3 and tame(plain), ascii(said)
 
 
 def test_every_command_and_console_is_made_harmless():
