@@ -17,12 +17,15 @@ READ_S = 60.0
 
 
 class Connections:
-    """The connections of one server, at most `most`: those that are one too many are closed at once."""
+    """The connections of one server, at most `most`. Where one more comes, the one that has waited longest
+    without a request is closed, so that those who say nothing shut nobody out; else the one that came."""
 
     def __init__(self, protocol: Callable[[], Any], most: int) -> None:
         """`protocol` makes the asyncio.Protocol that serves a connection."""
         self._protocol, self.most = protocol, most
         self.open: set[Connection] = set()
+        self.idle: dict[Connection, None] = {}
+        """Those without a request, the one that has waited longest first"""
 
     def __call__(self) -> "Connection":
         return Connection(self._protocol(), self)
@@ -39,16 +42,23 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
-        self._awaits_head(HEAD_S)
-        if len(self._all.open) >= self._all.most:
-            transport.abort()
+        one_goes = len(self._all.open) >= self._all.most
+        goes = next(iter(self._all.idle), self)
         self._all.open.add(self)
+        self._awaits_head(HEAD_S)
+        if one_goes:
+            goes.hang_up()
         self._inner.connection_made(transport)
+
+    def hang_up(self) -> None:
+        """Ends this connection, which counts no more."""
+        self._forget()
+        self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
         self._is_read()
-        self._all.open.discard(self)
+        self._forget()
         self._inner.connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -66,6 +76,7 @@ class Connection(asyncio.Protocol):
     def request_begins(self) -> None:
         """Notes that the headers of a request have come."""
         self._timer.cancel()
+        self._all.idle.pop(self, None)
 
     def request_ends(self) -> None:
         """Notes that the request is answered."""
@@ -74,3 +85,8 @@ class Connection(asyncio.Protocol):
 
     def _awaits_head(self, seconds: float) -> None:
         self._timer = asyncio.get_running_loop().call_later(seconds, self._transport.abort)
+        self._all.idle[self] = None
+
+    def _forget(self) -> None:
+        self._all.open.discard(self)
+        self._all.idle.pop(self, None)

@@ -46,12 +46,29 @@ async def status(port: int) -> int:
         return reply.status
 
 
-async def test_more_connections_than_there_is_room_for_are_closed(monkeypatch: pytest.MonkeyPatch):
+async def test_connections_that_say_nothing_shut_nobody_out(monkeypatch: pytest.MonkeyPatch):
+    """As many as there is room for are held, again and again: who asks is served, and the oldest goes."""
+    monkeypatch.setattr(app, "most_connections", lambda: 3)
+    async with serving() as port:
+        held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        for reader, _ in held[:2]:
+            held.append(await asyncio.open_connection("127.0.0.1", port))
+            held[-1][1].write(HEAD)
+            assert await ended(reader)
+        assert await status(port) == 200
+        assert await ended(held[2][0])
+        for _, writer in held:
+            writer.close()
+
+
+async def test_more_requests_than_there_is_room_for_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(app, "most_connections", lambda: 3)
     async with serving() as port:
         held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
         for _, writer in held:
-            writer.write(HEAD)
+            writer.write(HEAD + b"1\r\nExpect: 100-continue\r\nContent-Length: 100\r\n\r\n")
+        for reader, _ in held:
+            assert b" 100 " in await reader.readline()
         for _ in range(5):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             assert await ended(reader)
