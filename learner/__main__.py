@@ -36,7 +36,7 @@ from areal_q.system import run_dir as rundir
 from areal_q.system.command import WatchdogSeconds, run_command
 from areal_q.system.credentials import no_password
 from areal_q.system.ports import allow_open_files
-from areal_q.system.processes import keep_freed_memory
+from areal_q.system.processes import keep_freed_memory, use_huge_pages
 from areal_q.system.stop_request import StopRequest
 from areal_q.system.watchdog import Progress, Watchdog
 
@@ -73,6 +73,7 @@ def main(
     service_log.set_up("learner")
     allow_open_files()
     keep_freed_memory()
+    use_huge_pages()
     stop = StopRequest()
     stop.listen()
     if (config is None) == (run_dir is None) or (run_dir and overrides):

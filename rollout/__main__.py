@@ -24,6 +24,7 @@ from areal_q.observability.prometheus_exporter import Exporter, serve_metrics
 from areal_q.system.command import WatchdogSeconds, run_command
 from areal_q.system.credentials import no_password
 from areal_q.system.ports import allow_open_files, check_free
+from areal_q.system.processes import use_huge_pages
 from areal_q.system.stop_request import StopRequest
 from areal_q.system.watchdog import Progress, Watchdog
 
@@ -90,6 +91,7 @@ def main(
     """Generates for a run until it is finished, or until told to stop."""
     service_log.set_up("rollout")
     allow_open_files()
+    use_huge_pages()
     name = id or f"{socket.gethostname()}-{os.getpid()}"
     if len(name) > LONGEST_NAME or not name.isprintable():
         raise ConfigError(f"--id {name[:LONGEST_NAME]!r}: not {LONGEST_NAME} printable characters")

@@ -123,6 +123,13 @@ def keep_freed_memory() -> None:
         mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
+def use_huge_pages() -> None:
+    """Makes torch lay tensors of 2 MiB and more in pages of that size, if it is imported afterwards. What reads
+    from all over a few hundred megabytes, as attention to a KV cache does, otherwise waits for addresses to be
+    looked up, in a virtual machine most of its time."""
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+
 def limit_memory(more: int) -> None:
     """Limits this process to `more` bytes of address space beyond what it has now; 0 means no limit. The memory
     that libraries reserve on import, for some of them tens of gigabytes, does not count."""
