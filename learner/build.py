@@ -56,7 +56,7 @@ from learner.data.eval_sets import problems_of_sets
 from learner.data.group_reader import GroupReader
 from learner.data.staleness import VersionHistory, forks_at
 from learner.data.validation import check_data, check_encoding, check_kept, fits
-from learner.heldout_eval import BestVersion, HeldOutEvaluation
+from learner.heldout_eval import HeldOutEvaluation
 from learner.loop import Learner
 from learner.measure.buffer_metrics import BufferMetrics
 from learner.measure.fidelity import FidelityMeter
@@ -121,6 +121,20 @@ def prepare_redis(buffer: LearnerBuffer, state: checkpoint.State | None) -> None
             "redis gives groups smaller ids than the checkpoint knew: their stream is read anew"
         )
     buffer.drop_eval()  # the learner that asked for these evaluations has ended
+
+
+def build_history(
+    run: Run, directory: Path, buffer: LearnerBuffer, state: checkpoint.State | None
+) -> tuple[VersionHistory, ReplayCheck]:
+    """Returns the versions up to the checkpoint, if there is one, and the check whether the steps that were
+    logged after it are repeated."""
+    keep = run.learner.versions_kept
+    if state is None:
+        return VersionHistory(keep), ReplayCheck(0, {})
+    history = VersionHistory(keep, state.digests, forks_at(state.step, state.forks, keep))
+    logged = iter_steps(directory / "steps", state.step)
+    recorded = {r.step + 1: r.digest for r in logged} | buffer.unread_digests()
+    return history, ReplayCheck(state.step, recorded)
 
 
 def reached_at(endpoint: str, host: str | None) -> str:
@@ -281,7 +295,7 @@ def _build(
     policy, state = build_policy(
         of_whole(run, ranks), directory, resume, task, tokenizer, metrics, stop
     )
-    start, keep = state.step if state else 0, run.learner.versions_kept
+    start = state.step if state else 0
     updater = updater_of(policy, run, ranks)
     records = read_metrics(directory / run_dir.METRICS_FILE) if resume else []
     told = [*going_on(run, directory, start, records)]
@@ -291,11 +305,7 @@ def _build(
     note_beginning(run, directory, start, tokenizer, metrics, told)
     admission = build_admission(run, task, tokenizer, buffer, state, own_sets)
     buffer.checks = [admission.check, fits(policy.model.config, run.learner)]
-    history, recorded = VersionHistory(keep), dict[int, str]()
-    if state:
-        history = VersionHistory(keep, state.digests, forks_at(start, state.forks, keep))
-        logged = iter_steps(directory / "steps", start)
-        recorded = {r.step + 1: r.digest for r in logged} | buffer.unread_digests()
+    history, replay_check = build_history(run, directory, buffer, state)
     pool = ReplayPool(
         run.buffer, run.learner, run.seed, run.steps, buffer.position, state.uses if state else None
     )
@@ -303,11 +313,11 @@ def _build(
     writer = CheckpointWriter(directory / "checkpoints", run.checkpoint)
     policy.readers += [publisher.wait_until_read, writer.wait_until_read]
     metrics.also("progress", lambda _: progress.beat())
-    heldout = HeldOutEvaluation(admission, buffer, tokenizer, metrics, BestVersion(run, records))
+    heldout = HeldOutEvaluation(admission, buffer, tokenizer, metrics, run, start, records)
     return Learner(
         run=run, step=start, updater=updater, buffer=buffer, admission=admission, history=history,
         group_reader=GroupReader(buffer, admission, history, run.learner, pool), heldout=heldout,
-        missed=heldout.missed(start, records), replay_check=ReplayCheck(start, recorded), teacher=teacher,
+        replay_check=replay_check, teacher=teacher,
         fidelity=FidelityMeter(run.learner, run.rollout.format), reward_check=RewardCheck(run, tokenizer),
         buffer_metrics=BufferMetrics(buffer, run.rollout.environment, metrics), publisher=publisher,
         weight_server=weight_server, logs=StepLogs(run, directory, start, scores_here=ranks is ALONE),

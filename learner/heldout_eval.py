@@ -85,11 +85,16 @@ class HeldOutEvaluation:
         buffer: LearnerBuffer,
         tokenizer: Tokenizer,
         metrics: MetricsLog,
-        best: BestVersion | None = None,
+        run: Run,
+        start: int = 0,
+        records: Sequence[Record] = (),
     ) -> None:
+        """`records` are those of the run so far, which goes on at version `start`."""
         self._admission, self._buffer = admission, buffer
         self._tokenizer, self._metrics = tokenizer, metrics
-        self.best = best or BestVersion(Run())
+        self.best = BestVersion(run, records)
+        self.missed = self._unrecorded(start, records)
+        """What an earlier learner ended too early to evaluate"""
         self._expected: dict[int, int] = {}
         self._asked: dict[int, Sequence[EvaluationSet]] = {}
         """The sets of each version whose evaluation is in progress"""
@@ -120,9 +125,8 @@ class HeldOutEvaluation:
         """Returns the sets that are evaluated after `step` steps."""
         return [one for one in self._admission.sets if step % one.every == 0]
 
-    def missed(self, version: int, records: Iterable[Record]) -> list[EvaluationSet]:
-        """Returns the sets whose newest evaluation up to `version` is not in `records`, as the learner that
-        asked for it ended before."""
+    def _unrecorded(self, version: int, records: Iterable[Record]) -> list[EvaluationSet]:
+        """Returns the sets whose newest evaluation up to `version` is not in `records`."""
         found = [record for record in records if record["kind"] == "eval"]
         return [
             one

@@ -78,12 +78,8 @@ class Learner(WhileWaiting):
     """What scores the groups of a step before it is learnt from and logged; None without `learner.teacher`."""
     progress: Progress
     """Notes each record and each poll for groups; the watchdog and health checks use it."""
-    missed: Sequence[EvaluationSet]
-    """What an earlier learner ended too early to evaluate, and is evaluated at the first step."""
     totals_before: dict[str, float]
     """Counts of the run's earlier learners, from the checkpoint, by the metric's name."""
-    stuck: bool = False
-    """True once it was logged that no checkpoint can make room in Redis."""
 
     @property
     def policy(self) -> TorchPolicy:
@@ -163,8 +159,8 @@ class Learner(WhileWaiting):
             self.evaluate(0)
             if self.run.checkpoint.start or self.heldout.may_be_best(0):
                 self.save(0)
-        elif self.missed:
-            self.evaluate(self.step, self.missed)
+        elif self.heldout.missed:
+            self.evaluate(self.step, self.heldout.missed)
         self.policy.build_optimizers()  # while workers draw the first groups
 
     def close(self) -> None:
@@ -264,20 +260,16 @@ class Learner(WhileWaiting):
             with suppress(BufferGone):  # the next learner's first checkpoint deletes them
                 self.buffer.trim(state.position)
 
-    def make_room(self, step: int) -> None:
+    def make_room(self, step: int) -> bool:
         """Makes room in a full Redis while the learner waits for groups of step `step`: after a checkpoint,
-        Redis can delete the groups that were learnt from."""
+        Redis can delete the groups that were learnt from. Returns False if there are none."""
         self.settle(wait=True)
-        if self.group_reader.position != self.buffer.trimmed:
-            logger.warning("redis is full: a checkpoint before its time makes room")
-            self.save(step)
-            self.settle(wait=True)
-        elif not self.stuck:
-            self.stuck = True
-            logger.error(
-                "redis is full of groups that are not learnt from yet: its maxmemory must hold "
-                "(max_lag + 1) x groups + workers + 2 of them; waiting"
-            )
+        if self.group_reader.position == self.buffer.trimmed:
+            return False
+        logger.warning("redis is full: a checkpoint before its time makes room")
+        self.save(step)
+        self.settle(wait=True)
+        return True
 
     def report(
         self,

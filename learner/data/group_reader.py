@@ -33,8 +33,9 @@ class WhileWaiting:
     def warn(self, step: int, sentence: str) -> None:
         """Called with a sentence on what is lacking when the learner has waited long for groups."""
 
-    def make_room(self, step: int) -> None:
-        """Called while no groups come in and Redis has no room for them."""
+    def make_room(self, step: int) -> bool:
+        """Called while no groups come in and Redis has no room for them. Returns False if it can make none."""
+        return False
 
     def wait_until_out(self) -> None:
         """Returns once the version that the step begins with is in the history.
@@ -68,7 +69,7 @@ class GroupReader:
         self._before = set(buffer.unread())
         """Tickets whose groups were there before: a reward that failed for all of them may be mended since."""
         self._starvation = Starvation()
-        self._met_worker = False
+        self._met_worker = self._said_full = False
         self._newest = -1
         """The newest version that drew a token of any group read."""
         self.groups = 0
@@ -149,8 +150,8 @@ class GroupReader:
                 self._recover(version)
                 if complaint := self._complaint():
                     meanwhile.warn(version, complaint)
-                if self._lacks_room():
-                    meanwhile.make_room(version)
+                if self._lacks_room() and not meanwhile.make_room(version):
+                    self._say_full()
         return None
 
     def consumed(self) -> None:
@@ -236,6 +237,15 @@ class GroupReader:
         if memory.full or not memory.limit or not self._starvation.asks():
             return memory.full
         return any(worker.waiting for worker in self._buffer.workers())
+
+    def _say_full(self) -> None:
+        """Logs, once, that no checkpoint can make room in Redis."""
+        if not self._said_full:
+            self._said_full = True
+            logger.error(
+                "redis is full of groups that are not learnt from yet: its maxmemory must hold "
+                "(max_lag + 1) x groups + workers + 2 of them; waiting"
+            )
 
     def _complaint(self) -> str:
         """Returns what the learner has waited for too long, and publishes it; "" if there is nothing to say

@@ -101,9 +101,10 @@ class Learning(WhileWaiting):
         self.steps = state.step if state else 0
         self.rooms_made = 0
 
-    def make_room(self, step: int) -> None:
+    def make_room(self, step: int) -> bool:
         self.rooms_made += 1
         self.buffer.trim(self.group_reader.position)
+        return True
 
     def step(self, work: Callable[[], None]) -> list[int]:
         """`work` goes on while the learner waits."""

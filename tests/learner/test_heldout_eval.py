@@ -3,6 +3,7 @@
 import asyncio
 import re
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from msgspec.structs import replace
 
 from areal_q.config import EvalConfig, LearnerConfig, Run
 from areal_q.messages import Array, Branch, Ticket, VersionSpan, WorkerStatus
-from areal_q.observability.metrics_log import MetricsLog, read_metrics
+from areal_q.observability.metrics_log import MetricsLog, Record, read_metrics
 from areal_q.tasks import Tokenizer, build_task, build_tokenizer, columns_for
 from bench.records import make_beat
 from learner.data.admission import Admission
@@ -34,7 +35,7 @@ def heldout(make_run, buffers: Buffers, metrics: MetricsLog, monkeypatch) -> Hel
     admission = Admission(run, build_task(run.task), tokenizer, learner, 0, set())
     # The answers' tokens are of no vocabulary.
     monkeypatch.setattr(tokenizer, "decode", str)
-    return HeldOutEvaluation(admission, learner, tokenizer, metrics)
+    return HeldOutEvaluation(admission, learner, tokenizer, metrics, run)
 
 
 async def answer(buffers: Buffers, make_group, poison: set[int]) -> None:
@@ -208,12 +209,12 @@ def test_sets_without_their_newest_evaluation_are_missed(
     make_run, buffers, metrics, more, version, recorded, missed
 ):
     run = make_run("eval.problems=3", "eval.every=2", more)
-    evaluation = evaluation_of(run, buffers, metrics, decoding())
     records = [
         {"kind": "eval", "step": step, f"eval/{name}/problems".replace("//", "/"): 3.0}
         for step, name in recorded
     ]
-    assert [one.name for one in evaluation.missed(version, records)] == missed
+    evaluation = evaluation_of(run, buffers, metrics, decoding(), version, records)
+    assert [one.name for one in evaluation.missed] == missed
 
 
 def decoding() -> Tokenizer:
@@ -235,14 +236,21 @@ async def answer_right(buffers: Buffers, make_group, right: int) -> None:
             await worker.commit(claim, replace(group, trajectories=trajectories))
 
 
-def evaluation_of(run: Run, buffers: Buffers, metrics: MetricsLog, tokenizer) -> HeldOutEvaluation:
+def evaluation_of(
+    run: Run,
+    buffers: Buffers,
+    metrics: MetricsLog,
+    tokenizer,
+    start: int = 0,
+    records: Sequence[Record] = (),
+) -> HeldOutEvaluation:
     learner, task = buffers.learner(), build_task(run.task, columns_for(run))
     own = problems_of_sets(run, build_tokenizer(run.model, run.task), longest=20)
     admission = Admission(
         run, task, build_tokenizer(run.model, run.task), learner, 0, set(),
         own_sets=own,
     )  # fmt: skip
-    return HeldOutEvaluation(admission, learner, tokenizer, metrics, BestVersion(run))
+    return HeldOutEvaluation(admission, learner, tokenizer, metrics, run, start, records)
 
 
 @pytest.fixture
@@ -399,7 +407,8 @@ def test_checkpoints_that_may_be_the_best_are_spared(make_run, make_group, buffe
 
 def test_a_missed_evaluation_asked_elsewhere_is_spared(make_run, buffers, metrics, more):
     run = make_run("eval.problems=3", "eval.every=2", more, "eval.best=eval/more/accuracy")
-    evaluation = evaluation_of(run, buffers, metrics, decoding())
+    records = [{"kind": "eval", "step": 4, "eval/problems": 3.0}]
+    evaluation = evaluation_of(run, buffers, metrics, decoding(), 4, records)
     assert not evaluation.may_be_best(4)
-    evaluation.ask(4, evaluation.missed(4, [{"kind": "eval", "step": 4, "eval/problems": 3.0}]))
+    evaluation.ask(4, evaluation.missed)
     assert evaluation.spared == {-1, 4}
