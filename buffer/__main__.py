@@ -13,7 +13,7 @@ import msgspec
 import typer
 
 from areal_q.errors import AReaLQError, ConfigError
-from areal_q.system.command import PLAIN, WIDTH, accept_any_text, console, escaped
+from areal_q.system.command import PLAIN, WIDTH, RunIfAny, accept_any_text, console, escaped
 from areal_q.system.credentials import no_password
 from buffer.admin import actions, inspect_state, tables
 from buffer.admin.open_run import open_run
@@ -26,9 +26,6 @@ app = typer.Typer(
     context_settings=WIDTH,
     **PLAIN,
 )
-_Directory = Annotated[
-    Path | None, typer.Argument(metavar="RUN", help="a run's directory, such as runs/demo")
-]
 _Url = Annotated[
     str | None, typer.Option("--redis", help="URL of the buffer, with --run", callback=no_password)
 ]
@@ -40,7 +37,7 @@ _KINDS = ("groups", "tickets", "eval", "quarantine")
 
 
 @app.command()
-def status(directory: _Directory = None, url: _Url = None, run: _Name = None, json: _Json = False):
+def status(directory: RunIfAny = None, url: _Url = None, run: _Name = None, json: _Json = False):
     """Streams, memory, workers: how much waits where, and since when."""
     with open_run(directory, url, run) as (client, name):
         found = inspect_state.read_status(client, name)
@@ -52,7 +49,7 @@ def status(directory: _Directory = None, url: _Url = None, run: _Name = None, js
 
 @app.command()
 def peek(
-    directory: _Directory = None,
+    directory: RunIfAny = None,
     url: _Url = None,
     run: _Name = None,
     what: Annotated[str, typer.Option(help=f"one of {', '.join(_KINDS)}")] = "groups",
@@ -83,7 +80,7 @@ def peek(
 
 
 @app.command()
-def export(to: _To, directory: _Directory = None, url: _Url = None, run: _Name = None) -> None:
+def export(to: _To, directory: RunIfAny = None, url: _Url = None, run: _Name = None) -> None:
     """Write the committed groups as Parquet, in the format of the trajectory log. They stay in Redis."""
     with open_run(directory, url, run) as (client, name):
         typer.echo(f"{actions.export_groups(client, name, to)} groups in {to}")
@@ -95,7 +92,7 @@ def import_(
         Path,
         typer.Option("--from", help="a log's directory: an export, or RUN/trajectories"),
     ],
-    directory: _Directory = None,
+    directory: RunIfAny = None,
     url: _Url = None,
     run: _Name = None,
     from_step: Annotated[int, typer.Option(min=0, help="first step")] = 0,
@@ -129,7 +126,7 @@ def requeue(
 
 @app.command()
 def purge(
-    directory: _Directory = None,
+    directory: RunIfAny = None,
     url: _Url = None,
     run: _Name = None,
     what: Annotated[str, typer.Option(help="quarantine, groups, or all of the run")] = "quarantine",

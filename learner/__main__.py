@@ -33,8 +33,7 @@ from areal_q.observability.metric_table import METRICS
 from areal_q.observability.progress import ProgressLog
 from areal_q.observability.prometheus_exporter import Exporter, serve_metrics
 from areal_q.system import run_dir as rundir
-from areal_q.system.command import WatchdogSeconds, run_command
-from areal_q.system.credentials import no_password
+from areal_q.system.command import MetricsPort, RedisUrl, WatchdogSeconds, run_command
 from areal_q.system.ports import allow_open_files
 from areal_q.system.processes import keep_freed_memory, use_huge_pages
 from areal_q.system.stop_request import StopRequest
@@ -55,7 +54,7 @@ LEARNER_EXIT_CODES = (
 
 
 def main(
-    redis: Annotated[str, Option(help="URL of the buffer", envvar="REDIS_URL", callback=no_password)],
+    redis: RedisUrl,
     overrides: Annotated[
         list[str] | None, Argument(metavar="a.b=c", help="settings on top of --config")
     ] = None,
@@ -66,7 +65,7 @@ def main(
     resume: Annotated[
         bool, Option(help="go on from the newest checkpoint; --config does so by itself")
     ] = False,
-    metrics: Annotated[str, Option(metavar="[HOST:]PORT", help="serve Prometheus metrics; on loopback")] = "",
+    metrics: MetricsPort = "",
     watchdog: WatchdogSeconds = 0.0,
 ) -> None:  # fmt: skip
     """Learns until the last step, then exports the model in Hugging Face layout."""

@@ -21,8 +21,14 @@ from areal_q.messages import LONGEST_NAME
 from areal_q.observability import service_log
 from areal_q.observability.metric_table import WORKER_METRICS
 from areal_q.observability.prometheus_exporter import Exporter, serve_metrics
-from areal_q.system.command import WatchdogSeconds, run_command
-from areal_q.system.credentials import no_password
+from areal_q.system.command import (
+    CurveClient,
+    CurveKeys,
+    MetricsPort,
+    RedisUrl,
+    WatchdogSeconds,
+    run_command,
+)
 from areal_q.system.ports import allow_open_files, check_free
 from areal_q.system.processes import use_huge_pages
 from areal_q.system.stop_request import StopRequest
@@ -38,21 +44,11 @@ _EXITS = (
 )
 
 
-_Redis = Annotated[
-    str, typer.Option(help="URL of the buffer", envvar="REDIS_URL", callback=no_password)
-]
 _RunName = Annotated[str, typer.Option(help="name of the run to work for")]
 _Id = Annotated[str, typer.Option(help="unique name; default HOST-PID")]
-_Metrics = Annotated[
-    str, typer.Option(metavar="[HOST:]PORT", help="serve Prometheus metrics; on loopback")
-]
 _RELAY = "a relay's, instead of the learner's"
 _Announce = Annotated[str | None, typer.Option(help=_RELAY, envvar="AREAL_Q_ANNOUNCE")]
 _Fetch = Annotated[str | None, typer.Option(help=_RELAY, envvar="AREAL_Q_FETCH")]
-_Keys = Annotated[
-    str | None,
-    typer.Option(help="directory of CURVE keys, before the settings'", envvar="AREAL_Q_KEYS"),
-]
 _ServeAt = Annotated[
     str,
     typer.Option(
@@ -66,7 +62,6 @@ _TOKEN = "file with the bearer token it asks for"
 _ServeToken = Annotated[str | None, typer.Option(help=_TOKEN, envvar="AREAL_Q_SERVE_TOKEN_FILE")]
 _CONFIG = "a TOML file: what it asks for and cannot be done is refused at once"
 _Config = Annotated[Path | None, typer.Option(help=_CONFIG)]
-_Client = Annotated[str, typer.Option(help="whose key in it")]
 _FINISHED = "how long to wait, at the start, for a learner that goes on with a finished run; or inf"
 _FinishedWait = Annotated[
     float, typer.Option(metavar="SECONDS", help=_FINISHED, envvar="AREAL_Q_FINISHED_WAIT")
@@ -74,17 +69,17 @@ _FinishedWait = Annotated[
 
 
 def main(
-    redis: _Redis,
+    redis: RedisUrl,
     run: _RunName,
     id: _Id = "",
-    metrics: _Metrics = "",
+    metrics: MetricsPort = "",
     announce: _Announce = None,
     fetch: _Fetch = None,
-    keys: _Keys = None,
+    keys: CurveKeys = None,
     serve_at: _ServeAt = "",
     serve_token: _ServeToken = None,
     config: _Config = None,
-    client: _Client = "worker",
+    client: CurveClient = "worker",
     finished_wait: _FinishedWait = FINISHED_WAIT_S,
     watchdog: WatchdogSeconds = 0.0,
 ) -> None:
@@ -92,9 +87,7 @@ def main(
     service_log.set_up("rollout")
     allow_open_files()
     use_huge_pages()
-    name = id or f"{socket.gethostname()}-{os.getpid()}"
-    if len(name) > LONGEST_NAME or not name.isprintable():
-        raise ConfigError(f"--id {name[:LONGEST_NAME]!r}: not {LONGEST_NAME} printable characters")
+    name = _checked(id or f"{socket.gethostname()}-{os.getpid()}")
     exporter = Exporter(WORKER_METRICS, {"run": run, "worker": name})
     if metrics:
         logger.info("metrics on port %d", serve_metrics(metrics, exporter))
@@ -117,6 +110,13 @@ def main(
     observe = _observer(exporter, progress)
     work = serve(redis, run, name, source, observe, address, finished_wait)
     raise typer.Exit(uvloop.run(_until_signal(work)))
+
+
+def _checked(name: str) -> str:
+    """Returns a worker's `name`. Raises ConfigError for one that no table has room for."""
+    if len(name) > LONGEST_NAME or not name.isprintable():
+        raise ConfigError(f"--id {name[:LONGEST_NAME]!r}: not {LONGEST_NAME} printable characters")
+    return name
 
 
 def _observer(exporter: Exporter, progress: Progress) -> Callable[[dict[str, Any]], None]:

@@ -21,6 +21,9 @@ from areal_q.system.command import (
     EXITS_OF_MOST,
     PLAIN,
     WIDTH,
+    ConfigFile,
+    Overrides,
+    RunDirectory,
     accept_any_text,
     check_names,
     exit_with,
@@ -126,12 +129,6 @@ PASS_THROUGH = {
     "help_option_names": [],
 }
 
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="a.b=c", help="settings on top, such as learner.max_lag=4"),
-]
-RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="a run's directory, such as runs/demo")]
-
 
 @app.command(epilog=EXITS)
 def run(
@@ -200,7 +197,7 @@ def asked_for(
 
 @app.command("check-config")
 def check_config(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="a TOML file, or its name")],
+    config: ConfigFile,
     overrides: Overrides = None,
 ) -> None:
     """Print the settings that CONFIG resolves to, defaults included."""
@@ -222,7 +219,7 @@ def settings(
 
 @app.command()
 def watch(
-    directory: RunDir,
+    directory: RunDirectory,
     serve: Annotated[
         bool, typer.Option("--serve", help="in a browser: the report, served on loopback")
     ] = False,

@@ -17,6 +17,7 @@ from areal_q.launch import ray_job, sky, slurm
 from areal_q.launch.cluster import Cluster
 from areal_q.launch.place import SETTINGS, prepared
 from areal_q.plan.hardware import on_gpus
+from areal_q.system.command import ConfigFile, Overrides
 from areal_q.system.credentials import no_password
 
 EXITS = "Exit codes: 0 submitted, or written; 2 something to mend, which one line names."
@@ -35,8 +36,6 @@ _Engine = Annotated[
     Literal["slurm", "sky", "ray"],
     typer.Argument(metavar="slurm|sky|ray", help="what starts jobs there"),
 ]
-_Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="a TOML file, or its name")]
-_Overrides = Annotated[list[str] | None, typer.Argument(metavar="a.b=c", help="settings on top")]
 _Show = Annotated[bool, typer.Option("--print", help="write and print the scripts; submit nothing")]
 _Nodes = Annotated[int, typer.Option(min=1, help="hosts of the learner")]
 _GPUS = "GPUs of the learner on each, with a process each; 0: a CPU"
@@ -58,8 +57,8 @@ _Bucket = Annotated[str, typer.Option(help="sky: a bucket in which the run is ke
 
 def main(
     engine: _Engine,
-    config: _Config,
-    overrides: _Overrides = None,
+    config: ConfigFile,
+    overrides: Overrides = None,
     show: _Show = False,
     learner_nodes: _Nodes = 1,
     learner_gpus: _LearnerGpus = 0,

@@ -21,7 +21,7 @@ from areal_q.plan.calibration import measured
 from areal_q.plan.estimate import Estimate, estimate, rows
 from areal_q.plan.hardware import hardware, on_gpus
 from areal_q.plan.speed import Correction, Load
-from areal_q.system.command import console
+from areal_q.system.command import Overrides, console
 from areal_q.system.disk import size
 
 EXITS = "Exit codes: 0 it fits; 1 it does not; 2 settings, or a run, that cannot be read."
@@ -33,9 +33,7 @@ def main(
     config: Annotated[
         Path, typer.Argument(metavar="CONFIG", help="a TOML file, its name, or a run's directory")
     ],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="a.b=c", help="settings on top")
-    ] = None,
+    overrides: Overrides = None,
     gpu: Annotated[
         str, typer.Option(metavar="NAME[:COUNT]", help="cpu, h100:8, a100, h200, l40s, 4090, …")
     ] = "cpu",

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from io import TextIOWrapper
+from pathlib import Path
 from typing import Annotated, Any, NoReturn, TextIO
 
 import typer
@@ -22,6 +23,7 @@ from areal_q.errors import (
     UserError,
     WeightVersionError,
 )
+from areal_q.system.credentials import no_password
 
 PLAIN: dict[str, Any] = {
     "add_completion": False,
@@ -47,6 +49,31 @@ WatchdogSeconds = Annotated[
     ),
 ]
 """The option --watchdog of a service."""
+MetricsPort = Annotated[
+    str, typer.Option(metavar="[HOST:]PORT", help="serve Prometheus metrics; on loopback")
+]
+RedisUrl = Annotated[
+    str, typer.Option(help="URL of the buffer", envvar="REDIS_URL", callback=no_password)
+]
+RunDirectory = Annotated[
+    Path, typer.Argument(metavar="RUN", help="a run's directory, such as runs/demo")
+]
+RunIfAny = Annotated[
+    Path | None, typer.Argument(metavar="RUN", help="a run's directory, such as runs/demo")
+]
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="a TOML file, or its name")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="a.b=c", help="settings on top, such as learner.max_lag=4"),
+]
+StopBefore = Annotated[
+    int | None, typer.Option("--to", min=1, help="step to stop before; default: the log's end")
+]
+CurveKeys = Annotated[
+    str | None,
+    typer.Option(help="directory of CURVE keys, before the settings'", envvar="AREAL_Q_KEYS"),
+]
+CurveClient = Annotated[str, typer.Option(help="whose key in it")]
 
 
 def run_command(

@@ -9,11 +9,12 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-from typer import Argument, Exit, Option, echo
+from typer import Exit, Option, echo
 
 from areal_q.errors import ConfigError
 from areal_q.observability.metrics_log import has_ended
 from areal_q.system import command
+from areal_q.system.command import RunDirectory, StopBefore
 
 FOLLOW_POLL_S = 1.0
 """Seconds between two checks whether the log has grown."""
@@ -27,13 +28,11 @@ PROBE = "go on for so many steps at learning rate 0, beside RUN, and look at the
 
 
 def main(
-    directory: Annotated[Path, Argument(metavar="RUN", help="a run's directory")],
+    directory: RunDirectory,
     first: Annotated[
         int | None, Option("--from", min=0, help="first step; default: 10 before the end")
     ] = None,
-    stop: Annotated[
-        int | None, Option("--to", min=1, help="step to stop before; default: the log's end")
-    ] = None,
+    stop: StopBefore = None,
     probe: Annotated[int, Option("--probe", min=0, help=PROBE)] = 0,
     follow: Annotated[
         bool, Option("--follow", help="again whenever the log has grown, until the run ends")

@@ -17,13 +17,11 @@ from areal_q.config.load import Override, in_words
 from areal_q.errors import ConfigError
 from areal_q.observability.progress_bar import progress_of
 from areal_q.system import command
+from areal_q.system.command import RunDirectory, StopBefore
 from areal_q.system.run_dir import recorded_settings
 
 First = Annotated[
     int | None, typer.Option("--from", min=0, help="first step; default: of the first checkpoint")
-]
-_Stop = Annotated[
-    int | None, typer.Option("--to", min=1, help="step to stop before; default: the log's end")
 ]
 _Settings = Annotated[
     list[str] | None, typer.Option("--set", help="a.b=c, such as learner.objective.type=tbpo")
@@ -40,9 +38,9 @@ EXITS = (
 
 
 def main(
-    directory: Annotated[Path, typer.Argument(metavar="RUN", help="a run's directory")],
+    directory: RunDirectory,
     first: First = None,
-    stop: _Stop = None,
+    stop: StopBefore = None,
     settings: _Settings = None,
     until_diverges: _UntilDiverges = False,
     step: Annotated[int | None, typer.Option(min=0, help="this step alone, every metric")] = None,

@@ -12,6 +12,7 @@ from areal_q.config import ModelConfig, PretrainedModel, Run
 from areal_q.errors import CheckpointError, ConfigError
 from areal_q.observability.metrics_log import read_metrics
 from areal_q.observability.run_end import best_checkpoint
+from areal_q.system.command import RunDirectory
 from areal_q.system.run_dir import METRICS_FILE, checkpoints_of, recorded_settings
 from areal_q.tasks import Tokenizer
 
@@ -22,7 +23,7 @@ ExportDtype = Literal["float32", "bfloat16", "float16"]
 
 
 def main(
-    directory: Annotated[Path, typer.Argument(metavar="RUN", help="a run's directory")],
+    directory: RunDirectory,
     target: Annotated[Path, typer.Argument(metavar="DIR", help="a directory that is made")],
     step: Annotated[
         int | None, typer.Option(min=0, help="of this checkpoint; default: the newest")

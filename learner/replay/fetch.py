@@ -19,6 +19,7 @@ from typing import Annotated, BinaryIO
 import typer
 
 from areal_q.errors import ConfigError, LogError
+from areal_q.system.command import RunDirectory, StopBefore
 from areal_q.system.files import by_number
 from areal_q.system.run_dir import METRICS_FILE, SETTINGS_DIR, STOPS_FILE, checkpoint_at
 
@@ -28,16 +29,14 @@ EXITS = "Exit codes: 0 written; 2 no such run, checkpoint or step, which one lin
 
 
 def main(
-    directory: Annotated[Path, typer.Argument(metavar="RUN", help="a run's directory")],
+    directory: RunDirectory,
     first: Annotated[
         int | None,
         typer.Option(
             "--from", min=0, help="first step to replay; default: of the first checkpoint"
         ),
     ] = None,
-    stop: Annotated[
-        int | None, typer.Option("--to", min=1, help="step to stop before; default: the log's end")
-    ] = None,
+    stop: StopBefore = None,
 ) -> None:
     """Writes a tar stream with what `areal-q replay` needs of some steps of RUN: pipe it into `tar x`."""
     if sys.stdout.isatty():

@@ -34,7 +34,7 @@ from areal_q.config import (
 )
 from areal_q.errors import TaskError, UserError
 from areal_q.messages import FailureCause
-from areal_q.system.command import console
+from areal_q.system.command import Overrides, console
 from areal_q.system.credentials import no_password
 from areal_q.tasks import (
     Completed,
@@ -68,9 +68,7 @@ def main(
     config: Annotated[
         Path | None, typer.Argument(metavar="CONFIG", help="a TOML file; default: the settings'")
     ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="a.b=c", help="settings on top")
-    ] = None,
+    overrides: Overrides = None,
     redis: Annotated[
         str | None,
         typer.Option(help="URL of a Redis to look at", envvar="REDIS_URL", callback=no_password),

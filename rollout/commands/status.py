@@ -18,6 +18,7 @@ from areal_q.observability.progress import History
 from areal_q.observability.run_end import how_it_ended, is_held
 from areal_q.observability.run_summary import step_line
 from areal_q.system import command
+from areal_q.system.command import CurveClient, CurveKeys, RunIfAny
 from areal_q.system.credentials import no_password
 from areal_q.system.run_dir import METRICS_FILE
 
@@ -81,9 +82,7 @@ EXITS = (
 
 
 def main(
-    directory: Annotated[
-        Path | None, typer.Argument(metavar="RUN", help="a run's directory, such as runs/demo")
-    ] = None,
+    directory: RunIfAny = None,
     url: Annotated[
         str | None, typer.Option("--redis", help="its Redis, with --run", callback=no_password)
     ] = None,
@@ -91,10 +90,8 @@ def main(
     fetch: Annotated[
         str | None, typer.Option(help="the learner's endpoint as seen from here")
     ] = None,
-    keys: Annotated[
-        str | None, typer.Option(help="directory of CURVE keys", envvar="AREAL_Q_KEYS")
-    ] = None,
-    client: Annotated[str, typer.Option(help="whose key in it")] = "worker",
+    keys: CurveKeys = None,
+    client: CurveClient = "worker",
     silent_s: Annotated[
         float, typer.Option(min=0, help="seconds without a new version that are too many")
     ] = SILENT_S,
@@ -117,12 +114,9 @@ def main(
             source = WeightSource(None, fetch, keys, client)
             held = directory is not None and is_held(directory)
             found = gather(connected, name, source, silent_s, held)
-            if json:
-                typer.echo(msgspec.json.encode(found))
-            else:
-                if watch:
-                    console.clear()
-                console.print(screen(found))
+            if watch and not json:
+                console.clear()
+            typer.echo(msgspec.json.encode(found)) if json else console.print(screen(found))
             if not watch:
                 raise typer.Exit(int(bool(found.wrong)))
             time.sleep(watch)

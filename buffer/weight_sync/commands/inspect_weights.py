@@ -16,7 +16,7 @@ import msgspec
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
-from typer import Argument, Exit, Option, echo
+from typer import Exit, Option, echo
 
 from areal_q.config import load
 from areal_q.errors import ConfigError
@@ -24,6 +24,7 @@ from areal_q.messages import Delta, HeldVersion, Manifest, WorkerStatus
 from areal_q.observability.metrics_log import read_metrics
 from areal_q.observability.run_end import how_it_ended
 from areal_q.system import command
+from areal_q.system.command import CurveClient, CurveKeys, RunIfAny
 from areal_q.system.run_dir import METRICS_FILE, RUN_ID_FILE
 from areal_q.system.socket_dir import sockets_of
 from buffer.weight_sync.client import WeightClient
@@ -178,15 +179,11 @@ EXITS = (
 
 
 def main(
-    run: Annotated[
-        Path | None, Argument(metavar="RUN", help="a run's directory, such as runs/demo")
-    ] = None,
+    run: RunIfAny = None,
     fetch: Annotated[str | None, Option(help="a learner's or relay's endpoint")] = None,
     announce: Annotated[str | None, Option(help="likewise, for --follow")] = None,
-    keys: Annotated[
-        str | None, Option(help="directory of CURVE keys", envvar="AREAL_Q_KEYS")
-    ] = None,
-    client: Annotated[str, Option(help="whose key in it")] = "worker",
+    keys: CurveKeys = None,
+    client: CurveClient = "worker",
     tensors: Annotated[
         bool, Option("--tensors", help="what the newest version changed, by tensor")
     ] = False,

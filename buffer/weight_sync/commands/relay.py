@@ -17,7 +17,7 @@ from areal_q.errors import WeightVersionError
 from areal_q.observability import service_log
 from areal_q.observability.metric_table import RELAY_METRICS
 from areal_q.observability.prometheus_exporter import Exporter, serve_metrics
-from areal_q.system.command import run_command
+from areal_q.system.command import CurveKeys, MetricsPort, run_command
 from areal_q.system.ports import allow_open_files
 from areal_q.system.stop_request import StopRequest
 from areal_q.weights.version import WeightVersion
@@ -91,14 +91,9 @@ def main(
     announce: Annotated[str, Option(help="for the workers")] = "tcp://127.0.0.1:5561",
     fetch: Annotated[str, Option(help="for the workers")] = "tcp://127.0.0.1:5562",
     config: Annotated[Path | None, Option(help="a TOML file; [broadcast] counts")] = None,
-    keys: Annotated[
-        str | None,
-        Option(help="directory of CURVE keys, before the settings'", envvar="AREAL_Q_KEYS"),
-    ] = None,
+    keys: CurveKeys = None,
     client: Annotated[str, Option(help="whose key in it, towards the learner")] = "worker",
-    metrics: Annotated[
-        str, Option(metavar="[HOST:]PORT", help="serve Prometheus metrics; on loopback")
-    ] = "",
+    metrics: MetricsPort = "",
     every_s: Annotated[float, Option(help="seconds between two lines of health")] = 10.0,
 ) -> None:
     """Relays weights until it is told to stop (SIGTERM: exit code 143, SIGINT: 130). One that can no longer
