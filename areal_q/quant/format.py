@@ -15,7 +15,7 @@ To add a format: docs/extending.md.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +23,8 @@ from torch import Tensor
 from areal_q.errors import QuantizationError
 from areal_q.kernels.quantize import dispatch
 from areal_q.kernels.quantize.dispatch import LARGEST, TOO_LARGE
-from areal_q.quant.activations import SMALLEST_SCALE
+from areal_q.quant.activations import E4M3_MAX, SMALLEST_SCALE, to_e4m3
+from areal_q.quant.linears import check_inputs
 from areal_q.quant.rescaling import Fold
 
 Parts = dict[str, Tensor]
@@ -142,3 +143,46 @@ def bf16_scaled(ranges: Ranges, largest: float) -> Ranges:
     """Returns `ranges` moved to the nearest whose scales bfloat16 holds, as engines of 16 bits do."""
     scale = scales_for(ranges.blocks, largest).to(torch.bfloat16)
     return Ranges(scale.to(torch.float32) * largest, ranges.whole)
+
+
+class EightBits:
+    """A format of codes of eight bits, here E4M3, with a float32 scale for each row."""
+
+    name = ""
+    suffixes = ("weight", "weight_scale")
+    code_bits = 8
+    shared_scale = False
+    dtype: ClassVar[torch.dtype] = torch.float8_e4m3fn
+    largest: ClassVar[float] = E4M3_MAX
+    block: ClassVar[int | None] = None
+    """Rows and columns of the blocks that have a scale; None for whole rows"""
+
+    def ranges(self, weight: Tensor) -> Ranges:
+        return row_ranges(weight)
+
+    def nearest(self, scaled: Tensor) -> Tensor:
+        """Returns the codes nearest to a weight that was divided by its scales."""
+        return to_e4m3(scaled)
+
+    def spread(self, scale: Tensor, shape: torch.Size) -> Tensor:
+        """Returns `scale` as it multiplies a weight of that shape."""
+        return scale
+
+    def quantize(
+        self, weight: Tensor, name: str, ranges: Ranges | None = None, fold: Fold | None = None
+    ) -> Parts:
+        w = as_float32(weight, name)
+        check_inputs(self.name, w.shape[1], name)
+        blocks = (self.block or 1, self.block or w.shape[1])
+        found = dispatch.eight_bits(
+            w, name, self.dtype, blocks, ranges and ranges.blocks, factors=fold and fold.factors(w)
+        )
+        if found is None:
+            w = checked_float32(w, name, fold)
+            scale = scales_for((ranges or self.ranges(w)).blocks, self.largest)
+            found = self.nearest(w / self.spread(scale, w.shape)), scale
+        return dict(zip(self.suffixes, found, strict=True))
+
+    def dequantize(self, parts: Parts) -> Tensor:
+        codes, scale = (parts[suffix] for suffix in self.suffixes)
+        return codes.to(torch.float32).mul_(self.spread(scale, codes.shape))

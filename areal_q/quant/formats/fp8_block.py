@@ -18,39 +18,19 @@ blockwise FP8: the same codes and scales.
 import torch
 from torch import Tensor
 
-from areal_q.kernels.quantize import dispatch
-from areal_q.quant.activations import E4M3_MAX, expanded, to_e4m3
-from areal_q.quant.format import Parts, Ranges, as_float32, checked_float32, row_ranges, scales_for
-from areal_q.quant.rescaling import Fold
-
-_BLOCK = 128
+from areal_q.quant.activations import GROUP, expanded
+from areal_q.quant.format import EightBits, Ranges, row_ranges
 
 
-class Fp8:
+class Fp8(EightBits):
     name = "fp8"
     suffixes = ("weight", "weight_scale_inv")
-    code_bits = 8
-    shared_scale = False
+    block = GROUP
 
     def ranges(self, weight: Tensor) -> Ranges:
-        rows = row_ranges(weight, _BLOCK)
-        blocks = torch.stack([x.amax(0) for x in rows.blocks.split(_BLOCK)])
+        rows = row_ranges(weight, GROUP)
+        blocks = torch.stack([x.amax(0) for x in rows.blocks.split(GROUP)])
         return Ranges(blocks, rows.whole)
 
-    def quantize(
-        self, weight: Tensor, name: str, ranges: Ranges | None = None, fold: Fold | None = None
-    ) -> Parts:
-        w = as_float32(weight, name)
-        fast = dispatch.eight_bits(
-            w, name, torch.float8_e4m3fn, (_BLOCK, _BLOCK), ranges and ranges.blocks,
-            factors=fold and fold.factors(w),
-        )  # fmt: skip
-        if fast is not None:
-            return {"weight": fast[0], "weight_scale_inv": fast[1]}
-        w = checked_float32(w, name, fold)
-        scale = scales_for((ranges or self.ranges(w)).blocks, E4M3_MAX)
-        return {"weight": to_e4m3(w / expanded(scale, w.shape)), "weight_scale_inv": scale}
-
-    def dequantize(self, parts: Parts) -> Tensor:
-        codes = parts["weight"].to(torch.float32)
-        return codes.mul_(expanded(parts["weight_scale_inv"], codes.shape))
+    def spread(self, scale: Tensor, shape: torch.Size) -> Tensor:
+        return expanded(scale, shape)

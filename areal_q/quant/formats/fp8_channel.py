@@ -18,46 +18,20 @@ scale is rounded to bfloat16, as which it is published and in which engines keep
 import torch
 from torch import Tensor
 
-from areal_q.kernels.quantize import dispatch
-from areal_q.quant.activations import E4M3_MAX, to_e4m3
+from areal_q.quant.activations import E4M3_MAX
 from areal_q.quant.format import (
+    EightBits,
     Parts,
     Ranges,
     as_float32,
     bf16_scaled,
-    checked_float32,
     checked_ranges,
-    row_ranges,
-    scales_for,
 )
 from areal_q.quant.rescaling import Fold
 
 
-class Fp8Channel:
+class Fp8Channel(EightBits):
     name = "fp8-channel"
-    suffixes = ("weight", "weight_scale")
-    code_bits = 8
-    shared_scale = False
-
-    def ranges(self, weight: Tensor) -> Ranges:
-        return row_ranges(weight)
-
-    def quantize(
-        self, weight: Tensor, name: str, ranges: Ranges | None = None, fold: Fold | None = None
-    ) -> Parts:
-        w = as_float32(weight, name)
-        fast = dispatch.eight_bits(
-            w, name, torch.float8_e4m3fn, (1, w.shape[1]), ranges and ranges.blocks,
-            factors=fold and fold.factors(w),
-        )  # fmt: skip
-        if fast is not None:
-            return {"weight": fast[0], "weight_scale": fast[1]}
-        w = checked_float32(w, name, fold)
-        scale = scales_for((ranges or self.ranges(w)).blocks, E4M3_MAX)
-        return {"weight": to_e4m3(w / scale), "weight_scale": scale}
-
-    def dequantize(self, parts: Parts) -> Tensor:
-        return parts["weight"].to(torch.float32).mul_(parts["weight_scale"])
 
 
 class Fp8Weight(Fp8Channel):

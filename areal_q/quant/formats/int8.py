@@ -24,53 +24,26 @@ engines keep it, before codes are chosen; what it is too small for is clamped, b
 import torch
 from torch import Tensor
 
-from areal_q.kernels.quantize import dispatch
 from areal_q.quant.activations import INT8_MAX
 from areal_q.quant.format import (
+    EightBits,
     Parts,
     Ranges,
     as_float32,
     bf16_scaled,
-    checked_float32,
     checked_ranges,
     row_ranges,
-    scales_for,
 )
-from areal_q.quant.linears import check_inputs
 from areal_q.quant.rescaling import Fold
 
 
-class Int8:
+class Int8(EightBits):
     name = "int8"
-    suffixes = ("weight", "weight_scale")
-    code_bits = 8
-    shared_scale = False
+    dtype = torch.int8
+    largest = INT8_MAX
 
-    def ranges(self, weight: Tensor) -> Ranges:
-        return row_ranges(weight)
-
-    def quantize(
-        self, weight: Tensor, name: str, ranges: Ranges | None = None, fold: Fold | None = None
-    ) -> Parts:
-        w = as_float32(weight, name)
-        check_inputs("int8", w.shape[1], name)
-        fast = dispatch.eight_bits(
-            w,
-            name,
-            torch.int8,
-            (1, w.shape[1]),
-            ranges and ranges.blocks,
-            factors=fold and fold.factors(w),
-        )
-        if fast is not None:
-            return {"weight": fast[0], "weight_scale": fast[1]}
-        w = checked_float32(w, name, fold)
-        scale = scales_for((ranges or self.ranges(w)).blocks, INT8_MAX)
-        codes = (w / scale).round_().clamp_(-INT8_MAX, INT8_MAX)
-        return {"weight": codes.to(torch.int8), "weight_scale": scale}
-
-    def dequantize(self, parts: Parts) -> Tensor:
-        return parts["weight"].to(torch.float32) * parts["weight_scale"]
+    def nearest(self, scaled: Tensor) -> Tensor:
+        return scaled.round_().clamp_(-INT8_MAX, INT8_MAX).to(torch.int8)
 
 
 class Int8Weight:
