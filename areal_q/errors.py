@@ -30,6 +30,8 @@ To add one: derive it from the closest class here, say in one line when it is ra
 
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
@@ -152,6 +154,16 @@ class ChildDied(AReaLQError):
 
 class TrackerFailed(AReaLQError):
     """A tracker did not take what it was given, for a reason of its own; the run goes on without it."""
+
+
+@contextmanager
+def os_errors_as(kind: type[UserError], where: object = None) -> Iterator[None]:
+    """Turns an OSError within into `kind`, whose line begins with `where`; by default with the file that the
+    error names."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{where or error.filename}: {error.strerror or error}") from error
 
 
 def installing(extra: str) -> str:

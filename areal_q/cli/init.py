@@ -10,7 +10,7 @@ import typer
 
 from areal_q.config import load
 from areal_q.config.load import TEMPLATES, shipped
-from areal_q.errors import ConfigError
+from areal_q.errors import ConfigError, os_errors_as
 
 MEANINGS = {
     "text": "text in, text out: puts digits in order",
@@ -38,7 +38,7 @@ def main(
     for path in files.values():
         if path.exists():
             raise ConfigError(f"{path}: is there already; choose another NAME")
-    try:
+    with os_errors_as(ConfigError):
         name.parent.mkdir(parents=True, exist_ok=True)
         for end, path in files.items():
             text = (shipped() / TEMPLATES / f"{template}.{end}").read_text("utf-8")
@@ -46,7 +46,5 @@ def main(
                 text = text.replace(f"NAME.{other}", place.as_posix())
             with path.open("x", encoding="utf-8") as file:
                 file.write(text.replace("NAME", name.name))
-    except OSError as error:
-        raise ConfigError(f"{error.filename}: {error.strerror}") from error
     typer.echo(f"{files['toml']} and {files['py']}: {MEANINGS[template]}")
     typer.echo(f"\nareal-q check {files['toml']}\nareal-q run {files['toml']}")

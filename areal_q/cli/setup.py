@@ -21,7 +21,7 @@ from typing import Annotated
 
 import typer
 
-from areal_q.errors import ConfigError
+from areal_q.errors import ConfigError, os_errors_as
 from areal_q.system.files import try_lock
 from areal_q.system.processes import READY, environment_at
 
@@ -75,11 +75,9 @@ def main(
 def _alone_at(directory: Path) -> Iterator[None]:
     """Keeps others from making the environment in the block. Raises ConfigError if another process makes it, or
     the directory cannot be written."""
-    try:
+    with os_errors_as(ConfigError, directory):
         directory.mkdir(parents=True, exist_ok=True)
         lock = try_lock(directory)
-    except OSError as error:
-        raise ConfigError(f"{directory}: {error.strerror}") from error
     if lock is None:
         raise ConfigError(f"{directory}: another areal-q setup is at work there")
     try:

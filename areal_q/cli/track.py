@@ -21,7 +21,7 @@ from areal_q import __version__
 from areal_q.config import Run, TrackerConfig, load
 from areal_q.config.load import parsed
 from areal_q.config.trackers import labelled
-from areal_q.errors import AReaLQError, ConfigError, TrackerFailed
+from areal_q.errors import AReaLQError, ConfigError, TrackerFailed, os_errors_as
 from areal_q.observability.run_end import is_held
 from areal_q.observability.run_summary import plural
 from areal_q.observability.trackers.described import describe, scratch_of
@@ -133,10 +133,8 @@ def _report(directory: Path, scratch: Path) -> Path | None:
 def _alone(directory: Path, label: str) -> Iterator[None]:
     """Keeps other processes of the same run and tracker out. Raises ConfigError if there is one."""
     scratch = scratch_of(directory, label)
-    try:
+    with os_errors_as(ConfigError, scratch):
         scratch.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{scratch}: {error.strerror}") from error
     handle = try_lock(scratch)
     if handle is None:
         raise ConfigError(f"{scratch}: another process hands this run to {label}")

@@ -23,7 +23,7 @@ import msgspec
 from msgspec import Struct
 
 from areal_q.config import Run, dump_toml
-from areal_q.errors import ConfigError
+from areal_q.errors import ConfigError, os_errors_as
 from areal_q.system.files import try_lock, write_whole
 from areal_q.system.processes import module_command
 from areal_q.system.run_dir import path_of, with_absolute_files
@@ -65,7 +65,7 @@ def prepared(run: Run) -> Path:
     Raises ConfigError if it cannot be written, or a learner is at work there."""
     run = with_absolute_files(msgspec.structs.replace(run, root=str(Path(run.root).absolute())))
     place = place_of(run)
-    try:
+    with os_errors_as(ConfigError, place):
         if place.exists():
             os.close(claim(place))
         for directory in (place, place / "logs", place / "secrets"):
@@ -79,8 +79,6 @@ def prepared(run: Run) -> Path:
                 file.write(secrets.token_hex(32))
         (place / _ENDED).unlink(missing_ok=True)
         shutil.rmtree(place / _REFUSED, ignore_errors=True)
-    except OSError as error:
-        raise ConfigError(f"{place}: {error.strerror}") from error
     if not (place / KEYS).exists():
         made = subprocess.run(
             module_command("areal_q", "keys", str(place / KEYS)),

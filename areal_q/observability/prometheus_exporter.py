@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, start_http_se
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from areal_q.errors import ConfigError
+from areal_q.errors import ConfigError, os_errors_as
 from areal_q.observability.metric_table import Metric
 from areal_q.system.watchdog import Progress
 
@@ -111,10 +111,8 @@ def serve_metrics(address: str, exporter: Exporter) -> int:
     registry = CollectorRegistry()
     registry.register(exporter)
     ProcessCollector(registry=registry)
-    try:
+    with os_errors_as(ConfigError, f"--metrics: {address}"):
         server, _ = start_http_server(int(port), host or "127.0.0.1", registry)
-    except OSError as error:
-        raise ConfigError(f"--metrics: {address}: {error.strerror or error}") from error
     server.socket.listen(
         8 * MOST_SCRAPES
     )  # with socketserver's 5, a burst makes a scrape wait seconds

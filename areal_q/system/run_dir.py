@@ -45,7 +45,7 @@ from areal_q.config import (
 from areal_q.config.load import Override
 from areal_q.config.objectives import parts_of
 from areal_q.config.tasks import chat_of
-from areal_q.errors import CheckpointError, ConfigError, LogError, TaskError
+from areal_q.errors import CheckpointError, ConfigError, LogError, TaskError, os_errors_as
 from areal_q.plugins import absolute, digest_of
 from areal_q.system.files import SCRATCH, try_lock, write_whole
 
@@ -220,7 +220,7 @@ def claimed(run: Run, resume: bool, step: int | None = None) -> Iterator[tuple[P
     """
     run = with_digests(with_absolute_files(run))
     directory, moved = path_of(run), None
-    try:
+    with os_errors_as(ConfigError, directory):
         if directory.exists() and not resume:
             os.close(_lock(directory))
             if learnt_nothing(directory):
@@ -235,8 +235,6 @@ def claimed(run: Run, resume: bool, step: int | None = None) -> Iterator[tuple[P
         file = directory / "config.toml"
         before = load(file) if resume else None
         write_whole(file, dump_toml(_dated(run, before)))
-    except OSError as error:
-        raise ConfigError(f"{directory}: {error.strerror}") from error
     try:
         yield directory, moved
     finally:

@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from areal_q.errors import ConfigError, LogError
+from areal_q.errors import ConfigError, LogError, os_errors_as
 from areal_q.observability.run_summary import plural
 from areal_q.system.files import write_whole
 
@@ -63,10 +63,8 @@ def main(
     out = out or directories[0] / "report.html"
     if out.parent.is_dir() and not os.access(out.parent, os.W_OK):
         raise ConfigError(f"{out.parent}: cannot be written to; name a file elsewhere: --out FILE")
-    try:
+    with os_errors_as(ConfigError):
         _write(runs, out, int(max_mb * 1e6), csv)
-    except OSError as error:
-        raise ConfigError(f"{error.filename}: {error.strerror}") from error
 
 
 def _write(runs, out: Path, max_bytes: int, csv: Path | None) -> None:
@@ -109,10 +107,8 @@ def _serve(directories: list[Path], port: int, open: bool) -> None:
     from buffer.report.runs import read_runs
     from buffer.report.serve import ReportServer
 
-    try:
+    with os_errors_as(ConfigError, f"port {port}"):
         server = ReportServer(read_runs(directories), port)
-    except OSError as error:
-        raise ConfigError(f"port {port}: {error.strerror}") from error
     typer.echo(f"{server.url}  (Ctrl-C ends)")
     if hint := elsewhere(server.server_address[1]):
         typer.echo(hint)

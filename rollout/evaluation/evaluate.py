@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from areal_q.errors import ConfigError, ContextExceeded, RecordError
+from areal_q.errors import ConfigError, ContextExceeded, RecordError, os_errors_as
 from areal_q.evaluation.benchmarks import PRESETS, preset_named, with_options
 from areal_q.evaluation.estimates import Answered, Evaluation, estimates_by_source
 from areal_q.observability.progress_bar import progress_of
@@ -221,11 +221,9 @@ def _answers_file(path: Path | None) -> Iterator[tuple[Callable[[Answered], Any]
         return
     if path.suffix == ".json":
         raise ConfigError(f"--out {path}: the summary goes there; name the answers {path}l")
-    try:
+    with os_errors_as(ConfigError, f"--out {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("wb", buffering=0)
-    except OSError as error:
-        raise ConfigError(f"--out {path}: {error.strerror}") from error
     lines: list[tuple[int, bytes]] = []
 
     def write(row: Answered) -> None:

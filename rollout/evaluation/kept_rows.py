@@ -10,7 +10,7 @@ import msgspec
 import typer
 
 from areal_q.config.tasks import ReasoningGym, TaskConfig, VerifiersTask
-from areal_q.errors import ConfigError
+from areal_q.errors import ConfigError, os_errors_as
 from areal_q.evaluation.estimates import Answered
 from areal_q.observability.run_summary import plural
 from areal_q.system.files import write_whole
@@ -62,11 +62,9 @@ def write_rows(asked: Asked, rows: Sequence[Answered], wanted: WantedRows) -> No
             problem = asked.problems[row.index]
             kept = row_of(problem, asked.run.of(problem.source).task)
             lines.append(msgspec.json.encode(kept | {PASS_RATE: rate}))
-    try:
+    with os_errors_as(ConfigError, f"--out {wanted.out}"):
         wanted.out.parent.mkdir(parents=True, exist_ok=True)
         write_whole(wanted.out, b"".join(line + b"\n" for line in lines))
-    except OSError as error:
-        raise ConfigError(f"--out {wanted.out}: {error.strerror}") from error
     typer.echo(
         f"kept {len(lines)} of {plural(len(rows), 'problem')}, {hard} harder and {easy} easier: "
         f"task.path={wanted.out}",

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from areal_q.decode_errors import fitted, in_words, untyped
-from areal_q.errors import ConfigError, TaskError, installing, said_by
+from areal_q.errors import ConfigError, TaskError, installing, os_errors_as, said_by
 
 T = TypeVar("T")
 _Object = dict[str, Any]
@@ -52,7 +52,7 @@ def read_objects(path: str) -> list[tuple[str, _Object]]:
     an extra that is not installed."""
     if is_on_hub(path):
         return converted(_hub_rows(path), _Object)
-    try:
+    with os_errors_as(TaskError, path):
         if Path(path).is_dir():
             return converted(_saved_rows(path), _Object)
         data = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8)
@@ -60,8 +60,6 @@ def read_objects(path: str) -> list[tuple[str, _Object]]:
             return converted(_parquet_rows(path), _Object)
         if path.lower().endswith((".csv", ".tsv")):
             return converted(_text_rows(path, data), _Object)
-    except OSError as error:
-        raise TaskError(f"{path}: {error.strerror or error}") from error
     if data.lstrip().startswith(b"[") and isinstance(rows := untyped(data), list):
         return converted(((f"{path}[{i}]", row) for i, row in enumerate(rows)), _Object)
     return _lines(path, data)

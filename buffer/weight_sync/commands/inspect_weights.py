@@ -19,7 +19,7 @@ from rich.text import Text
 from typer import Exit, Option, echo
 
 from areal_q.config import load
-from areal_q.errors import ConfigError
+from areal_q.errors import ConfigError, os_errors_as
 from areal_q.messages import Delta, HeldVersion, Manifest, WorkerStatus
 from areal_q.observability.metrics_log import read_metrics
 from areal_q.observability.run_end import how_it_ended
@@ -66,10 +66,8 @@ def workers_of(directory: Path) -> list[WorkerStatus]:
 
     Raises ConfigError where the run has no metrics.
     """
-    try:
+    with os_errors_as(ConfigError, directory):
         records = read_metrics(directory / METRICS_FILE)
-    except OSError as error:
-        raise ConfigError(f"{directory}: {error.strerror}") from error
     beats = next((r["workers"] for r in reversed(records) if "workers" in r), [])
     return msgspec.convert(beats, list[WorkerStatus])
 
