@@ -33,6 +33,7 @@ from areal_q.messages.tokens import NOTHING, mask_array, mask_rows, padded, unpa
 from buffer.logs.parquet_log import LogFormat
 
 _SCHEMA_VERSION = 1
+_TOKEN_FIELDS = ("response_ids", "behavior_logprobs", "loss_mask")
 _METADATA_KEY = b"areal-q-log-schema"
 
 _SAMPLING = pa.struct(
@@ -47,7 +48,6 @@ _SAMPLING = pa.struct(
 _SPANS = pa.list_(
     pa.struct([("version", pa.int64()), ("tokens", pa.int64()), ("digest", pa.string())])
 )
-_SAMPLING_MASK = pa.list_(pa.large_list(pa.int32()))
 TRAJECTORY_SCHEMA = pa.schema(
     [
         ("step", pa.int64()),
@@ -91,7 +91,7 @@ TRAJECTORY_SCHEMA = pa.schema(
         ("problem", pa.int64()),
         ("why", pa.string()),
         ("teacher_logprobs", pa.list_(pa.float32())),
-        ("sampling_mask", _SAMPLING_MASK),
+        ("sampling_mask", pa.list_(pa.large_list(pa.int32()))),
     ],
     metadata={_METADATA_KEY: str(_SCHEMA_VERSION)},
 )
@@ -101,19 +101,14 @@ _BRANCHES = pa.list_(
         [
             ("parent", pa.int32()),
             ("at", pa.int32()),
-            ("response_ids", pa.list_(pa.int32())),
-            ("behavior_logprobs", pa.list_(pa.float32())),
-            ("loss_mask", pa.list_(pa.uint8())),
-            ("spans", _SPANS),
-            ("finish_reason", pa.string()),
-            ("teacher_logprobs", pa.list_(pa.float32())),
+            *map(TRAJECTORY_SCHEMA.field, (*_TOKEN_FIELDS, "spans", "finish_reason")),
+            TRAJECTORY_SCHEMA.field("teacher_logprobs"),
             ("turn_rewards", _TURN_REWARDS),
-            ("routes", pa.binary()),
-            ("routes_shape", pa.list_(pa.int32())),
-            ("sampling_mask", _SAMPLING_MASK),
+            *map(TRAJECTORY_SCHEMA.field, ("routes", "routes_shape", "sampling_mask")),
         ]
     )
 )
+"""What a branch has as its trajectory has it is of the same type."""
 EPISODE_SCHEMA = pa.schema(
     [*TRAJECTORY_SCHEMA, ("branches", _BRANCHES), ("turn_rewards", _TURN_REWARDS)],
     metadata={_METADATA_KEY: str(_SCHEMA_VERSION)},
@@ -131,7 +126,6 @@ _TICKET_FIELDS = (
 )
 _GROUP_FIELDS = ("worker", "engine", "weight_format", "started_s", "finished_s")
 _TRAJECTORY_FIELDS = ("index", "finish_reason", "reward", "valid")
-_TOKEN_FIELDS = ("response_ids", "behavior_logprobs", "loss_mask")
 
 
 def groups_to_table(
