@@ -49,6 +49,11 @@ class Problem(Struct, frozen=True):
         """Returns the problem that a ticket asks for, as the learner read it."""
         return cls(ticket.prompt, ticket.answer, ticket.messages, ticket.columns, ticket.source)
 
+    def ticket(self, **fields: Any) -> Ticket:
+        """Returns a ticket that asks for this problem; `fields` are its other ones."""
+        own = {name: getattr(self, name) for name in Problem.__struct_fields__}
+        return Ticket(**own, **fields)
+
 
 def columns_of(row: Mapping[str, Any], where: str) -> str:
     """Returns a row of data as the JSON of `Problem.columns`: times and decimals become text, bytes base64.

@@ -29,7 +29,7 @@ from areal_q.config import (
     Uniform,
 )
 from areal_q.errors import TaskError
-from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan
+from areal_q.messages import Array, Group, Trajectory, VersionSpan
 from areal_q.plugins import load_function, place_of, user_code
 from areal_q.tasks import Problem
 
@@ -167,10 +167,9 @@ def try_out(cfg: SamplerConfig, problems: Sequence[Problem]) -> None:
 
 def _made_up(number: int, problem: Problem) -> Group:
     """Returns a group of four responses of one token, `number` % 5 of them with reward 1."""
-    ticket = Ticket(
-        run="check", number=number, step=0, seed=number, prompt=problem.prompt, answer=problem.answer,
-        messages=problem.messages, columns=problem.columns, source=problem.source,
-        prompt_ids=Array.of(np.zeros(1), "int32"), group_size=4, sampling=Sampling(),
+    ticket = problem.ticket(
+        run="check", number=number, step=0, seed=number, prompt_ids=Array.of(np.zeros(1), "int32"),
+        group_size=4, sampling=Sampling(),
     )  # fmt: skip
     one = (
         Array.of(np.zeros(1), "int32"),

@@ -182,16 +182,11 @@ class Admission:
         )
 
     def _ticket_for(self, asked: Problem, number: int, version: int, **fields) -> Ticket:
-        return Ticket(
+        return asked.ticket(
             run=self._run.name,
             run_id=self._buffer.run_id,
             number=number,
             step=version,
-            prompt=asked.prompt,
-            answer=asked.answer,
-            messages=asked.messages,
-            columns=asked.columns,
-            source=asked.source,
             prompt_ids=Array.of(self._tokenizer.encode_prompt(asked.asked), "int32"),
             seed=ticket_seed(self._run.seed, number),
             **fields,

@@ -10,7 +10,7 @@ from areal_q.config import Run, Sampling, TorchEngine
 from areal_q.config.run import ROUNDS_ACTIVATIONS, WEIGHT_SCALES
 from areal_q.errors import ConfigError
 from areal_q.evaluation.estimates import Answered, Reply
-from areal_q.messages import Array, Ticket
+from areal_q.messages import Array
 from areal_q.models import Decoder, load_model
 from areal_q.models.shape import config_at
 from areal_q.models.smoothed_state import first_folds
@@ -129,16 +129,11 @@ class _Answering:
     ) -> list[Reply]:
         if count == 0:
             return []
-        ticket = Ticket(
+        ticket = problem.ticket(
             run=self._asked.run.name,
             number=index,
             purpose="eval",
             step=0,
-            prompt=problem.prompt,
-            answer=problem.answer,
-            messages=problem.messages,
-            columns=problem.columns,
-            source=problem.source,
             prompt_ids=Array.of(self._tokenizer.encode_prompt(problem.asked), "int32"),
             group_size=count,
             sampling=sampling,
