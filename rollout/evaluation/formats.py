@@ -18,7 +18,7 @@ from areal_q.checks.format_advice import falls_behind, study_of
 from areal_q.config import Chat, Smoothing
 from areal_q.config.run import ROUNDS_ACTIVATIONS, WEIGHT_SCALES
 from areal_q.errors import ConfigError, QuantizationError
-from areal_q.models import load_decoder
+from areal_q.models import Decoder, load_decoder
 from areal_q.models.hf.vllm_shapes import vllm_refuses
 from areal_q.quant import FORMATS
 from areal_q.quant.state_dict import rest_in_bf16
@@ -81,6 +81,14 @@ class Report(Struct, frozen=True, kw_only=True):
     outliers: list[Outlier]
 
 
+Layers = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FORMAT", help='show which linears cause the error of a row: "int8, smoothed"'
+    ),
+]
+
+
 def main(
     model: Annotated[
         Path,
@@ -92,12 +100,7 @@ def main(
         Path | None,
         typer.Argument(metavar="[DATA]", help="JSONL of prompts or conversations to measure on"),
     ] = None,
-    layers: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FORMAT", help='show which linears cause the error of a row: "int8, smoothed"'
-        ),
-    ] = None,
+    layers: Layers = None,
     speed: Annotated[bool, typer.Option(help="measure the pace of decoding")] = True,
     problems: Annotated[
         int | None,
@@ -111,13 +114,8 @@ def main(
         raise ConfigError(f"--layers {layers!r}: none of {'; '.join(named_rows())}")
     path, tokenizer, asked = prepared(model, data, problems or MOST)
     decoder = load_decoder(path).requires_grad_(False)
-    texts, count, more = list[Text](), 0, problems or FIRST
-    while asked and count < ENOUGH:
-        texts += answered(decoder, asked[:more], frozenset(tokenizer.stops), tokens)
-        asked, more = asked[more:], len(texts)
-        count = sum(len(text.ids) - text.prompt for text in texts)
-    if count < ENOUGH:
-        typer.echo(f"warning: {count} tokens are few to judge by: DATA with more or longer answers")
+    stops = frozenset(tokenizer.stops)
+    texts, count = _enough(decoder, asked, problems or FIRST, stops, tokens)
     reference = Reference(decoder, texts)
     rows, found, far = [], [], []
     if layers is None:
@@ -131,6 +129,21 @@ def main(
             parts=found, outliers=far,
         )  # fmt: skip
         write_whole(out, msgspec.json.format(msgspec.json.encode(report)))
+
+
+def _enough(
+    decoder: Decoder, asked: Sequence[Text], more: int, stops: frozenset[int], tokens: int
+) -> tuple[list[Text], int]:
+    """Returns the first `more` of `asked` with the model's answers of at most so many tokens, and further ones
+    until there is enough to judge by; and the number of tokens of all answers."""
+    texts, count = list[Text](), 0
+    while asked and count < ENOUGH:
+        texts += answered(decoder, asked[:more], stops, tokens)
+        asked, more = asked[more:], len(texts)
+        count = sum(len(text.ids) - text.prompt for text in texts)
+    if count < ENOUGH:
+        typer.echo(f"warning: {count} tokens are few to judge by: DATA with more or longer answers")
+    return texts, count
 
 
 def _show_formats(reference: Reference, speed: bool) -> list[Row]:

@@ -297,15 +297,7 @@ class Endpoint:
                 turn = self._required().turn
                 asked = (episode, said, prompt, stops, body.limit, body.stops, on_token)
                 return [await turn(*asked, view=reply.message, id=reply.id)]
-            asked = Request(
-                prompt_ids=np.array(prompt, np.int32),
-                num_samples=body.n,
-                sampling=sampling,
-                seed=body.seed if body.seed is not None else uuid.uuid4().int >> 66,
-                stop_ids=stops,
-                decode=self._tokenizer.decode,
-                masked=getattr(body, "return_sampling_mask", False),
-            )
+            asked = self._request(body, prompt, sampling, stops)
             return await self._engine.generate(asked, on_token)
 
         if body.stream:
@@ -315,6 +307,24 @@ class Endpoint:
             return response
         told = [reply.told(c, i) for i, c in enumerate(await generate(None))]
         return self._json(reply.whole(told))
+
+    def _request(
+        self,
+        body: CompletionBody | ChatBody,
+        prompt: list[int],
+        sampling: Sampling,
+        stops: frozenset[int],
+    ) -> Request:
+        """Returns what the engine is asked for outside of episodes."""
+        return Request(
+            prompt_ids=np.array(prompt, np.int32),
+            num_samples=body.n,
+            sampling=sampling,
+            seed=body.seed if body.seed is not None else uuid.uuid4().int >> 66,
+            stop_ids=stops,
+            decode=self._tokenizer.decode,
+            masked=getattr(body, "return_sampling_mask", False),
+        )
 
     async def _begin(self, request: Any) -> Any:
         data = await self._read(request)
