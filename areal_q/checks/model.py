@@ -169,22 +169,29 @@ def check_fit(
     """Returns `task` without the problems whose prompts are too long. Raises ConfigError for settings, or a
     number of `ranks` (0: not known yet), that do not fit a model of this `shape`, CheckpointError for weights
     or a tokenizer that do not, and TaskError if the chat template refuses a problem or none is left."""
-    if shape.foreign is not None:
-        check_foreign(run, shape.family)
-        if isinstance(run.model, HfModel):
-            check_foreign_head(shape, run.model.path)
-    else:
-        check_family(run, shape)
-        if isinstance(run.model, PretrainedModel):
-            check_tensors(run.model.path, shape)
-    check_backend(run, shape, ranks)
-    check_experts(shape, run.learner)
-    check_adapters(shape, run.learner.lora)
+    check_shape(run, shape, ranks)
     check_format(shape, run.rollout.format)
     prompt = tokenizer.encode_prompt(task.train[0].asked)
     check_engine(shape, run, len(prompt))
     check_vocabulary(shape, tokenizer, prompt)
     return without_long(task, tokenizer, longest_prompt(run, shape))
+
+
+def check_shape(run: Run, shape: DecoderConfig, ranks: int, rollouts: bool = True) -> None:
+    """Raises ConfigError for settings, or a number of `ranks` (0: not known yet), with which no model of this
+    `shape` is learnt, and CheckpointError for weights that are not of it. `rollouts` is as for
+    `check_foreign`."""
+    if shape.foreign is not None:
+        check_foreign(run, shape.family, rollouts)
+        if isinstance(run.model, HfModel):
+            check_foreign_head(shape, run.model.path)
+    else:
+        check_family(run, shape, rollouts)
+        if isinstance(run.model, PretrainedModel):
+            check_tensors(run.model.path, shape)
+    check_backend(run, shape, ranks)
+    check_experts(shape, run.learner)
+    check_adapters(shape, run.learner.lora)
 
 
 def check_vocabulary(shape: DecoderConfig, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:

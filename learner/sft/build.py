@@ -6,15 +6,8 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from areal_q.checks.combinations import (
-    check_adapters,
-    check_backend,
-    check_family,
-    check_foreign,
-)
-from areal_q.checks.model import check_experts, check_format, check_vocabulary
-from areal_q.config import PretrainedModel, Run, Sft, dump_toml
-from areal_q.models.hf.weight_files import check_tensors
+from areal_q.checks.model import check_format, check_shape, check_vocabulary
+from areal_q.config import Run, Sft, dump_toml
 from areal_q.models.shape import shape_of
 from areal_q.observability.metrics_log import MetricsLog
 from areal_q.system import run_dir
@@ -107,14 +100,7 @@ def _data(
 ) -> Demonstrations:
     """Returns the rows, encoded, once it is known that the model can read them, and is learnt as is asked."""
     cfg, shape = _settings(run), shape_of(run.model, tokenizer)
-    if shape.foreign is not None:
-        check_foreign(run, shape.family, rollouts=False)
-    elif isinstance(run.model, PretrainedModel):
-        check_family(run, shape, rollouts=False)
-        check_tensors(run.model.path, shape)
-    check_backend(run, shape, ranks.size)
-    check_experts(shape, run.learner)
-    check_adapters(shape, run.learner.lora)
+    check_shape(run, shape, ranks.size, rollouts=False)
     if run.learner.lora or run.learner.precision != "full":
         check_format(shape, run.rollout.format)
     check_vocabulary(shape, tokenizer, encoded(rows.train[0], tokenizer)[0])
