@@ -14,15 +14,14 @@ import shlex
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from areal_q.errors import ConfigError, os_errors_as
-from areal_q.system.files import try_lock
+from areal_q.errors import ConfigError
+from areal_q.system.files import alone_in
 from areal_q.system.processes import READY, environment_at
 
 Step = list[list[str]]
@@ -58,7 +57,7 @@ def main(
         for step in steps:
             typer.echo(_shown(step))
         return
-    with _alone_at(directory):
+    with alone_in(directory, "another areal-q setup is at work there"):
         if (directory / READY).exists() and not anew:
             raise ConfigError(f"{directory}: is there already; --anew makes it again")
         if not _may_be_cleared(directory):
@@ -69,21 +68,6 @@ def main(
             _run(step)
         (directory / READY).touch()
     typer.echo(f"{directory}: ready")
-
-
-@contextmanager
-def _alone_at(directory: Path) -> Iterator[None]:
-    """Keeps others from making the environment in the block. Raises ConfigError if another process makes it, or
-    the directory cannot be written."""
-    with os_errors_as(ConfigError, directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = try_lock(directory)
-    if lock is None:
-        raise ConfigError(f"{directory}: another areal-q setup is at work there")
-    try:
-        yield
-    finally:
-        os.close(lock)
 
 
 def _may_be_cleared(directory: Path) -> bool:

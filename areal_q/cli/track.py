@@ -5,7 +5,6 @@ not end, or dies, reaches no process that learns.
 """
 
 import logging
-import os
 import signal
 import subprocess
 import sys
@@ -21,13 +20,13 @@ from areal_q import __version__
 from areal_q.config import Run, TrackerConfig, load
 from areal_q.config.load import parsed
 from areal_q.config.trackers import labelled
-from areal_q.errors import AReaLQError, ConfigError, TrackerFailed, os_errors_as
+from areal_q.errors import AReaLQError, ConfigError, TrackerFailed
 from areal_q.observability.run_end import is_held
 from areal_q.observability.run_summary import plural
 from areal_q.observability.trackers.described import describe, scratch_of
 from areal_q.observability.trackers.feed import Feed, Logged
 from areal_q.observability.trackers.registry import open_tracker
-from areal_q.system.files import try_lock
+from areal_q.system.files import alone_in
 from areal_q.system.processes import module_command
 from areal_q.system.stop_request import StopRequest
 
@@ -67,7 +66,8 @@ def main(
     if follow and len(trackers) > 1:
         raise ConfigError(f"--follow: one of {', '.join(trackers)} at a time: --to NAME")
     for label, tracker in trackers.items():
-        with _alone(directory, label), _failing(directory, label):
+        taken = f"another process hands this run to {label}"
+        with alone_in(scratch_of(directory, label), taken), _failing(directory, label):
             if anew:
                 for scratch in ("id", "logged"):
                     (scratch_of(directory, label) / scratch).unlink(missing_ok=True)
@@ -127,21 +127,6 @@ def _report(directory: Path, scratch: Path) -> Path | None:
         logger.warning("there is no report: %s", done.stderr.strip().rpartition("\n")[2])
         return None
     return out
-
-
-@contextmanager
-def _alone(directory: Path, label: str) -> Iterator[None]:
-    """Keeps other processes of the same run and tracker out. Raises ConfigError if there is one."""
-    scratch = scratch_of(directory, label)
-    with os_errors_as(ConfigError, scratch):
-        scratch.mkdir(parents=True, exist_ok=True)
-    handle = try_lock(scratch)
-    if handle is None:
-        raise ConfigError(f"{scratch}: another process hands this run to {label}")
-    try:
-        yield
-    finally:
-        os.close(handle)
 
 
 @contextmanager

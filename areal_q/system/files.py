@@ -19,6 +19,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from areal_q.errors import ConfigError, os_errors_as
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -92,6 +94,21 @@ def try_lock(directory: Path) -> int | None:
         pass
     os.close(handle)
     return None
+
+
+@contextmanager
+def alone_in(directory: Path, taken: str) -> Iterator[None]:
+    """Makes `directory`, if there is none, and keeps other processes out of it while the block runs. Raises
+    ConfigError, which says `taken`, if one has locked it, and if it cannot be made."""
+    with os_errors_as(ConfigError, directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = try_lock(directory)
+    if lock is None:
+        raise ConfigError(f"{directory}: {taken}")
+    try:
+        yield
+    finally:
+        os.close(lock)
 
 
 def remove_abandoned(

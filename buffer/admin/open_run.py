@@ -11,7 +11,7 @@ import redis
 
 from areal_q.config import load
 from areal_q.errors import AReaLQError, BufferUnavailable, ConfigError
-from areal_q.system.files import try_lock
+from areal_q.system.files import alone_in
 from areal_q.system.socket_dir import sockets_of
 from buffer.redis_store.connection import connect
 from buffer.redis_store.keys import Keys
@@ -57,18 +57,12 @@ def _server_of(directory: Path) -> Iterator[str]:
         return
     if not (directory / "redis").is_dir():
         raise ConfigError(f"{directory}: no Redis runs there and none left its data; set REDIS_URL")
-    lock = try_lock(directory)
-    if lock is None:
-        raise ConfigError(f"{directory}: a run is going on there, and its Redis does not answer")
-    sockets = Path(tempfile.mkdtemp(prefix="areal-q-buffer-"))
-    try:
-        data = directory / "redis"
+    taken = "a run is going on there, and its Redis does not answer"
+    with alone_in(directory, taken), tempfile.TemporaryDirectory(prefix="areal-q-buffer-") as made:
+        data, sockets = directory / "redis", Path(made)
         if not os.access(
             data, os.W_OK
         ):  # another's run, or a read-only disk: a server wants to write
             data = Path(shutil.copytree(data, sockets / "data"))
         with RedisServer.start(data, sockets / "redis") as server:
             yield server.url
-    finally:
-        shutil.rmtree(sockets)
-        os.close(lock)
