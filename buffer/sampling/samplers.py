@@ -15,7 +15,7 @@ areal_q/config/buffer.py, a class here, and a line in SAMPLERS.
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -61,25 +61,26 @@ class Choice(NamedTuple):
     weights: list[float]
 
 
-class Sampler:
-    ahead = True
+class Sampler(Protocol):
+    max_uses: int
+    min_groups: int
+    """Number of groups that must be available for a draw, if that is more than a batch"""
+    ahead: bool
     """True if the sampler chooses among all available groups, False if it needs no more than a batch"""
-
-    def __init__(self, cfg: Any) -> None:
-        self.max_uses: int = getattr(cfg, "max_uses", 1)
-        self.min_groups: int = getattr(cfg, "min_groups", 0)
-        """Number of groups that must be available for a draw, if that is more than a batch"""
 
     def choose(
         self, held: Sequence[PooledGroup], count: int, progress: float, rng: np.random.Generator
     ) -> Choice:
         """Chooses `count` of the groups `held`, which are in the order of their commits and at least `count`.
         `progress` is the share of the run that is done, from 0 to 1."""
-        raise NotImplementedError
+        ...
 
 
-class FifoSampler(Sampler):
-    ahead = False
+class FifoSampler:
+    max_uses, min_groups, ahead = 1, 0, False
+
+    def __init__(self, cfg: Fifo) -> None:
+        pass
 
     def choose(
         self, held: Sequence[PooledGroup], count: int, progress: float, rng: np.random.Generator
@@ -87,7 +88,12 @@ class FifoSampler(Sampler):
         return Choice(list(range(count)), [])
 
 
-class FreshestSampler(Sampler):
+class FreshestSampler:
+    max_uses, min_groups, ahead = 1, 0, True
+
+    def __init__(self, cfg: Freshest) -> None:
+        pass
+
     def choose(
         self, held: Sequence[PooledGroup], count: int, progress: float, rng: np.random.Generator
     ) -> Choice:
@@ -99,21 +105,28 @@ class FreshestSampler(Sampler):
         return Choice(order[:count], [])
 
 
-class UniformSampler(Sampler):
+class UniformSampler:
+    ahead = True
+
+    def __init__(self, cfg: Uniform) -> None:
+        self.max_uses, self.min_groups = cfg.max_uses, cfg.min_groups
+
     def choose(
         self, held: Sequence[PooledGroup], count: int, progress: float, rng: np.random.Generator
     ) -> Choice:
         return Choice(rng.choice(len(held), count, replace=False).tolist(), [])
 
 
-class PrioritizedSampler(Sampler):
+class PrioritizedSampler:
     """A sampler by priorities p. Group i of N is in a batch of B with probability exactly π_i = min(1,
     c·p_i^alpha), where c makes Σ π = B, by systematic sampling along a random order. Its weight (N·π_i/B)^-beta
     is that of prioritized experience replay with P = π/B. At beta 1 the expected weighted mean over a batch is
     the plain mean over all available groups."""
 
+    ahead = True
+
     def __init__(self, cfg: Prioritized) -> None:
-        super().__init__(cfg)
+        self.max_uses, self.min_groups = cfg.max_uses, cfg.min_groups
         self._cfg = cfg
 
     def choose(
@@ -128,12 +141,14 @@ class PrioritizedSampler(Sampler):
         return Choice(chosen.tolist(), (weights / weights.max()).tolist())
 
 
-class OwnSampler(Sampler):
+class OwnSampler:
     """A function of the user's own (areal_q/plugins.py)."""
+
+    ahead = True
 
     def __init__(self, cfg: PythonSampler) -> None:
         """Loads it. Raises TaskError with the user's line."""
-        super().__init__(cfg)
+        self.max_uses, self.min_groups = cfg.max_uses, cfg.min_groups
         self._cfg, self._function = cfg, load_function(cfg.path, "sampler")
 
     def choose(
