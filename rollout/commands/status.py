@@ -114,9 +114,12 @@ def main(
             source = WeightSource(None, fetch, keys, client)
             held = directory is not None and is_held(directory)
             found = gather(connected, name, source, silent_s, held)
-            if watch and not json:
-                console.clear()
-            typer.echo(msgspec.json.encode(found)) if json else console.print(screen(found))
+            if json:
+                typer.echo(msgspec.json.encode(found))
+            else:
+                if watch:
+                    console.clear()
+                console.print(screen(found))
             if not watch:
                 raise typer.Exit(int(bool(found.wrong)))
             time.sleep(watch)
