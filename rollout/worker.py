@@ -198,11 +198,12 @@ class Worker:
                     async with asyncio.timeout(CAPACITY_POLL_S):
                         await self._place_free.wait()
                 continue
-            tickets = [work.claim.ticket for work in self._in_flight.values()]
-            evaluated = [ticket.step for ticket in tickets if ticket.purpose == "eval"]
+            works = [w for w in self._in_flight.values() if w.claim.ticket.purpose == "eval"]
+            oldest = self._engine.version - self._max_lag
+            late = any(work.claim.ticket.step < oldest for work in works)
+            share = max(1, int(EVALUATION_SHARE * self._capacity.responses))
+            share -= sum(work.open for work in works)
             count = free // self._capacity.group_size
-            share = max(1, int(EVALUATION_SHARE * self._capacity.responses)) - len(evaluated)
-            late = bool(evaluated) and self._engine.version - min(evaluated) > self._max_lag
             if share > 0 and not late:
                 count = min(count, share)
             training_first = share <= 0 and not late
