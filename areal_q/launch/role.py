@@ -24,8 +24,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -106,16 +107,23 @@ def main(
     service = Supervisor(
         module_command("areal_q.launch.role", f"{role}-once", *sys.argv[2:]), mend=MEND
     )
-    if role == "worker" or rank:
+    if role == "worker":
+        _end_when(partial(places.read_ended, place), "the learner ended, and so does this")
         code = service.run()
-        if role == "worker" and code == 2 and id:
+        if ended := places.read_ended(place):
+            code = ended.code
+        elif code == 2 and id:
             places.write_refused(place, id)
         raise typer.Exit(code)
+    if rank:
+        raise typer.Exit(service.run())
     endpoint = _endpoint(head, host, redis, start)
     places.write_ended(place, None)
     with _redis(place, endpoint, started_here=not redis):
         places.write_endpoint(place, endpoint)
-        threading.Thread(target=_end_if_all_refuse, args=(place, workers), daemon=True).start()
+        # It would wait for them in vain, with the GPUs that it holds.
+        refused = "all workers ended with 2: their logs say what to mend; then launch again"
+        _end_when(partial(places.all_refused, place, workers), refused)
         code = service.run()
         if code and places.all_refused(place, workers):
             code = 2
@@ -125,15 +133,18 @@ def main(
     raise typer.Exit(code)
 
 
-def _end_if_all_refuse(place: Path, workers: int) -> None:
-    """Tells this process to end once all of the launch's workers ended with 2: its learner, and the GPUs it
-    holds, would wait for them in vain."""
-    while workers:
-        time.sleep(_LOOK_S)
-        if places.all_refused(place, workers):
-            logger.error("all workers ended with 2: their logs say what to mend; then launch again")
-            os.kill(os.getpid(), signal.SIGTERM)
-            return
+def _end_when(over: Callable[[], object], why: str) -> None:
+    """Tells this process to end, and says why, as soon as `over` returns something true."""
+
+    def look() -> None:
+        holds = None
+        while not holds:
+            time.sleep(_LOOK_S)  # also before the first look: the service has taken SIGTERM by then
+            holds = over()
+        logger.warning(why)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=look, daemon=True).start()
 
 
 def _endpoint(head: str, host: str, redis: str, start: str) -> Endpoint:
