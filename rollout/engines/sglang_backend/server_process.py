@@ -132,6 +132,7 @@ def server_settings(
             "device": "cpu",
             "attention_backend": CPU_ATTENTION,
             "sampling_backend": "pytorch",
+            "sleep_on_idle": True,  # it would keep a core busy while it has nothing to draw
             "mem_fraction_static": 0.1,
             "max_total_tokens": config.kv_cache_tokens or min(most, CPU_CACHE_BYTES // token_bytes),
         }
