@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.commands import areal_q
+from helpers.commands import areal_q, run_here
 from helpers.kinds import by_our_names, write_foreign
 from transformers import AutoModelForCausalLM
 
@@ -13,6 +13,8 @@ from areal_q.models import DecoderConfig
 from areal_q.observability.metrics_log import read_metrics
 from areal_q.quant import is_quantized
 from learner import checkpoint
+from learner.replay import cli
+from rollout.evaluation import evaluate
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -45,9 +47,10 @@ def run_replayed_and_resumed(at: Path, family: str, *settings: str) -> tuple[Pat
     steps = [r for r in records if r["kind"] == "step"]
     assert [r["step"] for r in steps] == [1, 2, 3]
     assert all(r["reward/std"] > 0 and r["train/grad_norm"] > 0 for r in steps)
-    assert "bit for bit" in " ".join(areal_q(at, "replay", "runs/foreign").split())
+    replayed = run_here("replay", cli.main, str(directory))
+    assert "bit for bit" in " ".join(replayed.stdout.split()), replayed.stderr
     areal_q(at, "run", "runs/foreign", "--resume", "steps=4")
-    assert "accuracy" in areal_q(at, "eval", "runs/foreign")
+    assert "accuracy" in run_here("eval", evaluate.main, str(directory)).stdout
     return directory, steps
 
 
