@@ -225,9 +225,11 @@ def _check_megatron(cfg: LearnerConfig, backend: MegatronBackend, shape: Decoder
     }.items():
         if shape.sparse_layers and refused:
             raise ConfigError(f"{name}: not with a mixture of experts on backend megatron")
+    shared = (shape.experts.shared or 0) if shape.experts else 0
     for name, ranks, what, count in (
         ("tensor", backend.tensor, "key and value heads", shape.kv_heads),
         ("tensor", backend.tensor, "channels in the MLP", shape.mlp),
+        ("tensor", backend.tensor, "channels in the shared expert", shared),
         ("pipeline", backend.pipeline, "layers", shape.layers),
         ("tensor", backend.tensor, "channels", shape.width if aligned or cfg.lora else 0),
         ("experts", backend.experts, "experts", shape.experts.count if shape.experts else 0),

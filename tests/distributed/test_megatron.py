@@ -59,6 +59,12 @@ SHAPES = {
     "sparse": shaped(
         family="qwen3_moe", experts=Experts(count=4, per_token=2, mlp=24, normalised=False)
     ),
+    "qwen2_moe": shaped(
+        family="qwen2_moe",
+        qkv_bias=True,
+        tied=False,
+        experts=Experts(count=4, per_token=2, mlp=24, shared=40, dense_layers=(0,)),
+    ),
     # Blocks of 128 end in the middle of what a rank holds.
     "wide": shaped(family="qwen2", qkv_bias=True, tied=False, head_dim=40, mlp=192),
 }
@@ -247,10 +253,10 @@ def test_one_rank_learns_what_torch_does_also_in_bfloat16(
 ROUTES = ["learner.routing_replay=true", "learner.router_aux_coef=0.1"]
 EXPERTS = {
     "shared": ("moe", ["learner.backend.experts=2", *ROUTES, *CRITIC, SHARES]),
-    "on all": ("moe", [REFERENCE]),
+    "on all": ("qwen2_moe", [REFERENCE]),
     "tensor": ("sparse", ["learner.backend.tensor=2", *ROUTES, REFERENCE, *CRITIC, SHARES]),
     "tensor, shared": (
-        "moe",
+        "qwen2_moe",
         ["learner.backend={tensor=2, experts=2}", "learner.recompute=true", *CRITIC, SHARED],
     ),
     # Both stages have experts, and make_report the loss of them.
@@ -349,7 +355,8 @@ LAYOUTS = {
     "pipeline": (2, "qwen3", ["learner.backend.pipeline=2"]),
     "data": (2, "llama", []),
     "context": (2, "qwen3", SHARE_TOKENS),
-    "experts": (2, "moe", ["learner.backend.experts=2"]),
+    "one, experts": (1, "qwen2_moe", []),
+    "experts": (2, "qwen2_moe", ["learner.backend.experts=2"]),
 }
 # Its weights' gradient is rounded by groups of an expert's tokens, here those of both ranks, and of a rank's
 # share of a micro-batch: codes turn. So do those of tensor parallel ranks by the order in which a processor
@@ -439,6 +446,12 @@ def test_experts_are_shared_out_in_their_order():
 def test_settings_that_experts_exclude_are_refused_by_name(run_of, setting: str, name: str):
     with pytest.raises(ConfigError, match=name):
         check_backend(run_of("moe", *setting.split()), SHAPES["moe"])
+
+
+def test_a_shared_expert_that_ranks_cannot_divide_is_refused(run_of):
+    shape = shaped(experts=Experts(count=4, per_token=2, mlp=24, shared=41))
+    with pytest.raises(ConfigError, match="41 channels in the shared expert"):
+        check_backend(run_of("qwen2_moe", "learner.backend.tensor=2"), shape)
 
 
 @pytest.mark.parametrize(

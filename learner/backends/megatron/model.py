@@ -30,6 +30,7 @@ from learner.backends.megatron.layers.lora import AdapterSettings, specs
 from learner.backends.megatron.layers.moe import (
     Experts,
     Router,
+    SharedExpert,
     empty_report,
     make_report,
     report_of_rows,
@@ -153,7 +154,7 @@ class MegatronModel(GPTModel):
             assert shape.experts
             router.shape, router.layer = shape.experts, number
         for module in self.modules():
-            if isinstance(module, Norm | QuantizedColumn | Router):
+            if isinstance(module, Norm | QuantizedColumn | Router | SharedExpert):
                 module.rounds_rest = rounds_rest
             if isinstance(module, QuantizedColumn | QuantizedRow):
                 module.flow = precision == "jet"
@@ -251,13 +252,16 @@ def _layer(
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = Norm
+    mlps = [mlp]
     if experts:
         mlp.router, mlp.experts.module = Router, Experts
-        mlp = mlp.experts.submodules
+        mlp.shared_experts.module = SharedExpert
+        mlps = [mlp.experts.submodules, mlp.shared_experts.submodules]
     if lora:
         for name, spec in specs(shape, lora).items():
             setattr(attention if hasattr(attention, name) else mlp, name, spec)
     elif precision != "full":
-        attention.linear_qkv = mlp.linear_fc1 = QuantizedColumn
-        attention.linear_proj = mlp.linear_fc2 = QuantizedRow
+        attention.linear_qkv, attention.linear_proj = QuantizedColumn, QuantizedRow
+        for mlp in mlps:
+            mlp.linear_fc1, mlp.linear_fc2 = QuantizedColumn, QuantizedRow
     return layer

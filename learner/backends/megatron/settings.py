@@ -71,6 +71,8 @@ def _sparse(shape: DecoderConfig, backend: MegatronBackend) -> dict[str, Any]:
         "num_moe_experts": experts.count,
         "moe_ffn_hidden_size": experts.mlp,
         "moe_router_topk": experts.per_token,
+        "moe_shared_expert_intermediate_size": experts.shared,
+        "moe_shared_expert_gate": experts.shared is not None,
         "moe_layer_freq": [int(i in shape.sparse_layers) for i in range(shape.layers)],
         "moe_router_load_balancing_type": "none",
         "expert_model_parallel_size": backend.experts,

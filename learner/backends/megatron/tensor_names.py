@@ -80,6 +80,10 @@ def _experts(
     for e in range(config.experts.count):
         local = f"{ours}.experts.local_experts.{e % each}"
         yield from _mlp(stage, local, f"{hf}.mlp.experts.{e}", e // each)
+    if config.experts.shared:
+        gate = (f"{hf}.mlp.shared_expert_gate.weight",)
+        yield from _mlp(stage, f"{ours}.shared_experts", f"{hf}.mlp.shared_expert", None)
+        yield TensorEntry(stage, f"{ours}.shared_experts.gate_weight", gate, *WHOLE)
 
 
 def _attention(config: DecoderConfig, stage: int, index: int, hf: str) -> Iterator[TensorEntry]:

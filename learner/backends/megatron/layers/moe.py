@@ -1,5 +1,6 @@
 """A router for Megatron's MoELayer that computes as ours (areal_q/models/layers/moe.py): in float32, with the
-recorded experts if routing is replayed. Dispatch, experts and their division among ranks are Megatron's.
+recorded experts if routing is replayed. So does the gate of an expert that all tokens share. Dispatch, experts
+and their division among ranks are Megatron's.
 
 Routers report how they routed (learner/backends/routing_replay.py). The loss needs the report on the last stage
 of the pipeline. It is a sum over tokens, a few numbers per layer, and is sent as further rows below the hidden
@@ -17,7 +18,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -53,8 +56,7 @@ class Router(nn.Module):
     def forward(self, hidden: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         """Returns, for hidden states [N, 1, D], the gates, float32 [N, E], 0 for experts that are not chosen,
         and bool [N, E], True for the chosen ones."""
-        weight = straight(self.weight) if self.rounds_rest else self.weight
-        probs = F.linear(hidden.squeeze(1).float(), weight.float()).softmax(-1)
+        probs = _logits(hidden.squeeze(1), self.weight, self.rounds_rest).softmax(-1)
         taken = probs.topk(self.shape.per_token, dim=-1).indices
         if self.routing is not None:
             taken = self.routing.choose(self.layer, probs, taken)
@@ -69,6 +71,21 @@ class Experts(SequentialMLP):
     def forward(self, x: Tensor, counts: Tensor, gates: Tensor) -> tuple[Tensor, None]:
         y, _ = super().forward(x, counts, torch.ones_like(gates))
         return y * gates.unsqueeze(-1), None
+
+
+class SharedExpert(SharedExpertMLP):
+    """The expert that all tokens share, on tensor-parallel ranks divided as a dense MLP is, behind its gate."""
+
+    rounds_rest = False
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        y, _ = MLP.forward(self, hidden_states)
+        return y * _logits(hidden_states, self.gate_weight, self.rounds_rest).sigmoid()
+
+
+def _logits(hidden: Tensor, weight: Tensor, rounds: bool) -> Tensor:
+    """Returns what decides about experts, in float32; `rounds` is True if the weight is rounded."""
+    return F.linear(hidden.float(), (straight(weight) if rounds else weight).float())
 
 
 def report_size(shape: DecoderConfig) -> int:
