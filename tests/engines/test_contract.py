@@ -29,8 +29,13 @@ MIXTURE = DecoderConfig(
     family="qwen3_moe", vocab_size=VOCAB, width=64, layers=3, heads=2, kv_heads=1, head_dim=32, mlp=96,
     max_positions=POSITIONS, experts=Experts(count=8, per_token=2, mlp=32),
 )  # fmt: skip
+SHARED = replace(
+    MIXTURE, family="qwen2_moe", qkv_bias=True,
+    experts=Experts(count=8, per_token=2, mlp=32, normalised=False, shared=48),
+)  # fmt: skip
+"""A mixture with an expert that all tokens share"""
 DENSE = {"torch": (1,), "vllm": (1,)}
-"""Its layers without experts, in engines that know such"""
+"""Layers of mixtures without experts, in engines that know such"""
 CONFIGS = {
     "torch": TorchEngine(slots=64),
     "torch, a state": TorchEngine(slots=64),
@@ -448,16 +453,19 @@ async def test_closing_cancels_requests_and_refuses_later_ones(new_engine, publi
         await new_engine.generate(ask())
 
 
-async def test_a_swapped_mixture_runs_the_published_experts(new_engine, kind):
+@pytest.mark.parametrize("mixture", [MIXTURE, SHARED], ids=lambda shape: shape.family)
+async def test_a_swapped_mixture_runs_the_published_experts(new_engine, kind, mixture):
     """Log-probs, and routes where the engine tells them, are those that the learner has of the version."""
     if kind in ("scripted", "hf"):
         pytest.skip("it has no weights, or none of such a model")
-    assert MIXTURE.experts
-    experts = replace(MIXTURE.experts, dense_layers=DENSE.get(kind, ()))
-    config = replace(MIXTURE, experts=experts)
+    experts = replace(mixture.experts, dense_layers=DENSE.get(kind, ()))
+    config = replace(mixture, experts=experts)
     for version in range(2):
         init_weights(model := Decoder(config), version)
-        state = {name: 3 * t if t.dim() == 2 else t for name, t in model.state_dict().items()}
+        state = {
+            name: 2 * t if t.dim() == 2 else t + torch.linspace(-0.2, 0.2, len(t))
+            for name, t in model.state_dict().items()
+        }
         weights = pack_state(state, config.to_hf(), "bf16", version)
         await new_engine.load_weights(weights)
         policy = engine_policy(config, weights.tensors, "bf16")

@@ -1,6 +1,7 @@
 """The rule by which vLLM refuses widths, against tables of models worked out by hand."""
 
 import pytest
+from msgspec.structs import replace
 
 from areal_q.models.config import DecoderConfig, Experts
 from areal_q.models.hf.vllm_shapes import vllm_refuses
@@ -22,6 +23,9 @@ SMOLLM2_360M = shape(960, 15, 5, 64, 2560)
 QWEN2_5_0_5B = shape(896, 14, 2, 64, 4864)
 QWEN3_8B = shape(4096, 32, 8, 128, 12288)
 QWEN3_30B_A3B = shape(2048, 32, 4, 128, 6144, experts=768)
+SHARED = replace(
+    QWEN3_30B_A3B, experts=Experts(count=8, per_token=2, mlp=768, shared=192), family="qwen2_moe"
+)
 GROUPS = "vLLM takes {} only where every linear's input is a multiple of 128; this model's {}"
 BLOCKS = (
     "vLLM takes fp8 only where every part of a fused linear is a multiple of 128; this model's {}"
@@ -57,6 +61,12 @@ BLOCKS = (
             BLOCKS.format("moe_intermediate_size is 192, in each of 4 processes"),
         ),
         (QWEN3_30B_A3B, "int4", 2, None),
+        (
+            SHARED,
+            "fp8",
+            1,
+            BLOCKS.format("shared_expert_intermediate_size is 192"),
+        ),
     ],
 )
 def test_models_that_vllm_cannot_hold_are_told(

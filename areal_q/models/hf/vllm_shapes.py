@@ -13,6 +13,8 @@ def vllm_refuses(shape: DecoderConfig, format: str, tensor_parallel: int = 1) ->
     (q, k and v; gate and up), all but the last must be whole blocks, and the last is as wide as another.
     """
     mlps = {"moe_intermediate_size": shape.experts.mlp} if shape.experts else {}
+    if shape.experts and shape.experts.shared:
+        mlps["shared_expert_intermediate_size"] = shape.experts.shared
     if len(shape.sparse_layers) < shape.layers:
         mlps["intermediate_size"] = shape.mlp
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim

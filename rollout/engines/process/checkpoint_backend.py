@@ -14,6 +14,7 @@ from areal_q.weights.version import WeightVersion
 logger = logging.getLogger(__name__)
 
 UNQUANTIZED = ("UnquantizedLinearMethod",)
+GATES = (".mlp.gate", ".mlp.shared_expert_gate")
 
 
 def check_weights(weights: WeightVersion, first: Manifest | None) -> None:
@@ -50,8 +51,8 @@ def write_version(weights: WeightVersion, directory: Path) -> None:
 def check_quantized(engine: str, linears: dict[str, str], format: str) -> None:
     """Raises EngineDied if a linear layer is not computed as the format says. An engine may start without
     complaint with quantized settings and stay in full precision. `linears` maps the name of each layer to the
-    class that computes it; a mixture's routers are never quantized."""
-    linears = {name: how for name, how in linears.items() if not name.endswith(".mlp.gate")}
+    class that computes it; a mixture's routers and gates are never quantized."""
+    linears = {name: how for name, how in linears.items() if not name.endswith(GATES)}
     wrong = [name for name, how in linears.items() if (how in UNQUANTIZED) != (format == "bf16")]
     if wrong or not linears:
         how = linears[wrong[0]] if wrong else "nothing"

@@ -49,6 +49,7 @@ def run_scheduler(*args: Any, **more: Any) -> None:
     if server_args.device == "cpu":
         from sglang.srt import batch_invariant_ops
         from sglang.srt.mem_cache.pool_host import common
+        from sglang.srt.models import qwen2_moe
 
         allow_seeds_on_a_cpu()
         # The kernels of that mode are written in Triton, for GPUs. With torch's own kernels, which a CPU uses
@@ -56,7 +57,15 @@ def run_scheduler(*args: Any, **more: Any) -> None:
         batch_invariant_ops.enable_batch_invariant_mode = lambda *_: None
         # The memory of recorded experts would be registered with CUDA.
         common._cuda_host_register = lambda *_: None
+        qwen2_moe.fused_gate_sigmoid_mul_add = add_gated  # a kernel in Triton too
     run_scheduler_process(*args, **more)
+
+
+def add_gated(x: Any, gate: Any, shared: Any, out: Any) -> None:
+    """Adds to `out` [T, D], in place, what the expert that all tokens share says of `x`, `shared` [T, D], times
+    its gate, whose weight is `gate` [D]; as SGLang's kernel does, in float32."""
+    gates = (x.float() @ gate.float()).sigmoid()
+    out += (gates[:, None] * shared.float()).to(out.dtype)
 
 
 def linears_of(model: Any) -> dict[str, str]:

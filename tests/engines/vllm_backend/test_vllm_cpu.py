@@ -17,6 +17,7 @@ from areal_q.models import DecoderConfig
 from areal_q.quant import FORMATS
 from rollout.build import EndpointAddress, build_parts
 from rollout.commands.check import engine_of, vllm_on_cpu
+from rollout.engines.process.checkpoint_backend import UNQUANTIZED, check_quantized
 from rollout.engines.process.streaming_engine import StreamingEngine
 from rollout.engines.vllm_backend import cpu_kernels, vllm_engine
 from rollout.engines.vllm_backend.cache_size import cache_for
@@ -138,6 +139,16 @@ def test_quantized_experts_are_refused_by_name(
     with pytest.raises(ConfigError, match=words):
         build_parts(run, "r", EndpointAddress())
     assert [one.level for one in engine_of(make_run(*asked, "rollout.format=bf16"))] == ["ok"] * 2
+
+
+def test_gates_of_experts_alone_may_stay_unquantized():
+    gates = {
+        f"model.layers.0.mlp.{name}": UNQUANTIZED[0] for name in ("gate", "shared_expert_gate")
+    }
+    expert = "model.layers.0.mlp.shared_expert.down_proj"
+    check_quantized("vLLM", gates | {expert: "CompressedTensorsLinearMethod"}, "int8")
+    with pytest.raises(EngineDied, match=expert):
+        check_quantized("vLLM", gates | {expert: UNQUANTIZED[0]}, "int8")
 
 
 async def test_widths_that_vllm_cannot_hold_start_nothing(make_run: MakeRun, starts: list[str]):
