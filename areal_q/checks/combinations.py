@@ -44,18 +44,15 @@ def check_family(run: Run, shape: DecoderConfig, rollouts: bool = True) -> None:
         why = "whose norms multiply by 1 + w"
     elif shape.sinks:
         why = "whose attention has sinks, and whose files stack experts that are clamped"
-    elif shape.experts and shape.experts.shared:
-        why = "which has an expert that all tokens share"
     else:
         return
     uaq, engine = run.learner.uaq, run.rollout.engine
-    shared = shape.experts is not None and shape.experts.shared is not None
     served = isinstance(engine, VllmEngine | SglangEngine)
     others = served or isinstance(engine, HfEngine)
     for setting, (is_set, instead) in {
         f"learner.uaq = {uaq:g}": (uaq > 1 and shape.offset_norms, "learner.uaq = 1"),
         f"rollout.engine.type = {engine.__struct_config__.tag!r}": (
-            rollouts and ((served and (shape.sinks or shared)) or (others and bool(shape.delta))),
+            rollouts and ((served and shape.sinks) or (others and bool(shape.delta))),
             "rollout.engine.type = 'torch'",
         ),
         "rollout.smoothing": (
@@ -102,12 +99,14 @@ def check_adapters(shape: DecoderConfig, lora: Lora | None) -> None:
 
 
 def _unknown_experts(run: Run, shape: DecoderConfig) -> str:
-    """Returns why the engine would run other experts than the model's, or none; "" if it runs these."""
+    """Returns why the engine would run another mixture than the model's, or none; "" if it runs this."""
     engine = run.rollout.engine
     if not shape.sparse_layers:
         return ""
     if isinstance(engine, VllmEngine) and run.learner.lora:
         return "its adapters of experts have not been tried; rollout.engine.type = 'torch'"
+    if isinstance(engine, VllmEngine) and shape.family == "qwen2_moe" and not shape.qkv_bias:
+        return "vLLM gives q, k and v biases, which this one lacks; rollout.engine.type = 'torch'"
     if isinstance(engine, HfEngine):
         return "transformers joins the experts that are published one by one; rollout.engine.type = 'torch'"
     dense = sorted({*range(shape.layers)} - {*shape.sparse_layers})

@@ -11,8 +11,8 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from helpers.kinds import character_tokenizer, config_of, foreign_model, write_foreign
-from transformers import Qwen3MoeConfig
+from helpers.kinds import NO_PAD, character_tokenizer, config_of, foreign_model, write_foreign
+from transformers import Qwen2MoeConfig, Qwen3MoeConfig
 
 from areal_q.checks.automatic import has_experts, settled
 from areal_q.checks.model import check_model
@@ -47,7 +47,11 @@ KINDS = {
     "qwen3_moe": lambda: Qwen3MoeConfig(**SHAPE, **EXPERTS),
     "qwen3_moe, a dense layer": lambda: Qwen3MoeConfig(**SHAPE, **EXPERTS, mlp_only_layers=[1]),
     "gpt_oss": lambda: config_of("gpt_oss", SHAPE),
-    "qwen2_moe": lambda: config_of("qwen2_moe", SHAPE),
+    "qwen2_moe": lambda: Qwen2MoeConfig(
+        **SHAPE, **EXPERTS, shared_expert_intermediate_size=128, **NO_PAD
+    ),
+    "qwen2_moe, a dense layer": lambda: config_of("qwen2_moe", SHAPE),
+    "qwen2_moe, no biases": lambda: config_of("qwen2_moe, no biases", SHAPE),
     "qwen3_5_text": lambda: config_of("qwen3_5_text", SHAPE),
     "qwen3_5_moe_text": lambda: config_of("qwen3_5_moe_text", SHAPE),
     "qwen3_next": lambda: config_of("qwen3_next", SHAPE),
