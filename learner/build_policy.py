@@ -9,9 +9,9 @@ import torch
 from areal_q.checks.machine import check_device
 from areal_q.checks.model import check_reference
 from areal_q.config import ModelConfig, Run, SmallModel
-from areal_q.models import Decoder, init_weights, load_config, load_decoder, load_model
+from areal_q.models import Decoder, init_weights, load_model
 from areal_q.models.low_bit.bf16_rounding import dither
-from areal_q.models.shape import shape_of
+from areal_q.models.shape import config_at, shape_of
 from areal_q.models.smoothed_state import packed
 from areal_q.observability.metrics_log import MetricsLog
 from areal_q.quant.rescaling import apply_uaq
@@ -61,14 +61,14 @@ def build_policy(
         return policy, state
     reference = run.learner.reference_kl and run.learner.reference_kl.path
     if reference:
-        check_reference(load_config(reference), model.config, reference)
+        check_reference(config_at(run.model, reference), model.config, reference)
     _warm_start(model, run, task, tokenizer, metrics, stop)
     prepare_for_rounding(model, run)
     policy = checkpoint.policy_of(model, run)
     if policy.smoothing:
         begin_smoothing(policy, policy.smoothing, run, task, tokenizer)
     if reference:
-        policy.reference = build_reference(reference, model)
+        policy.reference = build_reference(reference, run.model, model)
         set_precision(policy.reference, run)
         policy.fold()
     return policy, None
@@ -95,9 +95,10 @@ def begin_smoothing(
     policy.smooth(*packed(prompts, scales.cfg.tokens, run.learner.device))
 
 
-def build_reference(path: str, policy: Decoder) -> Decoder:
-    """Returns the frozen model in directory `path`. Raises ConfigError if its shape is not the policy's."""
-    reference = load_decoder(path)
+def build_reference(path: str, kind: ModelConfig, policy: Decoder) -> Decoder:
+    """Returns the frozen model in directory `path`, read as the policy, of this `kind`, was. Raises ConfigError
+    if its shape is not the policy's."""
+    reference = load_model(kind, path)
     check_reference(reference.config, policy.config, path)
     return reference.to(next(policy.parameters()).device).requires_grad_(False)
 

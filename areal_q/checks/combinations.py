@@ -8,7 +8,6 @@ from areal_q.config import (
     LearnerConfig,
     Lora,
     MegatronBackend,
-    Muon,
     Run,
     ScriptedEngine,
     SglangEngine,
@@ -131,15 +130,6 @@ def _refused(run: Run) -> Iterator[tuple[str, str]]:
         "learner.backend.type = 'megatron'": (
             not isinstance(learner.backend, TorchBackend),
             "it is one of our decoder's",
-        ),
-        "learner.critic": (learner.critic is not None, "its trunk is one of our decoder's"),
-        "learner.reference_kl.path": (
-            bool(learner.reference_kl and learner.reference_kl.path),
-            "the reference is the policy at the start",
-        ),
-        "learner.optimizer.type = 'muon'": (
-            isinstance(learner.optimizer, Muon),
-            "it knows embeddings by our decoder's names",
         ),
         "learner.routing_replay": (learner.routing_replay, "its engine tells no routes"),
         "learner.router_aux_coef": (learner.router_aux_coef > 0, "its routers tell no loads"),

@@ -34,11 +34,11 @@ from areal_q.config import (
 from areal_q.config.engines import HF_IGNORES, PAGE, pages_of_group
 from areal_q.config.tasks import chat_of
 from areal_q.errors import CheckpointError, ConfigError, QuantizationError, TaskError
-from areal_q.models import DecoderConfig, load_config
+from areal_q.models import DecoderConfig
 from areal_q.models.hf.foreign_files import check_foreign_head
 from areal_q.models.hf.vllm_shapes import vllm_refuses
 from areal_q.models.hf.weight_files import check_tensors
-from areal_q.models.shape import check_frozen, shape_of
+from areal_q.models.shape import check_frozen, config_at, shape_of
 from areal_q.observability.learning_faults import has_template
 from areal_q.quant import is_quantized
 from areal_q.quant.linears import check_inputs
@@ -97,10 +97,11 @@ def check_model(run: Run) -> FoundModel:
     try_out_order(run.learner.order, task.train, run.seed)
     shape = shape_of(run.model, tokenizer)
     kl = run.learner.reference_kl
-    if kl and kl.path and shape.foreign is None:
-        reference = load_config(kl.path)
+    if kl and kl.path:
+        reference = config_at(run.model, kl.path)
         check_reference(reference, shape, kl.path)
-        check_tensors(kl.path, reference)
+        if reference.foreign is None:
+            check_tensors(kl.path, reference)
     processes = run.learner.processes
     kept = check_fit(run, shape, tokenizer, task, processes if processes > 1 else 0)
     if isinstance(run.learner.teacher, ModelTeacher):
@@ -314,6 +315,8 @@ def check_teacher(path: str, tokenizer: Tokenizer) -> None:
 
 def check_reference(reference: DecoderConfig, policy: DecoderConfig, path: str) -> None:
     """Raises ConfigError unless the reference model in directory `path` has the policy's architecture."""
-    shapes = [msgspec.structs.replace(config, eos_ids=()) for config in (reference, policy)]
+    shapes = [
+        msgspec.structs.replace(config, eos_ids=(), foreign=None) for config in (reference, policy)
+    ]
     if shapes[0] != shapes[1]:
         raise ConfigError(f"learner.reference_kl.path = {path!r}: not shaped like the policy")

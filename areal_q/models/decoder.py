@@ -6,6 +6,7 @@ knows the sequences, from a `PackedLayout`.
 Notation: T tokens of all sequences, S sequences, D model width, V vocabulary.
 """
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -53,7 +54,11 @@ class Decoder(nn.Module):
     def prepare_sharding(self) -> list[nn.Module]:
         """Returns the modules that ranks which share the weights gather one by one, inner ones first. From now
         on each is run once in a forward pass, since all ranks must gather equally often."""
-        return list(self.model.layers)
+        return self.model.prepare_sharding()
+
+    def copied_trunk(self) -> "Trunk | Decoder":
+        """Returns a copy of all but the output head, which computes the hidden states [T, D] in float32."""
+        return copy.deepcopy(self.model)
 
     def forward(
         self, token_ids: Tensor, layout: PackedLayout, routing: Routing | None = None
@@ -120,6 +125,9 @@ class Trunk(nn.Module):
         for layer, turned in zip(self.layers, rope, strict=True):
             x = layer(x, *turned, layout, routing)
         return self.norm(x)
+
+    def prepare_sharding(self) -> list[nn.Module]:
+        return list(self.layers)
 
 
 class Layer(nn.Module):

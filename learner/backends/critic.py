@@ -1,6 +1,5 @@
 """The critic of PPO: a value for the state before every response token."""
 
-import copy
 from functools import cached_property
 
 import torch
@@ -27,7 +26,7 @@ class Critic(nn.Module):
     def __init__(self, policy: Decoder, cfg: CriticConfig) -> None:
         super().__init__()
         self.cfg = cfg
-        self.trunk = copy.deepcopy(policy.model) if cfg.trunk == "separate" else None
+        self.trunk = policy.copied_trunk() if cfg.trunk == "separate" else None
         if self.trunk is not None:
             use(Linear, self.trunk, "")  # the trunk is not published, so it need not be quantized
             round_rest(self.trunk, False)

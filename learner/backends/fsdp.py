@@ -170,7 +170,7 @@ def shard(model: Decoder, cfg: LearnerConfig, mesh: DeviceMesh) -> None:
 def _shard_critic(critic: Critic, cfg: LearnerConfig, mesh: DeviceMesh) -> None:
     if critic.trunk is not None:
         _shard_exact(critic.trunk, cfg, mesh)
-        for layer in critic.trunk.layers:
+        for layer in critic.trunk.prepare_sharding():
             _shard(layer, cfg, mesh)
     _shard(critic, cfg, mesh)
 

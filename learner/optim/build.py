@@ -9,17 +9,9 @@ import torch
 from torch import nn
 
 from areal_q.config.learner import AdamW, AdamW8bit, Muon, OptimizerConfig
+from areal_q.models.low_bit.lora import A, B
+from areal_q.quant import is_quantized
 from learner.optim import adamw_8bit, uncompiled
-
-NOT_HIDDEN = (
-    "embed_tokens.weight",
-    "lm_head.weight",
-    "head.weight",
-    "mlp.gate.weight",
-    "shared_expert_gate.weight",
-)
-"""Matrices that AdamW updates instead of Muon: embedding and heads, and what chooses experts, whose rows are
-classes as those of a head are."""
 
 
 def build_optimizer(model: nn.Module, cfg: OptimizerConfig) -> torch.optim.Optimizer:
@@ -52,10 +44,11 @@ def _adamw8bit(model: nn.Module, cfg: AdamW8bit) -> torch.optim.Optimizer:
 
 
 def _muon(model: nn.Module, cfg: Muon) -> torch.optim.Optimizer:
+    # What number formats apply to, and its adapters: no embedding, head or router, whose rows are classes.
     hidden = [
         p
         for name, p in model.named_parameters()
-        if p.requires_grad and p.ndim == 2 and not name.endswith(NOT_HIDDEN)
+        if p.requires_grad and (is_quantized(name) or name.endswith((A, B)))
     ]
     if not hidden:
         return _adamw(model, AdamW(lr=cfg.lr, betas=cfg.betas, eps=cfg.eps))

@@ -213,7 +213,8 @@ FOREIGN = {
     "gpt_neox": ["learner.recompute=true", "learner.reference_kl={coef=0.1}"],
     "opt": ["learner.lora={rank=4}", "rollout.format=nf4"],
     "gemma2": ["learner.optimizer={type='adamw8bit', small=1, eps=1e-3, lr=1e-3}"],
-    "deepseek_v3": [],
+    "deepseek_v3": ["learner.advantage.type=gae", "learner.critic={optimizer={eps=1e-3, lr=1e-2}}"],
+    "starcoder2": ["learner.optimizer={type='muon', lr=1e-3}"],
     "gptj": ["learner.precision=qarl", "rollout.format=int8-weight", "rollout.unquantized=bf16"],
 }
 """Heads of their own and tied ones, soft caps, experts in one tensor, and what they are learnt with"""

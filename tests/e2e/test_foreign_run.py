@@ -69,6 +69,12 @@ def test_a_run_of_another_family_is_whole(family: str, format: str, tmp_path: Pa
     settings = [f"rollout.format={format}"]
     if family in ("qwen3_5_moe_text", "qwen3_next"):
         settings.append("learner.routing_replay=true")
+    if family == "gemma2":
+        settings += [
+            "learner.advantage.type=gae",
+            "learner.critic={}",
+            "learner.optimizer.type=muon",
+        ]
     directory, steps = run_replayed_and_resumed(tmp_path, family, *settings)
     smoothed = "[rollout.smoothing]" in (directory / "config.toml").read_text()
     assert smoothed == (family == "gpt_neox")  # by default

@@ -266,7 +266,7 @@ def test_reference_is_the_model_at_its_path_until_it_is_reset(
     run = make_run("learner.reference_kl={}")
     policy, other = build_policy(run), build_policy(make_run("seed=3"))
     save_decoder(other.model, tmp_path / "other", build_tokenizer(run.model, run.task))
-    policy.reference = build_reference(str(tmp_path / "other"), policy.model)
+    policy.reference = build_reference(str(tmp_path / "other"), run.model, policy.model)
     samples = make_samples(4)
     ((batch, inputs), *_), *_ = prepare_minibatches(policy, samples)
     with torch.no_grad():
@@ -281,7 +281,7 @@ def test_reference_is_the_model_at_its_path_until_it_is_reset(
 
     wide = build_policy(make_run("model.width=64"))
     with pytest.raises(ConfigError, match="not shaped like the policy"):
-        build_reference(str(tmp_path / "other"), wide.model)
+        build_reference(str(tmp_path / "other"), run.model, wide.model)
 
 
 def test_nothing_is_held_or_computed_for_what_is_off(make_run: MakeRun, make_samples: MakeSamples):

@@ -8,6 +8,7 @@ import torch
 from helpers.fixture_types import MakeRun, MakeSamples
 from helpers.kinds import VARIANTS, by_our_names, config_of, foreign_model, write_foreign
 from helpers.policies import save_at
+from transformers.pytorch_utils import Conv1D
 
 from areal_q.config import HfModel, ModelConfig, PretrainedModel, Run
 from areal_q.models import load_model
@@ -29,28 +30,72 @@ def policy_of(run: Run, kind: type[PretrainedModel], path: Path) -> TorchPolicy:
     return TorchPolicy(load_model(model, path), run.learner, 1.0)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+SETTINGS = {
+    "plain": (),
+    "recompute": ("learner.recompute=true",),
+    "critic": ("learner.advantage.type=gae", "learner.critic={optimizer={eps=1e-2, lr=0.01}}"),
+    "shared critic": ("learner.advantage.type=gae", "learner.critic={trunk='shared'}"),
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if "," not in v and v not in STATEFUL])
 def test_both_have_the_same_log_probs_loss_and_gradient(
-    variant: str, recompute: bool, make_run: MakeRun, make_samples: MakeSamples, tmp_path: Path
+    variant: str, settings: str, make_run: MakeRun, make_samples: MakeSamples, tmp_path: Path
 ) -> None:
+    """Twice, since a critic's values are all 0 before its first step."""
     foreign_model(config_of(variant, SHAPE)).save_pretrained(tmp_path)
-    run = make_run(*SMOOTH, f"learner.recompute={str(recompute).lower()}")
+    run = make_run(*SMOOTH, *SETTINGS[settings])
     ours, theirs = (policy_of(run, kind, tmp_path) for kind in (PretrainedModel, HfModel))
-    told = [update_policy(policy, make_samples(9)) for policy in (ours, theirs)]
-    for key in ("train/loss", "train/grad_norm", "mismatch/kl", "policy/entropy"):
-        if key in told[0]:
-            assert told[1][key] == pytest.approx(told[0][key], rel=1e-4, abs=1e-6), key
+    for seed in range(2):
+        told = [update_policy(policy, make_samples(9, seed)) for policy in (ours, theirs)]
+        for key in ("train/loss", "train/grad_norm", "mismatch/kl", "policy/entropy", "value/mean"):
+            if key in told[0]:
+                assert told[1][key] == pytest.approx(told[0][key], rel=1e-4, abs=1e-6), key
     other = by_our_names(theirs.model.state_dict(), ours.model.config)
     for name, weight in ours.model.state_dict().items():
         torch.testing.assert_close(other[name], weight, atol=1e-5, rtol=0, msg=name)
 
 
+@pytest.mark.parametrize("family", ["gpt_neox", "phi", "gpt2", "starcoder2"])
+def test_muon_moves_each_linear_of_the_layers(
+    family: str, make_run: MakeRun, make_samples: MakeSamples, tmp_path: Path
+) -> None:
+    """And nothing else: all numbers that AdamW moves are moved alike by its first step."""
+    net = write_foreign(tmp_path / "model", family)
+    head = net.get_output_embeddings()
+    linears = {
+        f"{name}.weight"
+        for name, module in net.named_modules()
+        if isinstance(module, torch.nn.Linear | Conv1D) and module is not head
+    }
+    policy = policy_of(
+        make_run(
+            "learner.uaq=1",
+            "learner.minibatches=1",
+            "learner.optimizer={type='muon', lr=1e-3, warmup_steps=0}",
+        ),
+        HfModel,
+        tmp_path / "model",
+    )
+    before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
+    update_policy(policy, make_samples(9))
+    turned = set()
+    for name, p in policy.model.named_parameters():
+        moved = (before[name] - p.detach()).abs()
+        if p.ndim == 2 and (moved[moved > 0] / 1e-3 - 1).abs().median() > 0.01:
+            turned.add(name)
+    assert turned == linears
+
+
 def test_a_restored_policy_goes_on_bit_for_bit(
     make_run: MakeRun, make_samples: MakeSamples, tmp_path: Path
 ) -> None:
+    """With a critic, and a reference of another path."""
     write_foreign(tmp_path / "model", "gemma2")
-    run = make_run(*SMOOTH, "learner.reference_kl.coef=0.1")
+    write_foreign(tmp_path / "other", "gemma2")
+    other = f"learner.reference_kl={{coef=0.1, path='{tmp_path / 'other'}'}}"
+    run = make_run(*SMOOTH, other, "learner.advantage.type=gae", "learner.critic={}")
     first = policy_of(run, HfModel, tmp_path / "model")
     update_policy(first, make_samples(6, 1))
     save_at(1, tmp_path / "checkpoints", first)

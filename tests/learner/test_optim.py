@@ -37,10 +37,15 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         g = torch.Generator().manual_seed(0)
-        self.q_proj = nn.Linear(64, 80)
+        attention = nn.ModuleDict({"q_proj": nn.Linear(64, 80)})
+        self.layers = nn.ModuleList([nn.ModuleDict({"self_attn": attention})])
         self.lm_head = nn.Linear(80, 64, bias=False)
         for p in self.parameters():
             p.data = torch.randn(p.shape, generator=g) / 8
+
+    @property
+    def q_proj(self) -> nn.Linear:
+        return self.get_submodule("layers.0.self_attn.q_proj")  # type: ignore[return-value]
 
     def learn(self, cfg: OptimizerConfig, steps: int, lr: float) -> float:
         """Regression on a fixed problem; returns the last loss."""

@@ -5,6 +5,7 @@ bucket of the layout is a batch, padded on the right, where no token attends to 
 several responses share is computed for each of them.
 """
 
+import copy
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -84,6 +85,15 @@ class HfDecoder(Decoder):
         self.one_pass = True
         kinds = self.net._no_split_modules or ()
         return [m for m in self.modules() if type(m).__name__ in kinds][::-1]
+
+    def copied_trunk(self) -> Decoder:
+        copied = copy.deepcopy(self)
+        head = copied.net.get_output_embeddings()
+        (name,) = (name for name, child in copied.named_children() if child is head)
+        delattr(copied, name)
+        delattr(copied.net, name)
+        copied.dtype = torch.float32
+        return copied
 
     def forward(
         self, token_ids: Tensor, layout: PackedLayout, routing: Routing | None = None
