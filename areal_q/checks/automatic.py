@@ -4,6 +4,9 @@
 |---|---|---|
 | learner.dtype | bfloat16 | on a GPU, or a processor that multiplies bfloat16 numbers, for a dense model |
 | | float32 | elsewhere; and with the rollouts' numbers (`precision`, `lora`), of whose format products are |
+| learner.optimizer.lr, | 1.5e-4 | a model of type small |
+| and the critic's | 5e-6 | a pretrained one; 1e-6 from a billion weights on, 2e-5 in supervised training |
+| | ten times that | with `lora` |
 | rollout.unquantized | bf16 | the model's own config.json names bfloat16 |
 | | fp32 | elsewhere |
 | model.type | hf | our decoder does not have the family of a pretrained model, or that variant of it |
@@ -37,9 +40,12 @@ from areal_q.config import (
     Smoothing,
     with_transformers,
 )
+from areal_q.config.learner import SMALL_RATE
+from areal_q.config.load import with_rates
 from areal_q.config.run import ROUNDS_ACTIVATIONS, WORTH_SMOOTHING
 from areal_q.errors import CheckpointError, NotOurs
 from areal_q.models.config import OFFSET_NORMS, DecoderConfig
+from areal_q.models.shape import config_at
 from areal_q.models.variants import text_part
 
 Dtype = Literal["float32", "bfloat16"]
@@ -56,6 +62,7 @@ def settled(run: Run) -> Run:
     learner, rollout = run.learner, run.rollout
     if learner.dtype == "auto":
         learner = msgspec.structs.replace(learner, dtype=_dtype(run)[0])
+    learner = with_rates(learner, _rate(run))
     if rollout.unquantized == "auto":
         model = _config_of(run)
         own = model.get("dtype") or model.get("torch_dtype")
@@ -127,6 +134,30 @@ def _unsmoothed(run: Run) -> str:
     if run.learner.precision != "full" or run.learner.lora:
         return "the learner computes with the published weights"
     return ""
+
+
+def _rate(run: Run) -> float:
+    """Returns what a learning rate becomes if it is `auto`: for a pretrained model that with which SmolLM2-135M
+    learns (docs/stability.md), for a large one verl's and TRL's, and ten times that for adapters."""
+    if isinstance(run.model, SmallModel):
+        return SMALL_RATE
+    try:
+        large = config_at(run.model, run.model.path).weights >= 10**9
+    except CheckpointError:  # which its loading reports
+        large = False
+    full, adapters = (2e-5, 2e-4) if run.sft else (1e-6, 1e-5) if large else (5e-6, 5e-5)
+    return adapters if run.learner.lora else full
+
+
+def why_rate(run: Run) -> str:
+    """Returns a sentence that says which learning rate a pretrained model gets where the settings name none."""
+    rate, kind = (
+        _rate(run),
+        "adapters on a pretrained model" if run.learner.lora else "a pretrained model",
+    )
+    if isinstance(run.model, SmallModel) or run.learner.optimizer.lr not in ("auto", rate):
+        return ""
+    return f"learner.optimizer.lr is {rate:g}, for {kind}"
 
 
 def _dtype(run: Run) -> tuple[Dtype, str]:

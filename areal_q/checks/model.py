@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from areal_q.checks.automatic import why_rate
 from areal_q.checks.combinations import (
     check_adapters,
     check_backend,
@@ -156,10 +157,13 @@ def findings(run: Run, found: FoundModel) -> Iterator[CheckResult]:
 
 
 def rate_of(run: Run, shape: DecoderConfig) -> Iterator[CheckResult]:
-    """Yields a warning if all weights of a large trained model would be learnt as fast as a small one's."""
-    lr = run.learner.optimizer.lr
+    """Yields the rate that was chosen for a pretrained model, or a warning if all weights of a large one would
+    be learnt as fast as a small one's."""
+    lr = run.learner.optimizer.rate
     trained = isinstance(run.model, PretrainedModel) and not run.learner.lora
-    if trained and shape.weights > LARGE and lr > STEEP:
+    if chosen := why_rate(run):
+        yield CheckResult("learning rate", "ok", chosen)
+    elif trained and shape.weights > LARGE and lr > STEEP:
         says = f"learner.optimizer.lr = {lr:g} is for small models; here are {shape.weights:,} parameters"
         yield CheckResult("learning rate", "warning", says, "learner.optimizer.lr=1e-6 to 1e-5")
 

@@ -38,9 +38,15 @@ Target = Annotated[str, Meta(pattern=r"^\w+$")]
 PoolWeight = Annotated[int, Meta(ge=0, le=1000)]
 
 
+SMALL_RATE = 1.5e-4
+"""The learning rate of a small model"""
+
+
 class _Optimizer(TaggedSettings, frozen=True, kw_only=True):
-    lr: NonNegative = 1.5e-4
-    """Learning rate after the warm-up."""
+    lr: NonNegative | Literal["auto"] = "auto"
+    """Learning rate after the warm-up; `auto` goes by the model as a run starts: 1.5e-4 for one of type small;
+    for a pretrained one 5e-6, from a billion weights on 1e-6, in supervised training 2e-5, and ten times that
+    for adapters."""
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
     """Decay rates of the first and the second moment."""
     eps: Positive = 1e-8
@@ -55,6 +61,11 @@ class _Optimizer(TaggedSettings, frozen=True, kw_only=True):
     """Shape of the decay: half a cosine, or a line."""
     final: Fraction = 0.1
     """Share of lr that is left after the decay."""
+
+    @property
+    def rate(self) -> float:
+        """`lr`, or what it is for a small model where it is still `auto`."""
+        return SMALL_RATE if self.lr == "auto" else self.lr
 
 
 class AdamW(_Optimizer, frozen=True, kw_only=True, tag="adamw"):

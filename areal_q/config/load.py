@@ -13,6 +13,7 @@ import msgspec
 
 from areal_q.config.engines import HfEngine, TorchEngine
 from areal_q.config.faults import fault
+from areal_q.config.learner import LearnerConfig
 from areal_q.config.rules import broken_rules
 from areal_q.config.run import HfModel, PretrainedModel, Run
 from areal_q.decode_errors import suggestion
@@ -96,6 +97,7 @@ def as_before(run: Run, before: Run) -> Run:
             learner = msgspec.structs.replace(learner, **{name: own})
     if learner.dtype == "auto":
         learner = msgspec.structs.replace(learner, dtype=before.learner.dtype)
+    learner = with_rates(learner, before.learner.optimizer.rate)
     if rollout.unquantized == "auto":
         rollout = msgspec.structs.replace(rollout, unquantized=before.rollout.unquantized)
     if rollout.smoothing == "auto":
@@ -105,6 +107,18 @@ def as_before(run: Run, before: Run) -> Run:
         aqn = msgspec.structs.replace(rollout.aqn, steps=known.steps)
         rollout = msgspec.structs.replace(rollout, aqn=aqn)
     return msgspec.structs.replace(run, learner=learner, rollout=rollout)
+
+
+def with_rates(learner: LearnerConfig, rate: float) -> LearnerConfig:
+    """Returns the settings with `rate` in place of each learning rate that is `auto`."""
+    if learner.optimizer.lr == "auto":
+        optimizer = msgspec.structs.replace(learner.optimizer, lr=rate)
+        learner = msgspec.structs.replace(learner, optimizer=optimizer)
+    if learner.critic and learner.critic.optimizer.lr == "auto":
+        optimizer = msgspec.structs.replace(learner.critic.optimizer, lr=rate)
+        critic = msgspec.structs.replace(learner.critic, optimizer=optimizer)
+        learner = msgspec.structs.replace(learner, critic=critic)
+    return learner
 
 
 def with_transformers(run: Run, foreign: bool) -> Run:

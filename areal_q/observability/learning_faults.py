@@ -293,7 +293,7 @@ def advice(fault: Fault, run: Run) -> str:
     """Returns what to change in the settings of `run`, or where to look, as if nothing else were wrong."""
     match fault.name:
         case "policy diverged" | "reward collapsed":
-            lr = run.learner.optimizer.lr
+            lr = run.learner.optimizer.rate
             before = "from a checkpoint before it (areal-q run RUN --resume --from STEP)"
             return f"a smaller learner.optimizer.lr (now {lr:g}), {before}"
         case "rewards fail":

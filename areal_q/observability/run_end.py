@@ -58,7 +58,7 @@ def going_on(run: Run, directory: Path, start: int, records: Sequence[Record]) -
             way = "no older checkpoint that is better was kept (eval.best keeps the best)"
             if best and best[0] < start:
                 step, metric, value = best
-                lr = f"learner.optimizer.lr={run.learner.optimizer.lr / 10:g}"
+                lr = f"learner.optimizer.lr={run.learner.optimizer.rate / 10:g}"
                 way = f"the best checkpoint is that of step {step} ({metric} {value:.3f}); to go on from it: "
                 way += f"Ctrl-C, then areal-q run {directory} --resume --from {step} {lr}"
             yield f"{fault.says}; {way}"

@@ -41,7 +41,7 @@ def wire(run: Run, shape: DecoderConfig) -> Wire:
     snapshot = version_bytes(run, shape)
     if run.learner.lora:
         return Wire(snapshot, 4.0 * trained_weights(run, shape))
-    delta = 2 * shape.weights / _ratio(run.rollout.format, run.learner.optimizer.lr)
+    delta = 2 * shape.weights / _ratio(run.rollout.format, run.learner.optimizer.rate)
     if run.rollout.unquantized != "bf16":
         delta += _REST_FP32 * (shape.weights - linear_weights(shape))
     return Wire(snapshot, min(delta, snapshot))

@@ -35,12 +35,12 @@ def _groups(model: nn.Module, cfg: OptimizerConfig, without: set[nn.Parameter]) 
 
 def _adamw(model: nn.Module, cfg: AdamW) -> torch.optim.Optimizer:
     groups = _groups(model, cfg, set())
-    return uncompiled.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True)
+    return uncompiled.AdamW(groups, lr=cfg.rate, betas=cfg.betas, eps=cfg.eps, fused=True)
 
 
 def _adamw8bit(model: nn.Module, cfg: AdamW8bit) -> torch.optim.Optimizer:
     groups = _groups(model, cfg, set())
-    return adamw_8bit.AdamW8bit(groups, cfg.lr, cfg.betas, cfg.eps, cfg.small)
+    return adamw_8bit.AdamW8bit(groups, cfg.rate, cfg.betas, cfg.eps, cfg.small)
 
 
 def _muon(model: nn.Module, cfg: Muon) -> torch.optim.Optimizer:
@@ -51,19 +51,19 @@ def _muon(model: nn.Module, cfg: Muon) -> torch.optim.Optimizer:
         if p.requires_grad and (is_quantized(name) or name.endswith((A, B)))
     ]
     if not hidden:
-        return _adamw(model, AdamW(lr=cfg.lr, betas=cfg.betas, eps=cfg.eps))
+        return _adamw(model, AdamW(lr=cfg.rate, betas=cfg.betas, eps=cfg.eps))
     kind = torch.optim.Muon
     if hasattr(hidden[0], "to_local"):
         from learner.optim.sharded_muon import ShardedMuon as kind
     muon = kind(
         hidden,
-        lr=cfg.lr,
+        lr=cfg.rate,
         weight_decay=cfg.weight_decay,
         momentum=cfg.momentum,
         adjust_lr_fn="match_rms_adamw",
     )
     others = _groups(model, cfg, set(hidden))
-    adamw = uncompiled.AdamW(others, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True)
+    adamw = uncompiled.AdamW(others, lr=cfg.rate, betas=cfg.betas, eps=cfg.eps, fused=True)
     return Several(muon, adamw)
 
 
@@ -101,12 +101,12 @@ def learning_rate(cfg: OptimizerConfig, update: int) -> float:
     """Returns the learning rate of optimizer step `update`: a linear rise to lr, then, if `decay_steps` are
     set, half a cosine or a line down to final · lr."""
     if update < cfg.warmup_steps:
-        return cfg.lr * (update + 1) / (cfg.warmup_steps + 1)
+        return cfg.rate * (update + 1) / (cfg.warmup_steps + 1)
     if cfg.decay_steps == 0:
-        return cfg.lr
+        return cfg.rate
     progress = min(1.0, (update - cfg.warmup_steps) / cfg.decay_steps)
     fallen = progress if cfg.decay == "linear" else (1 - math.cos(math.pi * progress)) / 2
-    return cfg.lr * (1 - (1 - cfg.final) * fallen)
+    return cfg.rate * (1 - (1 - cfg.final) * fallen)
 
 
 def optimizer_step(

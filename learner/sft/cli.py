@@ -17,7 +17,7 @@ from typing import Annotated, NoReturn
 from msgspec.structs import replace
 from typer import Argument, Option
 
-from areal_q.checks.automatic import settled, why_dtype
+from areal_q.checks.automatic import settled, why_dtype, why_rate
 from areal_q.checks.hub import fetched
 from areal_q.cli.app import asked_for
 from areal_q.cli.live_view import build_view
@@ -97,7 +97,8 @@ def _train(run: Run, resume: bool, stop: StopRequest) -> NoReturn:
         if moved:
             view.note(f"an earlier run was in {directory}: moved to {moved}")
         view.start(directory)
-        view.note(why_dtype(run))
+        for said in filter(None, (why_dtype(run), why_rate(run))):
+            view.note(said)
         metrics = MetricsLog(directory, began=command_began())
         metrics.also("view", lambda _: view.refresh())
         try:

@@ -16,6 +16,7 @@ from helpers.paths import ROOT
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
+from areal_q.checks.automatic import why_rate
 from areal_q.checks.format_advice import format_of, instead
 from areal_q.checks.memory import learner_memory, total, worker_memory
 from areal_q.checks.model import check_model, findings, longest_prompt, rate_of
@@ -301,14 +302,15 @@ def test_no_configuration_of_ours_is_warned_of(name: str):
 
 
 def test_a_rate_for_small_models_is_a_warning(model: Path):
-    """The default is the built-in model's."""
-    run = run_of(model)
+    run = run_of(model, "learner.optimizer.lr=1.5e-4")
     (found,) = rate_of(run, LARGE)
     assert (found.level, found.fix) == ("warning", "learner.optimizer.lr=1e-6 to 1e-5")
     assert "134,515,008 parameters" in found.says
     assert not [*rate_of(run, load_config(model))]
     for setting in ("learner.optimizer.lr=1e-5", "learner.lora={}"):
         assert not [*rate_of(override(run, setting), LARGE)]
+    (chosen,) = rate_of(override(run, "learner.optimizer.lr=auto"), LARGE)
+    assert (chosen.level, chosen.says) == ("ok", why_rate(run_of(model)))
 
 
 def test_smoothing_is_not_advised_to_a_model_without_scales(model: Path):

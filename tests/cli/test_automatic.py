@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from areal_q.checks import automatic
-from areal_q.checks.automatic import settled, why_dtype, why_smoothing
+from areal_q.checks.automatic import settled, why_dtype, why_rate, why_smoothing
 from areal_q.config import Run, Smoothing, dump_toml, load, parse
 from areal_q.errors import ConfigError
 from areal_q.system import run_dir
@@ -59,6 +59,7 @@ def test_torch_told_to_be_older_makes_auto_float32(processor, monkeypatch):
 def test_what_is_asked_for_stays(processor):
     processor(ZEN5)
     asked = ["learner.dtype=float32", "rollout.unquantized=bf16", "rollout.smoothing=off"]
+    asked.append("learner.optimizer.lr=0.1")
     run = load(None, asked)
     assert settled(run) == run
     assert "as the settings say; auto were bfloat16" in why_dtype(run)
@@ -79,6 +80,44 @@ def test_the_rest_is_published_in_the_dtype_of_the_model(tmp_path, config, rest)
     run = load(None, ["model.type=pretrained", f"model.path={tmp_path}"])
     assert settled(run).rollout.unquantized == rest
     assert settled(load(None)).rollout.unquantized == "fp32"
+
+
+SMALL = {
+    "model_type": "llama", "vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "intermediate_size": 64, "max_position_embeddings": 64,
+}  # fmt: skip
+LARGE = SMALL | {"vocab_size": 10**6, "hidden_size": 1024}
+SFT = "sft.path=rows.jsonl"
+LORA = "learner.lora={}"
+CRITIC = "learner.critic={optimizer={lr=0.5}}"
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "rates"),
+    [
+        (None, [], (1.5e-4, 1.5e-4)),
+        (None, [SFT, LORA], (1.5e-4, 1.5e-4)),
+        (SMALL, [], (5e-6, 5e-6)),
+        (SMALL, [LORA], (5e-5, 5e-5)),
+        (SMALL, [SFT], (2e-5, 2e-5)),
+        (SMALL, ["learner.optimizer.lr=0.1", CRITIC], (0.1, 0.5)),
+        (SMALL, ["learner.optimizer.type=muon", CRITIC], (5e-6, 0.5)),
+        (LARGE, [], (1e-6, 1e-6)),
+        (LARGE, [LORA], (1e-5, 1e-5)),
+        ({}, [], (5e-6, 5e-6)),
+    ],
+)
+def test_a_learning_rate_goes_by_the_model(tmp_path, config, settings, rates):
+    asked = ["learner.advantage.type=gae", "learner.critic={}", *settings]
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        asked += ["model.type=pretrained", f"model.path={tmp_path}"]
+    run = settled(load(None, asked))
+    assert run.learner.critic
+    assert (run.learner.optimizer.lr, run.learner.critic.optimizer.lr) == rates
+    told = config is not None and rates[0] != 0.1
+    assert why_rate(run).startswith(f"learner.optimizer.lr is {rates[0]:g}, for") == told
+    assert settled(run) == run
 
 
 @pytest.mark.parametrize("text", [None, "{", "[]"])

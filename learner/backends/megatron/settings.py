@@ -87,7 +87,7 @@ def optimizer_config(cfg: LearnerConfig, optimizer: AdamW) -> OptimizerConfig:
     dtype = getattr(torch, cfg.products)
     return OptimizerConfig(
         optimizer="adam",  # decoupled weight decay is its default
-        lr=optimizer.lr,
+        lr=optimizer.rate,
         weight_decay=optimizer.weight_decay,
         adam_beta1=optimizer.betas[0],
         adam_beta2=optimizer.betas[1],
