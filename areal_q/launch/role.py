@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -108,7 +108,8 @@ def main(
         module_command("areal_q.launch.role", f"{role}-once", *sys.argv[2:]), mend=MEND
     )
     if role == "worker":
-        _end_when(partial(places.read_ended, place), "the learner ended, and so does this")
+        why = partial(logger.info, "the learner ended, and so does this")
+        _end_when(partial(places.read_ended, place), why)
         code = service.run()
         if ended := places.read_ended(place):
             code = ended.code
@@ -122,8 +123,8 @@ def main(
     with _redis(place, endpoint, started_here=not redis):
         places.write_endpoint(place, endpoint)
         # It would wait for them in vain, with the GPUs that it holds.
-        refused = "all workers ended with 2: their logs say what to mend; then launch again"
-        _end_when(partial(places.all_refused, place, workers), refused)
+        why = "all workers ended with 2: their logs say what to mend; then launch again"
+        _end_when(partial(places.all_refused, place, workers), partial(logger.error, why))
         code = service.run()
         if code and places.all_refused(place, workers):
             code = 2
@@ -133,15 +134,16 @@ def main(
     raise typer.Exit(code)
 
 
-def _end_when(over: Callable[[], object], why: str) -> None:
-    """Tells this process to end, and says why, as soon as `over` returns something true."""
+def _end_when(over: Callable[[], object], tell: Callable[[], None]) -> None:
+    """Tells this process to end as soon as `over` returns something true; `tell` says why."""
 
     def look() -> None:
         holds = None
         while not holds:
             time.sleep(_LOOK_S)  # also before the first look: the service has taken SIGTERM by then
-            holds = over()
-        logger.warning(why)
+            with suppress(OSError):  # of a directory that hosts share
+                holds = over()
+        tell()
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=look, daemon=True).start()
