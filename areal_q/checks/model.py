@@ -36,6 +36,7 @@ from areal_q.config.engines import HF_IGNORES, PAGE, pages_of_group
 from areal_q.config.tasks import chat_of
 from areal_q.errors import CheckpointError, ConfigError, QuantizationError, TaskError
 from areal_q.models import DecoderConfig
+from areal_q.models.foreign import computing
 from areal_q.models.hf.foreign_files import check_foreign_head
 from areal_q.models.hf.vllm_shapes import vllm_refuses
 from areal_q.models.hf.weight_files import check_tensors
@@ -64,7 +65,7 @@ MOST_SHOWN = 300
 """Characters of a prompt that are shown"""
 LARGE, STEEP = 50_000_000, 5e-5
 """Parameters from which a trained model has a rate of its own, and the rate from which it is warned of. Chosen:
-5e-6 teaches 135M parameters, 1e-6 is usual for 0.5B and more; 1.5e-4, the default, is the built-in model's."""
+5e-6 teaches 135M parameters, 1e-6 is usual for large models; 1.5e-4 is the built-in model's."""
 
 
 class FoundModel(Struct, frozen=True):
@@ -103,6 +104,8 @@ def check_model(run: Run) -> FoundModel:
         check_reference(reference, shape, kl.path)
         if reference.foreign is None:
             check_tensors(kl.path, reference)
+        else:
+            check_foreign_head(reference, kl.path)
     processes = run.learner.processes
     kept = check_fit(run, shape, tokenizer, task, processes if processes > 1 else 0)
     if isinstance(run.learner.teacher, ModelTeacher):
@@ -319,8 +322,10 @@ def check_teacher(path: str, tokenizer: Tokenizer) -> None:
 
 def check_reference(reference: DecoderConfig, policy: DecoderConfig, path: str) -> None:
     """Raises ConfigError unless the reference model in directory `path` has the policy's architecture."""
-    shapes = [
-        msgspec.structs.replace(config, eos_ids=(), foreign=None) for config in (reference, policy)
-    ]
-    if shapes[0] != shapes[1]:
+    one, other = (
+        msgspec.structs.replace(config, eos_ids=(), stored=(), foreign=computing(config.foreign))
+        for config in (reference, policy)
+    )
+    # Files may have the tensors in another order.
+    if one != other or dict(reference.stored) != dict(policy.stored):
         raise ConfigError(f"learner.reference_kl.path = {path!r}: not shaped like the policy")

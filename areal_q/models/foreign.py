@@ -1,6 +1,7 @@
 """What `config.json` says of a model of any family that transformers computes. Imports neither torch nor
 transformers."""
 
+import re
 from typing import Any
 
 from areal_q.errors import CheckpointError
@@ -21,6 +22,10 @@ _NAMES = {
     "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
 }
 """Names of sizes in the families, which all have them"""
+_SAID = re.compile(
+    r"(torch_)?dtype|architectures|use_cache|transformers_version|.*_token_id|_name.*"
+)
+"""Keys that change nothing in what a model computes"""
 _MLP = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
 _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
 
@@ -53,6 +58,11 @@ def sizes_of(hf: dict[str, Any]) -> dict[str, Any]:
         "eos_ids": () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
         "pad_id": hf.get("pad_token_id"),
     }
+
+
+def computing(hf: dict[str, Any] | None) -> dict[str, Any]:
+    """Returns the part of a `config.json` that tells what a model computes."""
+    return {key: value for key, value in (hf or {}).items() if not _SAID.fullmatch(key)}
 
 
 def _first(hf: dict[str, Any], names: tuple[str, ...]) -> int | None:

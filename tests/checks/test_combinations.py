@@ -5,6 +5,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.kinds import VOCAB, character_tokenizer, config_of, foreign_model, write_foreign
 from helpers.policies import build_policy
 from transformers import CTRLConfig
@@ -96,9 +97,17 @@ def test_what_needs_our_decoder_is_refused_by_name(
     assert late.value.lines() == early.value.lines()
 
 
-def test_a_reference_of_another_family_is_refused(path: Path) -> None:
-    write_foreign(path.parent / "other", "gpt_neox")
-    run = run_of(path, f"learner.reference_kl.path={path.parent / 'other'}")
+def test_a_reference_in_other_files_is_the_same_model(path: Path, tmp_path: Path) -> None:
+    """Its config.json may say other things that no log-prob depends on, and nothing else."""
+    net = write_foreign(tmp_path, "phi")
+    net.to(torch.bfloat16).save_pretrained(tmp_path, max_shard_size="9KB")
+    (tmp_path / "model.safetensors").unlink(missing_ok=True)
+    assert len([*tmp_path.glob("*.safetensors")]) > 1
+    table = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(table | {"use_cache": not table["use_cache"]}))
+    run = run_of(path, f"learner.reference_kl.path={tmp_path}")
+    check_model(run)
+    (tmp_path / "config.json").write_text(json.dumps(table | {"layer_norm_eps": 0.5}))
     with pytest.raises(UserError, match=r"reference_kl\.path = .*: not shaped like the policy"):
         check_model(run)
 
