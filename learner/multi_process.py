@@ -33,6 +33,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from areal_q.checks.combinations import check_processes
 from areal_q.config import MegatronBackend, Run, TorchBackend
+from areal_q.config.load import with_rates
 from areal_q.errors import RankLost
 from areal_q.system.processes import end_with_parent
 from areal_q.system.stop_request import StopRequest, ended_by_signals
@@ -170,6 +171,7 @@ class MultiProcessUpdater:
             policy.skipped,
             moments=bool(policy.optimizer.state),
             dtype=run.learner.dtype,
+            rates=run.learner.rates,
             unquantized=run.rollout.unquantized,
         )
         send(ranks, begin)
@@ -233,7 +235,7 @@ def follow(run: Run, ranks: Ranks) -> None:
     if not isinstance(begin, Begin):
         dist.destroy_process_group()
         return
-    learner = msgspec.structs.replace(run.learner, dtype=begin.dtype)
+    learner = with_rates(msgspec.structs.replace(run.learner, dtype=begin.dtype), begin.rates)
     rollout = msgspec.structs.replace(run.rollout, unquantized=begin.unquantized)
     run = msgspec.structs.replace(run, learner=learner, rollout=rollout)
     with names_a_lost_rank(ranks):

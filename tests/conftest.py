@@ -336,7 +336,7 @@ RANK = """
 import json, os, sys
 from pathlib import Path
 import msgspec, torch
-from areal_q.config import CheckpointConfig, load
+from areal_q.config import CheckpointConfig, load, override
 from areal_q.tasks import build_tokenizer
 from learner import checkpoint
 from learner.build_policy import build_model
@@ -352,8 +352,10 @@ for job in sys.argv[1:]:
     directory, os.environ["MASTER_PORT"] = Path(job.split(":")[0]), job.split(":")[1]
     run = load(directory / "config.toml")
     ranks = join(run)
-    if ranks.rank:
-        follow(run, ranks)
+    if ranks.rank:  # whose own settings leave open what rank 0 has settled
+        auto = ["learner.dtype", "rollout.unquantized", "learner.optimizer.lr"]
+        auto += ["learner.critic.optimizer.lr"] if run.learner.critic else []
+        follow(override(run, *(f"{name}=auto" for name in auto)), ranks)
         continue
     model = build_model(run.model, build_tokenizer(run.model, run.task), run.seed)
     set_precision(model, run)

@@ -43,7 +43,7 @@ from areal_q.config import (
 from areal_q.config.learner import SMALL_RATE
 from areal_q.config.load import with_rates
 from areal_q.config.run import ROUNDS_ACTIVATIONS, WORTH_SMOOTHING
-from areal_q.errors import CheckpointError, NotOurs
+from areal_q.errors import CheckpointError, ConfigError, NotOurs
 from areal_q.models.config import OFFSET_NORMS, DecoderConfig
 from areal_q.models.shape import config_at
 from areal_q.models.variants import text_part
@@ -62,7 +62,8 @@ def settled(run: Run) -> Run:
     learner, rollout = run.learner, run.rollout
     if learner.dtype == "auto":
         learner = msgspec.structs.replace(learner, dtype=_dtype(run)[0])
-    learner = with_rates(learner, _rate(run))
+    if "auto" in (learner.optimizer.lr, learner.critic and learner.critic.optimizer.lr):
+        learner = with_rates(learner, (_rate(run), _rate(run)))
     if rollout.unquantized == "auto":
         model = _config_of(run)
         own = model.get("dtype") or model.get("torch_dtype")
@@ -143,14 +144,15 @@ def _rate(run: Run) -> float:
         return SMALL_RATE
     try:
         large = config_at(run.model, run.model.path).weights >= 10**9
-    except CheckpointError:  # which its loading reports
+    except (CheckpointError, ConfigError):  # which its loading reports
         large = False
     full, adapters = (2e-5, 2e-4) if run.sft else (1e-6, 1e-5) if large else (5e-6, 5e-5)
     return adapters if run.learner.lora else full
 
 
 def why_rate(run: Run) -> str:
-    """Returns a sentence that says which learning rate a pretrained model gets where the settings name none."""
+    """Returns a sentence that says that a pretrained model has the learning rate that `auto` is; "" if it has
+    another, or is small."""
     rate, kind = (
         _rate(run),
         "adapters on a pretrained model" if run.learner.lora else "a pretrained model",

@@ -145,7 +145,7 @@ def moment_bytes(run: Run) -> int:
             return 8
         case AdamW8bit():
             return 2
-        case _:  # Muon has one moment of the matrices of the hidden layers
+        case _:  # Muon has one moment of the linears that formats apply to
             return 4
 
 

@@ -64,7 +64,7 @@ class _Optimizer(TaggedSettings, frozen=True, kw_only=True):
 
     @property
     def rate(self) -> float:
-        """`lr`, or what it is for a small model where it is still `auto`."""
+        """`lr`; before a run starts, which settles what is `auto`, that of a small model."""
         return SMALL_RATE if self.lr == "auto" else self.lr
 
 
@@ -80,8 +80,8 @@ class AdamW8bit(_Optimizer, frozen=True, kw_only=True, tag="adamw8bit"):
 
 
 class Muon(_Optimizer, frozen=True, kw_only=True, tag="muon"):
-    """Orthogonalised momentum for the matrices of the hidden layers, AdamW for all else; updates are scaled to
-    AdamW's usual size, so that one lr serves both (arXiv 2502.16982)."""
+    """Orthogonalised momentum for the linears that number formats apply to, AdamW for all else; updates are
+    scaled to AdamW's usual size, so that one lr serves both (arXiv 2502.16982)."""
 
     momentum: BelowOne = 0.95
     """Decay rate of the momentum."""
@@ -315,6 +315,11 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
     def products(self) -> Literal["float32", "bfloat16"]:
         """The dtype that layers multiply in: `dtype`, and float32 where nobody has settled what `auto` is."""
         return "float32" if self.dtype == "auto" else self.dtype
+
+    @property
+    def rates(self) -> tuple[float, float]:
+        """The learning rates of the policy, and of the critic if there is one."""
+        return self.optimizer.rate, (self.critic or self).optimizer.rate
 
     @property
     def pass_tokens(self) -> int:

@@ -97,7 +97,7 @@ def as_before(run: Run, before: Run) -> Run:
             learner = msgspec.structs.replace(learner, **{name: own})
     if learner.dtype == "auto":
         learner = msgspec.structs.replace(learner, dtype=before.learner.dtype)
-    learner = with_rates(learner, before.learner.optimizer.rate)
+    learner = with_rates(learner, before.learner.rates)
     if rollout.unquantized == "auto":
         rollout = msgspec.structs.replace(rollout, unquantized=before.rollout.unquantized)
     if rollout.smoothing == "auto":
@@ -109,13 +109,14 @@ def as_before(run: Run, before: Run) -> Run:
     return msgspec.structs.replace(run, learner=learner, rollout=rollout)
 
 
-def with_rates(learner: LearnerConfig, rate: float) -> LearnerConfig:
-    """Returns the settings with `rate` in place of each learning rate that is `auto`."""
+def with_rates(learner: LearnerConfig, rates: tuple[float, float]) -> LearnerConfig:
+    """Returns the settings with `rates`, the policy's and a critic's, in place of those that are `auto`."""
+    rate, critics = rates
     if learner.optimizer.lr == "auto":
         optimizer = msgspec.structs.replace(learner.optimizer, lr=rate)
         learner = msgspec.structs.replace(learner, optimizer=optimizer)
     if learner.critic and learner.critic.optimizer.lr == "auto":
-        optimizer = msgspec.structs.replace(learner.critic.optimizer, lr=rate)
+        optimizer = msgspec.structs.replace(learner.critic.optimizer, lr=critics)
         critic = msgspec.structs.replace(learner.critic, optimizer=optimizer)
         learner = msgspec.structs.replace(learner, critic=critic)
     return learner

@@ -52,6 +52,8 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     """True if the optimizers have moments, which are scattered too."""
     dtype: Literal["auto", "float32", "bfloat16"]
     """`learner.dtype`, which may be `auto` in the other ranks' own settings."""
+    rates: tuple[float, float]
+    """`learner.rates`, likewise."""
     unquantized: Literal["auto", "fp32", "bf16"]
     """`rollout.unquantized`, likewise."""
 

@@ -8,6 +8,7 @@ import pytest
 from areal_q.checks import automatic
 from areal_q.checks.automatic import settled, why_dtype, why_rate, why_smoothing
 from areal_q.config import Run, Smoothing, dump_toml, load, parse
+from areal_q.config.load import as_before
 from areal_q.errors import ConfigError
 from areal_q.system import run_dir
 
@@ -102,6 +103,8 @@ CRITIC = "learner.critic={optimizer={lr=0.5}}"
         (SMALL, [SFT], (2e-5, 2e-5)),
         (SMALL, ["learner.optimizer.lr=0.1", CRITIC], (0.1, 0.5)),
         (SMALL, ["learner.optimizer.type=muon", CRITIC], (5e-6, 0.5)),
+        (SMALL, ["learner.optimizer.lr=0.1"], (0.1, 5e-6)),
+        (None, ["learner.optimizer.lr=0.1"], (0.1, 1.5e-4)),
         (LARGE, [], (1e-6, 1e-6)),
         (LARGE, [LORA], (1e-5, 1e-5)),
         ({}, [], (5e-6, 5e-6)),
@@ -113,6 +116,7 @@ def test_a_learning_rate_goes_by_the_model(tmp_path, config, settings, rates):
         (tmp_path / "config.json").write_text(json.dumps(config))
         asked += ["model.type=pretrained", f"model.path={tmp_path}"]
     run = settled(load(None, asked))
+    assert as_before(load(None, asked), run) == run
     assert run.learner.critic
     assert (run.learner.optimizer.lr, run.learner.critic.optimizer.lr) == rates
     told = config is not None and rates[0] != 0.1
