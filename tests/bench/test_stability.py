@@ -224,7 +224,7 @@ def test_uaq_under_adam_is_a_learning_rate_for_each_weight_kind(make_run: MakeRu
         )
         policy = TorchPolicy(model, run.learner, 1.0)
         lr = {"linear": 1.0, "norm": 1.0} if scale > 1 else {"linear": s, "norm": 1 / s}
-        policy.optimizer = KeptRates(model, {**lr, "other": 1.0}, run.learner.optimizer.lr)
+        policy.optimizer = KeptRates(model, {**lr, "other": 1.0}, run.learner.optimizer.rate)
         for batch in drawn:
             train_step(
                 SingleProcessUpdater(policy),
