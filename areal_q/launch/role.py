@@ -107,17 +107,8 @@ def main(
     service = Supervisor(
         module_command("areal_q.launch.role", f"{role}-once", *sys.argv[2:]), mend=MEND
     )
-    if role == "worker":
-        why = partial(logger.info, "the learner ended, and so does this")
-        _end_when(partial(places.read_ended, place), why)
-        code = service.run()
-        if ended := places.read_ended(place):
-            code = ended.code
-        elif code == 2 and id:
-            places.write_refused(place, id)
-        raise typer.Exit(code)
-    if rank:
-        raise typer.Exit(service.run())
+    if role == "worker" or rank:
+        raise typer.Exit(service.run() if rank else _work(service, place, id))
     endpoint = _endpoint(head, host, redis, start)
     places.write_ended(place, None)
     with _redis(place, endpoint, started_here=not redis):
@@ -132,6 +123,18 @@ def main(
             places.write_ended(place, code)
             time.sleep(_FAREWELL_S if code == 0 else 0)
     raise typer.Exit(code)
+
+
+def _work(service: Supervisor, place: Path, id: str) -> int:
+    """Runs a worker until it, or the learner, has ended for good, and returns the exit code."""
+    why = partial(logger.info, "the learner ended, and so does this")
+    _end_when(partial(places.read_ended, place), why)
+    code = service.run()
+    if ended := places.read_ended(place):
+        return ended.code
+    if code == 2 and id:
+        places.write_refused(place, id)
+    return code
 
 
 def _end_when(over: Callable[[], object], tell: Callable[[], None]) -> None:
