@@ -38,12 +38,13 @@ Target = Annotated[str, Meta(pattern=r"^\w+$")]
 PoolWeight = Annotated[int, Meta(ge=0, le=1000)]
 
 
+Rate = NonNegative | Literal["auto"]
 SMALL_RATE = 1.5e-4
 """The learning rate of a small model"""
 
 
 class _Optimizer(TaggedSettings, frozen=True, kw_only=True):
-    lr: NonNegative | Literal["auto"] = "auto"
+    lr: Rate = "auto"
     """Learning rate after the warm-up; `auto` goes by the model as a run starts: 1.5e-4 for one of type small;
     for a pretrained one 5e-6, from a billion weights on 1e-6, in supervised training 2e-5, and ten times that
     for adapters."""
@@ -317,9 +318,9 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
         return "float32" if self.dtype == "auto" else self.dtype
 
     @property
-    def rates(self) -> tuple[float, float]:
+    def rates(self) -> tuple[Rate, Rate]:
         """The learning rates of the policy, and of the critic if there is one."""
-        return self.optimizer.rate, (self.critic or self).optimizer.rate
+        return self.optimizer.lr, (self.critic or self).optimizer.lr
 
     @property
     def pass_tokens(self) -> int:

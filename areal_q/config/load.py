@@ -13,7 +13,7 @@ import msgspec
 
 from areal_q.config.engines import HfEngine, TorchEngine
 from areal_q.config.faults import fault
-from areal_q.config.learner import LearnerConfig
+from areal_q.config.learner import LearnerConfig, Rate
 from areal_q.config.rules import broken_rules
 from areal_q.config.run import HfModel, PretrainedModel, Run
 from areal_q.decode_errors import suggestion
@@ -109,7 +109,7 @@ def as_before(run: Run, before: Run) -> Run:
     return msgspec.structs.replace(run, learner=learner, rollout=rollout)
 
 
-def with_rates(learner: LearnerConfig, rates: tuple[float, float]) -> LearnerConfig:
+def with_rates(learner: LearnerConfig, rates: tuple[Rate, Rate]) -> LearnerConfig:
     """Returns the settings with `rates`, the policy's and a critic's, in place of those that are `auto`."""
     rate, critics = rates
     if learner.optimizer.lr == "auto":

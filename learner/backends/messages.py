@@ -5,6 +5,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from areal_q.config.learner import Rate
 from areal_q.messages import Array, Trajectory
 from learner.data.packing import Sample
 
@@ -52,7 +53,7 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     """True if the optimizers have moments, which are scattered too."""
     dtype: Literal["auto", "float32", "bfloat16"]
     """`learner.dtype`, which may be `auto` in the other ranks' own settings."""
-    rates: tuple[float, float]
+    rates: tuple[Rate, Rate]
     """`learner.rates`, likewise."""
     unquantized: Literal["auto", "fp32", "bf16"]
     """`rollout.unquantized`, likewise."""

@@ -117,6 +117,7 @@ def test_a_learning_rate_goes_by_the_model(tmp_path, config, settings, rates):
         asked += ["model.type=pretrained", f"model.path={tmp_path}"]
     run = settled(load(None, asked))
     assert as_before(load(None, asked), run) == run
+    assert as_before(load(None, asked), load(None, asked)) == load(None, asked)
     assert run.learner.critic
     assert (run.learner.optimizer.lr, run.learner.critic.optimizer.lr) == rates
     told = config is not None and rates[0] != 0.1
