@@ -96,10 +96,11 @@ def begin_smoothing(
 
 
 def build_reference(path: str, kind: ModelConfig, policy: Decoder) -> Decoder:
-    """Returns the frozen model in directory `path`, read as the policy, of this `kind`, was. Raises ConfigError
-    if its shape is not the policy's."""
+    """Returns the frozen model in directory `path`, read as the policy, of this `kind`, was, and in the dtype
+    of its passes, as after a resumption. Raises ConfigError if its shape is not the policy's."""
     reference = load_model(kind, path)
     check_reference(reference.config, policy.config, path)
+    reference.dtype = policy.dtype
     return reference.to(next(policy.parameters()).device).requires_grad_(False)
 
 

@@ -260,11 +260,13 @@ def test_penalty_in_the_loss_pulls_the_policy_to_the_reference(
     assert not any(p.requires_grad for p in policy.reference.parameters())
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_reference_is_the_model_at_its_path_until_it_is_reset(
-    make_run: MakeRun, make_samples: MakeSamples, tmp_path: Path
+    make_run: MakeRun, make_samples: MakeSamples, tmp_path: Path, dtype: str
 ):
-    run = make_run("learner.reference_kl={}")
-    policy, other = build_policy(run), build_policy(make_run("seed=3"))
+    computes = f"learner.dtype={dtype}"
+    run = make_run("learner.reference_kl={}", computes)
+    policy, other = build_policy(run), build_policy(make_run("seed=3", computes))
     save_decoder(other.model, tmp_path / "other", build_tokenizer(run.model, run.task))
     policy.reference = build_reference(str(tmp_path / "other"), run.model, policy.model)
     samples = make_samples(4)
