@@ -63,7 +63,8 @@ def settled(run: Run) -> Run:
     if learner.dtype == "auto":
         learner = msgspec.structs.replace(learner, dtype=_dtype(run)[0])
     if "auto" in (learner.optimizer.lr, learner.critic and learner.critic.optimizer.lr):
-        learner = with_rates(learner, (_rate(run), _rate(run)))
+        rate = _rate(run)
+        learner = with_rates(learner, (rate, rate))
     if rollout.unquantized == "auto":
         model = _config_of(run)
         own = model.get("dtype") or model.get("torch_dtype")
@@ -153,13 +154,11 @@ def _rate(run: Run) -> float:
 def why_rate(run: Run) -> str:
     """Returns a sentence that says that a pretrained model has the learning rate that `auto` is; "" if it has
     another, or is small."""
-    rate, kind = (
-        _rate(run),
-        "adapters on a pretrained model" if run.learner.lora else "a pretrained model",
-    )
+    rate = _rate(run)
     if isinstance(run.model, SmallModel) or run.learner.optimizer.lr not in ("auto", rate):
         return ""
-    return f"learner.optimizer.lr is {rate:g}, for {kind}"
+    adapters = "adapters on " if run.learner.lora else ""
+    return f"learner.optimizer.lr is {rate:g}, for {adapters}a pretrained model"
 
 
 def _dtype(run: Run) -> tuple[Dtype, str]:

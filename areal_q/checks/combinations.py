@@ -8,6 +8,7 @@ from areal_q.config import (
     LearnerConfig,
     Lora,
     MegatronBackend,
+    Muon,
     Run,
     ScriptedEngine,
     SglangEngine,
@@ -83,9 +84,15 @@ def adaptable(shape: DecoderConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
-def check_adapters(shape: DecoderConfig, lora: Lora | None) -> None:
-    """Raises ConfigError for adapters on linear layers that a model of this `shape` does not have."""
+def check_linears(shape: DecoderConfig, cfg: LearnerConfig) -> None:
+    """Raises ConfigError for adapters, or for Muon, on linear layers that a model of this `shape` does not
+    have."""
+    lora = cfg.lora
     if lora is None:
+        if isinstance(cfg.optimizer, Muon) and not any(map(is_quantized, shape.tensors())):
+            raise ConfigError(
+                f"learner.optimizer.type = 'muon': {shape.family} has no linear that formats apply to; 'adamw'"
+            )
         return
     known = {name.split(".")[-2] for name in adaptable(shape)}
     if lora.every(shape.foreign is not None) and known:

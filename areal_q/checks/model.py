@@ -12,10 +12,10 @@ from msgspec import Struct
 
 from areal_q.checks.automatic import why_rate
 from areal_q.checks.combinations import (
-    check_adapters,
     check_backend,
     check_family,
     check_foreign,
+    check_linears,
 )
 from areal_q.checks.format_advice import format_of
 from areal_q.checks.machine import CheckResult
@@ -199,7 +199,7 @@ def check_shape(run: Run, shape: DecoderConfig, ranks: int, rollouts: bool = Tru
             check_tensors(run.model.path, shape)
     check_backend(run, shape, ranks)
     check_experts(shape, run.learner)
-    check_adapters(shape, run.learner.lora)
+    check_linears(shape, run.learner)
 
 
 def check_vocabulary(shape: DecoderConfig, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:

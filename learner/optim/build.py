@@ -33,7 +33,7 @@ def _groups(model: nn.Module, cfg: OptimizerConfig, without: set[nn.Parameter]) 
     ]
 
 
-def _adamw(model: nn.Module, cfg: OptimizerConfig) -> torch.optim.Optimizer:
+def _adamw(model: nn.Module, cfg: AdamW) -> torch.optim.Optimizer:
     groups = _groups(model, cfg, set())
     return uncompiled.AdamW(groups, lr=cfg.rate, betas=cfg.betas, eps=cfg.eps, fused=True)
 
@@ -50,8 +50,6 @@ def _muon(model: nn.Module, cfg: Muon) -> torch.optim.Optimizer:
         for name, p in model.named_parameters()
         if p.requires_grad and (is_quantized(name) or name.endswith((A, B)))
     ]
-    if not hidden:
-        return _adamw(model, cfg)
     kind = torch.optim.Muon
     if hasattr(hidden[0], "to_local"):
         from learner.optim.sharded_muon import ShardedMuon as kind

@@ -112,12 +112,14 @@ def test_a_reference_in_other_files_is_the_same_model(path: Path, tmp_path: Path
         check_model(run)
 
 
-def test_adapters_need_linears_that_formats_apply_to(tmp_path: Path) -> None:
+def test_adapters_and_muon_need_linears_that_formats_apply_to(tmp_path: Path) -> None:
     config = CTRLConfig(vocab_size=VOCAB, n_embd=32, dff=48, n_layer=2, n_head=4, n_positions=64)
     foreign_model(config).save_pretrained(tmp_path / "ctrl")
     character_tokenizer().save_pretrained(tmp_path / "ctrl")
     with pytest.raises(UserError, match="q_proj is no linear of ctrl: it has none that formats"):
         check_model(run_of(tmp_path / "ctrl", "learner.lora.rank=4"))
+    with pytest.raises(UserError, match="'muon': ctrl has no linear that formats apply to"):
+        check_model(run_of(tmp_path / "ctrl", "learner.optimizer.type=muon"))
     small = load(None, ['learner.lora.targets=["lm_head"]'])
     with pytest.raises(UserError, match=r"learner\.lora\.targets: lm_head is no linear of qwen3"):
         check_model(small)
