@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.commands import areal_q, run_here
-from helpers.kinds import by_our_names, write_foreign
+from helpers.kinds import by_our_names, foreign_config, foreign_model, write_foreign
 from transformers import AutoModelForCausalLM
 
 from areal_q.models import DecoderConfig
@@ -69,6 +69,9 @@ def test_a_run_of_another_family_is_whole(family: str, format: str, tmp_path: Pa
     settings = [f"rollout.format={format}"]
     if family in ("qwen3_5_moe_text", "qwen3_next"):
         settings.append("learner.routing_replay=true")
+    if family == "gpt_neox":  # whose own smoothing has to be taken from the reference as well
+        foreign_model(foreign_config(family), seed=1).save_pretrained(tmp_path / "other")
+        settings.append("learner.reference_kl={coef=0.01, path='other'}")
     if family == "gemma2":
         settings += [
             "learner.advantage.type=gae",
@@ -78,6 +81,7 @@ def test_a_run_of_another_family_is_whole(family: str, format: str, tmp_path: Pa
     directory, steps = run_replayed_and_resumed(tmp_path, family, *settings)
     smoothed = "[rollout.smoothing]" in (directory / "config.toml").read_text()
     assert smoothed == (family == "gpt_neox")  # by default
+    assert family != "gpt_neox" or steps[0]["reference/kl_k3"] > 0.1
     # Of rounding the weights alone; a wrong position, mask or temperature is off by tenths.
     assert all(r["mismatch/lag_0/kl_k3"] < 0.01 for r in steps)
     newest = checkpoint.steps(directory / "checkpoints")[-1]

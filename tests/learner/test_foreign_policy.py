@@ -6,7 +6,14 @@ from typing import Any
 import pytest
 import torch
 from helpers.fixture_types import MakeRun, MakeSamples
-from helpers.kinds import VARIANTS, by_our_names, config_of, foreign_model, write_foreign
+from helpers.kinds import (
+    VARIANTS,
+    by_our_names,
+    config_of,
+    foreign_config,
+    foreign_model,
+    write_foreign,
+)
 from helpers.policies import save_at
 from transformers.pytorch_utils import Conv1D
 
@@ -14,8 +21,9 @@ from areal_q.config import HfModel, ModelConfig, PretrainedModel, Run
 from areal_q.models import load_model
 from areal_q.models.variants import STATEFUL
 from learner import checkpoint
-from learner.backends.single_device import TorchPolicy
-from learner.policy_update import update_policy
+from learner.backends.single_device import TorchPolicy, token_logprobs
+from learner.build_policy import build_reference
+from learner.policy_update import prepare_minibatches, update_policy
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 24, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -88,14 +96,28 @@ def test_muon_moves_each_linear_of_the_layers(
     assert turned == linears
 
 
+def test_a_reference_is_the_model_at_its_path(
+    make_run: MakeRun, make_samples: MakeSamples, tmp_path: Path
+) -> None:
+    write_foreign(tmp_path / "model", "gpt_neox")
+    foreign_model(foreign_config("gpt_neox"), seed=1).save_pretrained(tmp_path / "other")
+    kind = HfModel(path=str(tmp_path / "model"))
+    policy = policy_of(make_run(*SMOOTH, "learner.reference_kl={}"), HfModel, tmp_path / "model")
+    policy.reference = build_reference(str(tmp_path / "other"), kind, policy.model)
+    ((batch, inputs), *_), *_ = prepare_minibatches(policy, make_samples(4))
+    with torch.no_grad():
+        expected, _ = token_logprobs(load_model(kind, tmp_path / "other"), batch, 1.0)
+    assert inputs.reference_logprobs is not None
+    assert torch.equal(inputs.reference_logprobs, expected)
+    assert (expected - inputs.proximal_logprobs).abs().mean() > 0.1
+
+
 def test_a_restored_policy_goes_on_bit_for_bit(
     make_run: MakeRun, make_samples: MakeSamples, tmp_path: Path
 ) -> None:
-    """With a critic, and a reference of another path."""
     write_foreign(tmp_path / "model", "gemma2")
-    write_foreign(tmp_path / "other", "gemma2")
-    other = f"learner.reference_kl={{coef=0.1, path='{tmp_path / 'other'}'}}"
-    run = make_run(*SMOOTH, other, "learner.advantage.type=gae", "learner.critic={}")
+    critic = "learner.advantage.type=gae", "learner.critic={}"
+    run = make_run(*SMOOTH, "learner.reference_kl.coef=0.1", *critic)
     first = policy_of(run, HfModel, tmp_path / "model")
     update_policy(first, make_samples(6, 1))
     save_at(1, tmp_path / "checkpoints", first)
