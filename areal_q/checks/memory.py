@@ -9,6 +9,8 @@ import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import msgspec
+
 from areal_q.checks.automatic import cpu_flags, settled
 from areal_q.checks.combinations import adaptable
 from areal_q.checks.disk_use import format_bytes, moment_bytes
@@ -210,6 +212,7 @@ def memory_of(run: Run, shape: DecoderConfig, prompt: int) -> Iterator[CheckResu
     free = available_bytes()
     if not isinstance(run.model, PretrainedModel) or free is None:
         return
+    run = settled(run)
     lengths, workers = Lengths(prompt, run.rollout.tokens_after_prompt), run.rollout.workers
     ranks = run.learner.processes
     parts = list(learner_memory(run, shape, lengths, ranks))
@@ -227,13 +230,29 @@ def memory_of(run: Run, shape: DecoderConfig, prompt: int) -> Iterator[CheckResu
     if learner + workers * worker <= free:
         yield CheckResult("memory", "ok", says)
         return
+    over = learner + workers * worker - free
     fix = "a smaller model, learner.lora, fewer workers, or what else runs here ended"
-    for cache in (part for part in of_worker if part.name == "KV cache"):
-        if learner + workers * (worker - cache.nbytes) <= free:
-            says += (
-                f"; {size(cache.nbytes)} of a worker are for the keys and values of its responses"
-            )
-            tokens = run.rollout.sampling.max_tokens
-            fix = f"a smaller rollout.engine.slots or rollout.sampling.max_tokens (now {tokens})"
-            fix = f"a smaller {_BOUNDED}" if cache.formula == _BOUNDED else fix
+    cache = next((part for part in of_worker if part.name == "KV cache"), None)
+    if cache and workers * cache.nbytes >= over:
+        says += f"; {size(cache.nbytes)} of a worker are for the keys and values of its responses"
+        tokens = run.rollout.sampling.max_tokens
+        fix = f"a smaller rollout.engine.slots or rollout.sampling.max_tokens (now {tokens})"
+        fix = f"a smaller {_BOUNDED}" if cache.formula == _BOUNDED else fix
+    if fewer := _fewer_tokens(run, shape, lengths, over / ranks):
+        says += f"; {size(total(pass_memory(run, shape, lengths)))} are for a pass of the learner"
+        fix = f"learner.microbatch_tokens={fewer}, which changes no result"
     yield CheckResult("memory", "warning", says, fix)
+
+
+def _fewer_tokens(run: Run, shape: DecoderConfig, lengths: Lengths, over: float) -> int | None:
+    """Returns the most tokens of a micro-batch, halved time and again, with which a pass of the learner takes
+    `over` bytes less; None where one that still holds a response does not."""
+    now = total(pass_memory(run, shape, lengths))
+    tokens = run.learner.microbatch_tokens // 2
+    while tokens * run.learner.context >= lengths.prompt + lengths.response:
+        learner = msgspec.structs.replace(run.learner, microbatch_tokens=tokens)
+        less = msgspec.structs.replace(run, learner=learner)
+        if now - total(pass_memory(less, shape, lengths)) >= over:
+            return tokens
+        tokens //= 2
+    return None

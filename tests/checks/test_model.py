@@ -3,6 +3,7 @@ and by the learner in the same words."""
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ from transformers import AutoTokenizer
 
 from areal_q.checks.automatic import why_rate
 from areal_q.checks.format_advice import format_of, instead
-from areal_q.checks.memory import learner_memory, total, worker_memory
+from areal_q.checks.memory import learner_memory, memory_of, total, worker_memory
 from areal_q.checks.model import check_model, findings, longest_prompt, rate_of
 from areal_q.checks.pass_memory import Lengths
 from areal_q.config import Run, dump_toml, load, override
@@ -253,6 +254,21 @@ def test_a_machine_with_too_little_memory_is_a_warning(
     run = run_of(model)
     (found,) = (one for one in model_of(run) if one.name == "memory")
     assert found.level == level and "available" in found.says
+
+
+def test_what_takes_the_memory_is_what_is_advised(model: Path, monkeypatch: pytest.MonkeyPatch):
+    """A pass of thousands of responses is by far the largest part: a half of it, or a quarter, fits."""
+    run = run_of(model, "learner.groups=512", "learner.group_size=8", "rollout.engine.slots=8")
+    lengths = Lengths(8, run.rollout.tokens_after_prompt)
+    taken = total(learner_memory(run, LARGE, lengths)) + total(worker_memory(run, LARGE, lengths))
+    monkeypatch.setattr("areal_q.checks.memory.available_bytes", lambda: taken - (1 << 30))
+    (found,) = memory_of(run, LARGE, 8)
+    assert found.level == "warning" and " are for a pass of the learner" in found.says
+    (advised,) = re.findall(r"^learner.microbatch_tokens=[0-9]+", found.fix)
+    (better,) = memory_of(override(run, advised), LARGE, 8)
+    assert better.level == "ok", better
+    (none,) = memory_of(override(run, "learner.microbatch_tokens=64"), LARGE, 8)
+    assert "microbatch_tokens" not in none.fix
 
 
 @pytest.mark.parametrize(
