@@ -35,6 +35,7 @@ from msgspec.structs import replace
 
 from areal_q.config import Run, ScriptedEngine
 from areal_q.errors import RecordError, WeightVersionError
+from areal_q.evaluation.benchmarks import preset_of
 from areal_q.messages import (
     LONGEST_NAME,
     Group,
@@ -80,14 +81,23 @@ class WorkerCapacity(NamedTuple):
     slots: int
     """Number of rows in the engine"""
     group_size: int
-    """Number of responses to each ticket"""
+    """Number of responses to each training ticket"""
+    evaluated: int = 1
+    """Most responses to an evaluation ticket"""
+
+    @property
+    def largest(self) -> int:
+        """Most responses to a ticket of either kind."""
+        return max(self.group_size, self.evaluated)
 
     @classmethod
     def of(cls, run: Run) -> Self:
         """Returns enough responses to fill the engine and a quarter more, and at least two groups."""
         engine, size = run.rollout.engine, run.learner.group_size
         slots = 256 if isinstance(engine, ScriptedEngine) else engine.slots
-        return cls(max(2 * size, slots * 5 // 4), slots, size)
+        sets = run.eval.sets.items()
+        asked = [preset_of(one, f"eval.sets.{name}.preset").samples for name, one in sets]
+        return cls(max(2 * size, slots * 5 // 4), slots, size, max([1, *asked]))
 
 
 @dataclass
@@ -203,11 +213,14 @@ class Worker:
             late = any(work.claim.ticket.step < oldest for work in works)
             share = max(1, int(EVALUATION_SHARE * self._capacity.responses))
             share -= sum(work.open for work in works)
-            count = free // self._capacity.group_size
+            # Which tickets there are is not known: any may be for as many responses as the largest.
+            count = free // self._capacity.largest
             if share > 0 and not late:
-                count = min(count, share)
+                count = min(count, share // self._capacity.evaluated)
             training_first = share <= 0 and not late
-            claims = await self._buffer.claim(count, block_s=1.0, training_first=training_first)
+            claims = await self._buffer.claim(
+                max(1, count), block_s=1.0, training_first=training_first
+            )
             for claim in claims:
                 work = GroupInFlight(claim, [Response() for _ in range(claim.ticket.group_size)])
                 self._in_flight[loops.create_task(self._handle(work))] = work

@@ -256,24 +256,25 @@ async def test_a_long_answer_holds_up_none_of_its_evaluation(
 async def test_an_evaluation_of_several_samples_takes_no_larger_share(
     make_run: MakeRun, learner: Callable[[Run], LearnerSide]
 ):
-    """Its answers count, not its problems: three of them are the share, and two problems still have six."""
-    sets = "eval.sets.more={problems=9, samples=3}"
-    side = learner(make_run("learner.group_size=3", sets))
+    """Its answers count, not its problems: those of one problem are more than the share, so that one at a time
+    is claimed."""
+    sets = "eval.sets.more={problems=9, samples=5}"
+    run = make_run("learner.group_size=3", sets)
+    side = learner(run)
     begun: list[str] = []
 
     class Held(Environment):
         async def __call__(self, ticket: Ticket, responses: list[Response]) -> None:
             begun.append(ticket.purpose)
-            if len(begun) > 1:
-                await asyncio.Event().wait()
+            await asyncio.Event().wait()
 
     side.admission.evaluate(0, [one for one in side.admission.sets if one.name == "more"])
     side.admission.admit(0)
     side.publish(0)
-    limit = WorkerCapacity(responses=28, slots=28, group_size=3)
+    limit = WorkerCapacity.of(run)._replace(responses=28, slots=28)
     async with working(side, environment=Held(), limit=limit):
         await until(lambda: begun.count("train") == 7)
-        assert begun.count("eval") == 3
+        assert begun.count("eval") == 1
 
 
 async def test_a_heartbeat_tells_of_a_failure_in_one_harmless_line(
