@@ -160,4 +160,5 @@ async def _serve(
         )  # fmt: skip
         gc.collect()
         gc.freeze()  # A collection that looks through all of this held the loop for 120 ms.
+        stack.callback(gc.unfreeze)  # An endpoint is a part of circles, and holds its engine.
         await worker.run(parts.endpoint.start if parts.endpoint else None)

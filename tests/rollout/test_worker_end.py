@@ -1,17 +1,24 @@
 """A signal while a worker closes: the launcher's comes half a second after a run's end."""
 
 import asyncio
+import gc
 import os
 import signal
+import weakref
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 from helpers.fixture_types import MakeRun
 
-from areal_q.errors import RunFinished
+from areal_q.config import dump_toml
+from areal_q.errors import RunChanged, RunFinished
 from areal_q.system.stop_request import StopRequest
+from buffer.redis_store import LearnerBuffer
+from buffer.weight_sync import WeightSource
 from rollout.__main__ import _until_signal
+from rollout.build import EndpointAddress, serve
+from rollout.engines.base import Engine
 from rollout.worker import Worker
 
 Ended = Callable[..., Awaitable[tuple[int, list[str]]]]
@@ -83,3 +90,29 @@ async def test_one_signal_lets_a_worker_close_all(ended: Ended, before: int, dur
 @pytest.mark.parametrize(("before", "during"), [(0, 2), (1, 1)])
 async def test_a_second_signal_breaks_the_closing_off(ended: Ended, before: int, during: int):
     assert await ended(before, during) == (143, [])
+
+
+NOBODY = {"announce": "ipc:///nobody/announces", "fetch": "ipc:///nobody/serves"}
+
+
+@pytest.mark.parametrize("address", ["", "0"])
+async def test_a_worker_that_is_set_up_anew_leaves_nothing_behind(
+    make_run: MakeRun, redis_url: str, monkeypatch: pytest.MonkeyPatch, address: str
+):
+    """An engine with its weights and its cache stayed for good, each time, if it had an endpoint."""
+    engines: list[weakref.ref[Engine]] = []
+
+    async def work(worker: Worker, begin: Callable[[], Awaitable[object]] | None) -> None:
+        engines.append(weakref.ref(worker._engine))
+        if begin:
+            await begin()
+        error = RunFinished("enough") if len(engines) == 3 else RunChanged("other settings")
+        raise ExceptionGroup("a loop has ended", [error])
+
+    monkeypatch.setattr(Worker, "run", work)
+    run = make_run()
+    LearnerBuffer(redis_url, run.name).publish_run(dump_toml(run), NOBODY)
+    at = EndpointAddress(address)
+    await serve(redis_url, run.name, "w", WeightSource(), lambda _: None, at, 0.0)
+    gc.collect()
+    assert [engine() for engine in engines] == [None] * 3
