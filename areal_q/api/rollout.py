@@ -8,6 +8,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, Protocol
 
+from areal_q.config import Sampling
 from areal_q.messages import FinishReason
 from areal_q.system.run_dir import as_pairs
 
@@ -29,6 +30,10 @@ class Completion:
     text: str
     """Text of the response, without the end token"""
     finish_reason: FinishReason
+    sampling: Sampling = Sampling()
+    """How it was drawn"""
+    sampling_mask: Sequence[Any] = ()
+    """The ids that each token was drawn from where `sampling` leaves some out; an endpoint does not tell them"""
     mask: Sequence[int] = ()
     """1 for each token that is learnt, 0 for one that the model did not draw; empty if it drew all"""
 

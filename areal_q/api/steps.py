@@ -10,7 +10,9 @@ from areal_q.api.handed_over import Code, place_of_code
 from areal_q.api.rollout import Completion
 from areal_q.config import Sampling, load
 from areal_q.config.load import Override
+from areal_q.errors import RecordError
 from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan, merge_spans
+from areal_q.messages.tokens import mask_array
 from areal_q.system.run_dir import as_pairs
 
 if TYPE_CHECKING:
@@ -104,7 +106,13 @@ def logged(run: Any, first: int = 0, stop: int | None = None) -> Iterator[tuple[
 
 def group(completions: Sequence[Completion], rewards: Sequence[float], number: int = 0) -> Group:
     """Returns the group of responses to one prompt, which an advantage compares with each other. Raises
-    RecordError for what breaks a group's contract."""
+    RecordError for what breaks a group's contract, and for tokens of which nobody tells what was left out."""
+    sampling = completions[0].sampling if completions else Sampling()
+    if sampling.truncated and not all(one.sampling_mask for one in completions):
+        raise RecordError(
+            "top_p, top_k or min_p left tokens out, and only an engine of this process says which, given a "
+            "top_k of at most 512"
+        )
     ticket = Ticket(
         run="api",
         number=number,
@@ -113,7 +121,7 @@ def group(completions: Sequence[Completion], rewards: Sequence[float], number: i
         answer="",
         prompt_ids=Array.of(completions[0].prompt_ids if completions else [], "int32"),
         group_size=max(1, len(completions)),
-        sampling=Sampling(),
+        sampling=sampling,
         seed=0,
     )
     trajectories = [
@@ -126,6 +134,7 @@ def group(completions: Sequence[Completion], rewards: Sequence[float], number: i
             finish_reason=one.finish_reason,
             reward=float(reward),
             reward_parts={"correct": float(reward >= 1)},
+            sampling_mask=mask_array(one.sampling_mask),
         )
         for index, (one, reward) in enumerate(zip(completions, rewards, strict=True))
     ]

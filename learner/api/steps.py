@@ -91,8 +91,14 @@ class Steps:
         """Takes the next step on the groups, in their order, and returns its metrics. Raises RecordError for a
         group that breaks its contract or does not fit the model, and what `train_step` raises."""
         placed = [self._placed(group.validate()) for group in groups]
+        temperature = self.run.rollout.sampling.temperature
         for group in placed:
             self._check(group)
+            if (drawn := group.ticket.sampling.temperature) != temperature:
+                raise RecordError(
+                    f"ticket {group.ticket.number}: drawn at temperature {drawn:g}, and this learner's "
+                    f"log-probs are of rollout.sampling.temperature = {temperature:g}"
+                )
         if not any(group.valid_trajectories for group in placed):
             raise RecordError("there is no response to learn from")
         digest, fork = self._recorded.get(self.step, ("", 0))

@@ -4,6 +4,7 @@ import json
 import operator
 import uuid
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 
 from areal_q.config import Run, Sampling, TorchEngine
 from areal_q.config.load import Override
+from areal_q.config.run import LARGEST_MASK
 from areal_q.decode_errors import fitted
 from areal_q.errors import ConfigError, EngineDied, installing
 from areal_q.models import Decoder
@@ -44,8 +46,9 @@ class Local:
 
     def __init__(self, source: Path, settings: list[Override]) -> None:
         """Raises UserError for a directory that holds neither."""
-        at_run = any((d / "config.toml").is_file() for d in (source, source.parent))
-        self.run, self._path = settings_of(source, None if at_run else "arithmetic", None, settings)
+        self._at_run = any((d / "config.toml").is_file() for d in (source, source.parent))
+        task = None if self._at_run else "arithmetic"
+        self.run, self._path = settings_of(source, task, None, settings)
         self.tokenizer: Tokenizer = build_tokenizer(self.run.model, self.run.task)
         config = self.run.rollout.engine
         engine = config if isinstance(config, TorchEngine) else TorchEngine()
@@ -67,27 +70,43 @@ class Local:
         self, prompt: Prompt, n: int, seed: int | None, given: Mapping[str, Any]
     ) -> list[dict[str, Any]]:
         """Returns the fields of each completion."""
-        ids = self._encoded(prompt)
+        ids, stops = self._encoded(prompt)
+        sampling = sampling_of(self.run, given)
         asked = Request(
             prompt_ids=np.array(ids, np.int32),
             num_samples=n,
-            sampling=sampling_of(self.run, given),
+            sampling=sampling,
             seed=uuid.uuid4().int >> 66 if seed is None else seed,
-            stop_ids=frozenset(self.tokenizer.stops),
+            stop_ids=frozenset(stops),
             decode=self.tokenizer.decode,
+            masked=bool(sampling.temperature) and 0 < sampling.top_k <= LARGEST_MASK,
         )
-        return [self._told(ids, done) for done in await self._engine.generate(asked)]
+        found = await self._engine.generate(asked)
+        return [{**self._told(ids, done), "sampling": sampling} for done in found]
 
-    def _encoded(self, prompt: Prompt) -> list[int]:
+    def _encoded(self, prompt: Prompt) -> tuple[list[int], Sequence[int]]:
+        """Returns the ids of a prompt, and those that end a response to it."""
         if isinstance(prompt, str):
-            return self.tokenizer.encode_prompt(prompt)
+            return self.tokenizer.encode_prompt(prompt), self.tokenizer.stops
         messages, ids = _parted(prompt)
-        return self.tokenizer.encode_messages(messages) if messages else ids
+        if not messages:
+            return ids, self.tokenizer.stops
+        return self._chat.encode_messages(messages), self._chat.stops
+
+    @cached_property
+    def _chat(self) -> Tokenizer:
+        """The tokenizer of conversations: a run's own, and a model's with its chat template."""
+        run = self.run
+        if self._at_run:
+            return self.tokenizer
+        task = msgspec.structs.replace(run.task, template="chat")
+        return build_tokenizer(run.model, task)
 
     def _told(self, prompt: list[int], done: Completion) -> dict[str, Any]:
         ids = done.response_ids.tolist()
         return {
             "prompt_ids": prompt,
+            "sampling_mask": done.sampling_mask or (),
             "ids": ids,
             "logprobs": done.logprobs.tolist(),
             "versions": [s.version for s in done.spans for _ in range(s.tokens)],
@@ -135,7 +154,9 @@ class Remote:
             raise EngineDied(f"{at}: no answer: {error}") from error
         if reply.status != 200:
             raise ConfigError(f"{at}: {answer['error']['message']}")
-        return [_told(answer["prompt_token_ids"], choice) for choice in answer["choices"]]
+        sampling = fitted(answer["sampling"], Sampling, EngineDied, f"{at}: sampling: ")
+        prompt_ids = answer["prompt_token_ids"]
+        return [{**_told(prompt_ids, one), "sampling": sampling} for one in answer["choices"]]
 
 
 _JSON = {"Content-Type": "application/json"}

@@ -306,7 +306,7 @@ class Endpoint:
             await stream(request, response, reply, generate)
             return response
         told = [reply.told(c, i) for i, c in enumerate(await generate(None))]
-        return self._json(reply.whole(told))
+        return self._json({**reply.whole(told), "sampling": sampling})
 
     def _request(
         self,

@@ -3,7 +3,7 @@
 import runpy
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from helpers.paths import ROOT
 
 import areal_q
 from areal_q.config import load
-from areal_q.errors import CheckpointError, ConfigError, RecordError
+from areal_q.errors import CheckpointError, ConfigError, RecordError, UserError
 from areal_q.models import PackedLayout, load_decoder
 from buffer.logs.step_log import iter_steps
 from learner import checkpoint
@@ -81,6 +81,36 @@ def test_what_cannot_be_learnt_is_refused_by_name():
     with pytest.raises(RecordError, match="empty response"):
         areal_q.group([drawn([])], [1.0])
     assert learner.version == 0
+
+
+async def test_what_was_drawn_is_learnt_as_it_was_drawn(tmp_path: Path):
+    """At its temperature, and of the tokens that were not left out: the same weights differ by rounding alone."""
+    cold = {"rollout.sampling.temperature": 0.4, "warmstart.steps": 0, "rollout.format": "bf16"}
+    learner = areal_q.Learner(settings=TINY | cold)
+    warm = areal_q.Learner(settings=TINY | {"warmstart.steps": 0})
+    async with areal_q.Rollout(learner.save(tmp_path / "base")) as rollout:
+        for more in ({}, {"top_k": 3}):
+            (found,) = await rollout.generate(["12+34="], n=8, seed=1, temperature=0.4, **more)
+            group = areal_q.group(found, [1.0, *[0.0] * 7])
+            with pytest.raises(RecordError, match=r"at temperature 0.4.*temperature = 1$"):
+                warm.step([group])
+            assert learner.step([group])["mismatch/kl_k3"] < 1e-3
+            await rollout.load(learner)
+        (found,) = await rollout.generate(["12+34="], n=2, temperature=0.4, top_p=0.5)
+    with pytest.raises(RecordError, match="top_k of at most 512"):
+        areal_q.group(found, [1.0, 0.0])
+
+
+def test_messages_to_a_model_are_its_templates(byte_tokenizer: Path, tmp_path: Path):
+    """Its directory says nothing of a task, whose template a run would name."""
+    talk = [{"role": "user", "content": "hi"}]
+    side: Any = cast(Any, areal_q.Rollout(byte_tokenizer))._side
+    assert side.tokenizer.decode(side._encoded(talk)[0]) == "<hi>"
+    assert side.tokenizer.decode(side._encoded("hi")[0]) == "hi"
+    shutil.copytree(byte_tokenizer, tmp_path / "bare")
+    (tmp_path / "bare" / "chat_template.jinja").unlink()
+    with pytest.raises(UserError, match="no chat template"):
+        cast(Any, areal_q.Rollout(tmp_path / "bare"))._side._encoded(talk)
 
 
 async def test_an_endpoint_gives_what_its_engine_drew(
