@@ -37,8 +37,8 @@ def train_step(
     rewards = [s.trajectory.reward for s in samples if not s.branch]
     mean = sum(rewards) / len(rewards)
     values = updater.update(samples, recorder)
-    policy.calibrate_kv_scales(samples)
     policy.calibrate_smoothing(samples, step)
+    policy.calibrate_kv_scales(samples)
     return values | {
         **lag_metrics(samples),
         **part_metrics(samples),

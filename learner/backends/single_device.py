@@ -2,7 +2,7 @@
 (learner/backends/fsdp.py)."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,6 +16,7 @@ from areal_q.models.logprobs import masked_logprobs
 from areal_q.models.low_bit.lora import adapters_off
 from areal_q.models.low_bit.quantized_forward import fold, materialise
 from areal_q.models.smoothed_state import measured_inputs
+from areal_q.quant.rescaling import Fold
 from areal_q.quant.smoothing import SmoothingScales
 from areal_q.quant.sticky_scales import StickyRanges
 from learner.backends.base import LossOf, Scores
@@ -97,9 +98,16 @@ class TorchPolicy:
         _ = self.optimizer, self.critic and self.critic.optimizer
 
     def calibrate_kv_scales(self, samples: Sequence[Sample]) -> None:
-        """Measures the KV cache's scales for the present weights on `samples`, if `calibrate` is set."""
-        if self.calibrate:
-            self.kv_scales = kv_scales(self.model, samples, self.calibrate, self.cfg.device)
+        """Measures the KV cache's scales for the present weights, as they are published, on `samples`, if
+        `calibrate` is set."""
+        if not self.calibrate:
+            return
+        folds: Mapping[str, Fold] = {}
+        if (
+            self.smoothing and self.cfg.precision == "full"
+        ):  # else the pass itself is on what is published
+            folds = self.smoothing.folds(self.model.state_dict())
+        self.kv_scales = kv_scales(self.model, samples, self.calibrate, self.cfg.device, folds)
 
     def calibrate_smoothing(self, samples: Sequence[Sample], step: int) -> None:
         """Chooses the scales by channel for the present weights, after step `step`, on some of `samples`, if

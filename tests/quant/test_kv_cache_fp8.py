@@ -16,16 +16,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from areal_q.config import KvScales, RolloutConfig, Run, ScriptedEngine, TorchEngine
+from areal_q.config import KvScales, RolloutConfig, Run, ScriptedEngine, Smoothing, TorchEngine
 from areal_q.errors import ConfigError
+from areal_q.messages import Array
 from areal_q.models import Decoder, PackedLayout, decoder
 from areal_q.models.decoder import Attention
+from areal_q.models.smoothed_state import scales_of
 from areal_q.quant.kv_scales import dequantize, kv_scales_of, name_of, quantize, scale_for
 from areal_q.weights.version import WeightVersion
+from bench.records import make_trajectory
+from buffer.sampling.replay_pool import SampledGroups
 from learner import checkpoint
 from learner.backends.calibration import kv_scales
-from learner.policy_update import update_policy
+from learner.data.packing import samples_of
+from learner.data.staleness import VersionHistory
+from learner.policy_update import SingleProcessUpdater, update_policy
 from learner.publishing.version_builder import VersionBuilder
+from learner.train_step import train_step
 from rollout.engines import build_engine
 from rollout.engines.base import Completion, Request
 from rollout.engines.reference.kv_cache_fp8 import Fp8KVCache
@@ -213,6 +220,28 @@ def test_the_learners_scales_are_percentiles_of_what_it_sees(
         for which, x in zip(("q_scale", "k_scale", "v_scale"), row, strict=True):
             wanted = np.quantile(x.numpy(), 0.9, method="closest_observation") * 2.0 / 448
             assert float(found[name_of(i, which)]) == pytest.approx(float(wanted), rel=0.02)
+
+
+def test_the_learners_scales_are_of_the_values_that_are_published(
+    make_run: MakeRun, make_group: Any, make_ticket: Any
+):
+    """Smoothing, which a step chooses anew, scales v_proj's rows for o_proj: as a model with those weights sees
+    them, bit for bit."""
+    policy = build_policy(run := make_run(*FP8))
+    policy.calibrate = KvScales(tokens=10**6)
+    policy.smoothing = scales_of(policy.model.config, "int8", Smoothing(every=1))
+    ticket = make_ticket(prompt_ids=Array.of([4, 5, 6], "int32"), group_size=2)
+    answers = [make_trajectory(i, [7 + i, 3, 9], reward=float(i)) for i in range(2)]
+    batch = SampledGroups([make_group(ticket, trajectories=answers)])
+    history = VersionHistory(4, {0: "a0"})
+    train_step(SingleProcessUpdater(policy), batch, history, 0)
+    samples = samples_of(batch, run.learner.advantage, history, 0)
+    folds = policy.smoothing.folds(state := policy.model.state_dict())
+    plain = kv_scales(policy.model, samples, policy.calibrate, "cpu")
+    published = {n: folds[n].of(x) if n in folds else x for n, x in state.items()}
+    policy.model.load_state_dict(published)
+    wanted = kv_scales(policy.model, samples, policy.calibrate, "cpu")
+    assert policy.kv_scales == wanted != plain
 
 
 def test_published_scales_reach_the_engine_and_the_checkpoint(
