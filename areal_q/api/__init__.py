@@ -153,21 +153,20 @@ def evaluate(
     settings: Settings | None = None,
     **options: Any,
 ) -> "Evaluation":
-    """Scores a run or a model as `areal-q eval` does, and takes its other options, such as `task`, `samples`
-    and `max_tokens`, by their names. It works where an event loop runs. Raises UserError."""
+    """Scores a run or a model as `areal-q eval` does, and takes its other options, such as `task`, `set`,
+    `samples` and `out`, by their names. It works where an event loop runs. Raises UserError."""
     given = as_pairs(settings)
     if reward is not None:
         given.append(("reward.path", place_of_code(reward, Path("runs", "inputs"))))
+    for name in ("out", "serve_token"):
+        if name in options:
+            options[name] = Path(options[name])
+    for option, parameter in {"set": "of_set", "serve": "serve_at"}.items():
+        if option in options:
+            options[parameter] = str(options.pop(option))
     main = import_module("rollout.evaluation.evaluate").main
-    return _apart(
-        lambda: main(
-            _directory(model),
-            given,
-            data=None if data is None else Path(data),
-            show=show,
-            **options,
-        )
-    )
+    file = None if data is None else Path(data)
+    return _apart(lambda: main(_directory(model), given, data=file, show=show, **options))
 
 
 def replay(

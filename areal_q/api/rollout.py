@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from numbers import Integral
 from pathlib import Path
@@ -30,10 +30,10 @@ class Completion:
     text: str
     """Text of the response, without the end token"""
     finish_reason: FinishReason
-    sampling: Sampling = Sampling()
+    sampling: Sampling = field(default_factory=Sampling)
     """How it was drawn"""
     sampling_mask: Sequence[Any] = ()
-    """The ids that each token was drawn from where `sampling` leaves some out; an endpoint does not tell them"""
+    """The ids that each token was drawn from where `sampling` leaves some out; an endpoint tells none"""
     mask: Sequence[int] = ()
     """1 for each token that is learnt, 0 for one that the model did not draw; empty if it drew all"""
 

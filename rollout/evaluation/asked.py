@@ -47,16 +47,20 @@ class Asked:
     preset: Preset
     serve: tuple[str, str | None]
     """The address for agents, "" for none, and the file of its token"""
+    of_set: bool = False
+    """True if an evaluation set of the run's is asked, whose samples are drawn as in training but for what the
+    set says"""
 
     @property
     def sampling(self) -> Sampling:
         """How samples are drawn."""
         preset, training = self.preset, self.run.rollout.sampling
-        return Sampling(
+        base = training if self.of_set else Sampling(stop=training.stop)
+        return replace(
+            base,
             temperature=preset.temperature,
             top_p=preset.top_p,
             max_tokens=preset.max_tokens or training.max_tokens,
-            stop=training.stop,
         )
 
 
@@ -92,6 +96,7 @@ def set_of(run: Run, name: str, problems: int | None) -> tuple[Run, Preset, bool
         )
     one = run.eval.sets[name]
     preset, own = preset_of(one, f"eval.sets.{name}.preset"), bool(one.task or one.path)
+    preset = replace(preset, max_tokens=None)  # as in training, whatever it is published with
     return run.of(name), preset, own, problems or one.problems or run.eval.problems
 
 

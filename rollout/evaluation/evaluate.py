@@ -110,7 +110,8 @@ def main(
     run = as_evaluated(run, model, format, serve_at)
     found = asked_problems(run, whole, wanted is not None)
     found = found[: problems or (None if data or wanted else 512)]
-    asked = Asked(run, path, found, greedy, chosen, (serve_at, serve_token))
+    served = serve_at, serve_token
+    asked = Asked(run, path, found, greedy, chosen, served, of_set is not None)
     if wanted or out is None:
         out = default_out(model, of_set or ("train" if wanted else task), format, preset)
     named = {"model": str(model), "data": str(data) if data else None, "preset": preset}

@@ -1,6 +1,7 @@
 """The Python API: the settings that a command line would have, from a notebook's loop and from a thread too."""
 
 import asyncio
+import inspect
 import json
 import re
 import runpy
@@ -16,6 +17,7 @@ from areal_q.cli.child_processes import Interrupts
 from areal_q.config import Run, dump_toml, load
 from areal_q.errors import CheckpointError, ConfigError, TaskError
 from areal_q.system.run_dir import METRICS_FILE
+from rollout.evaluation import evaluate
 
 ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1), "level": n} for n in range(20)]
 TINY = {
@@ -158,6 +160,21 @@ def test_no_thread_but_the_main_one_handles_signals():
     thread.start()
     thread.join()
     assert counted == [0]
+
+
+def test_an_evaluation_takes_the_options_of_the_command(monkeypatch: pytest.MonkeyPatch):
+    """Each by its name, a path as a text."""
+    main, taken = evaluate.main, []
+    monkeypatch.setattr(evaluate, "main", lambda *a, **given: taken.append((a, given)))
+    own: dict[str, Any] = {"set": "hard", "serve": 8000, "out": "a.jsonl", "serve_token": "t"}
+    areal_q.evaluate("runs/r", "d.jsonl", samples=2, greedy=False, **own)
+    ((args, given),) = taken
+    bound = inspect.signature(main).bind(*args, **given).arguments
+    assert bound["of_set"] == "hard" and bound["serve_at"] == "8000"
+    paths = ("model", "data", "out", "serve_token")
+    assert [bound[name] for name in paths] == [
+        Path(it) for it in ("runs/r", "d.jsonl", "a.jsonl", "t")
+    ]
 
 
 @pytest.mark.slow

@@ -84,7 +84,7 @@ def test_what_cannot_be_learnt_is_refused_by_name():
 
 
 async def test_what_was_drawn_is_learnt_as_it_was_drawn(tmp_path: Path):
-    """At its temperature, and of the tokens that were not left out: the same weights differ by rounding alone."""
+    """At its temperature, of the tokens that were not left out: the same weights differ by rounding alone."""
     cold = {"rollout.sampling.temperature": 0.4, "warmstart.steps": 0, "rollout.format": "bf16"}
     learner = areal_q.Learner(settings=TINY | cold)
     warm = areal_q.Learner(settings=TINY | {"warmstart.steps": 0})

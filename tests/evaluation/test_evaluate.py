@@ -28,6 +28,7 @@ from areal_q.cli.final_screen import last_screen
 from areal_q.config import Run, Sampling, ScriptedEngine, dump_toml
 from areal_q.config.engines import EngineConfig
 from areal_q.errors import CheckpointError, ConfigError, TaskError
+from areal_q.evaluation.benchmarks import drawn_as
 from areal_q.evaluation.estimates import Answered, estimates, read_evaluations, wilson
 from areal_q.models import load_decoder, save_decoder
 from areal_q.models.smoothed_state import first_folds
@@ -184,18 +185,21 @@ def test_a_set_of_the_run_is_asked_as_the_run_asks_it(
 ):
     (tmp_path / "more.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 3)
     more = f'eval.sets.more={{task={{type="jsonl", path="{tmp_path}/more.jsonl"}}, samples=4, problems=2}}'
-    run = make_run("name=demo", f'root="{run_dir.parent}"', more)
+    drawn = [
+        "rollout.sampling.temperature=0.8",
+        "rollout.sampling.top_k=5",
+        "rollout.sampling.min_p=0.01",
+    ]
+    run = make_run("name=demo", f'root="{run_dir.parent}"', more, *drawn)
     (run_dir / "config.toml").write_text(dump_toml(run))
     answering(monkeypatch, run, right, certainty=lambda version: 1.0)
     main(run_dir, of_set="more")
 
     (found,) = read_evaluations(run_dir)
-    assert (found.task, found.asked, found.samples, found.sampling.temperature) == (
-        "more",
-        2,
-        4,
-        1.0,
-    )
+    assert (found.task, found.asked, found.samples) == ("more", 2, 4)
+    as_run = drawn_as(run.eval.sets["more"], run.rollout.sampling, "")
+    assert (found.samples, found.sampling) == as_run
+    assert (as_run[1].temperature, as_run[1].top_k, as_run[1].min_p) == (1.0, 5, 0.01)
     assert [e.value for e in found.estimates if e.name in ("accuracy", "pass@4")] == [1.0, 1.0]
 
 
