@@ -133,7 +133,7 @@ class HeldOutEvaluation:
             for one in self._admission.sets
             if not any(
                 record["step"] >= version - version % one.every
-                and "/".join(filter(None, ("eval", one.name, "problems"))) in record
+                and _name(one.name, "problems") in record
                 for record in found
             )
         ]
@@ -166,8 +166,10 @@ class HeldOutEvaluation:
                     "evaluation at version %d: %d of %s came to nothing; see areal-q buffer status",
                     version, lost, plural(asked, "problem"),
                 )  # fmt: skip
-            del self._expected[version], self._asked[version]
-            self._write(version, list(self._answers.pop(version).values()))
+            del self._expected[version]
+            self._write(
+                version, self._asked.pop(version), list(self._answers.pop(version).values())
+            )
 
     def tell_progress(self) -> None:
         """Writes a `start` record of how far the oldest evaluation in progress is, every TELL_EVERY_S."""
@@ -226,11 +228,11 @@ class HeldOutEvaluation:
             logger.warning("%s", given_up)
             self._metrics.write("warning", version, {}, message=given_up)
 
-    def _write(self, version: int, groups: list[Group]) -> None:
-        """Writes the `eval` record, with the accuracies over the answers that could be scored, if there are
-        any."""
+    def _write(self, version: int, sets: Sequence[EvaluationSet], groups: list[Group]) -> None:
+        """Writes the `eval` record, for each of the sets that were asked, with the accuracies over the answers
+        that could be scored, if there are any."""
         groups.sort(key=lambda g: g.ticket.number)
-        by_set: dict[str, list[Group]] = {}
+        by_set: dict[str, list[Group]] = {one.name: [] for one in sets}
         for group in groups:
             by_set.setdefault(self._admission.set_of(group.ticket).name, []).append(group)
         values: dict[str, float] = {}
@@ -239,12 +241,14 @@ class HeldOutEvaluation:
             by_set[source] = [group for group in heldout if group.ticket.source == source]
         for name, answers in by_set.items():
             measured = set_metrics(answers, self._admission.episodes).items()
-            values |= {"/".join(filter(None, ("eval", name, key))): x for key, x in measured}
-        if heldout or not groups:
-            values = {"eval/problems": 0.0, "eval/invalid": 0.0} | values
-            self.accuracy = values.get("eval/accuracy", self.accuracy)
-            if "eval/accuracy" not in values:
-                logger.warning("evaluation at version %d: no answer could be scored", version)
+            values |= {_name(name, key): x for key, x in measured}
+        for one in sets:
+            if _name(one.name, "accuracy") not in values:
+                told = f" of the set {one.name}" if one.name else ""
+                logger.warning(
+                    "evaluation%s at version %d: no answer could be scored", told, version
+                )
+        self.accuracy = values.get("eval/accuracy", self.accuracy)
         self.best.add(version, values)
         samples = [self._sample(g) for g in heldout[:SAMPLES]]
         self._metrics.write("eval", version, values, samples=samples)
@@ -258,6 +262,11 @@ class HeldOutEvaluation:
             "response": self._tokenizer.decode(said),
             "correct": bool(t.reward_parts.get("correct", 0.0)) if t.valid else None,
         }
+
+
+def _name(of: str, key: str) -> str:
+    """Returns the name of a metric of a set, or of a task of a mixture."""
+    return "/".join(filter(None, ("eval", of, key)))
 
 
 def _episode_metrics(played: Sequence[Trajectory]) -> dict[str, float]:

@@ -62,6 +62,29 @@ def test_an_evaluation_ends_without_quarantined_tickets(heldout, make_group, buf
     assert evaluations(tmp_path) == {0: 2}
 
 
+@pytest.mark.parametrize("lost", ["more", ""])
+def test_a_set_of_which_nothing_came_is_told_by_its_name(
+    make_run, make_group, buffers, metrics, tmp_path, lost: str, caplog
+):
+    """It was told as the held-out problems, or beside those not at all."""
+    evaluation = evaluation_of(
+        make_run("eval.problems=3", "eval.sets.more.problems=2"), buffers, metrics, decoding()
+    )
+    sets = evaluation.due(0)
+    asked = [one for one in sets if one.name == "more"] if lost else sets
+    poison = {n for one in asked if one.name == lost for n in range(one.first, one.first + 3)}
+    evaluation.ask(0, asked)
+    asyncio.run(answer(buffers, make_group, poison))
+    evaluation.finish(threading.Event(), timeout_s=600.0)
+    [record] = read_metrics(tmp_path / "metrics.jsonl")
+    found = {name: n for name, n in record.items() if name.endswith("/problems")}
+    assert found == (
+        {"eval/more/problems": 0} if lost else {"eval/problems": 0, "eval/more/problems": 2}
+    )
+    where = " of the set more" if lost else ""
+    assert f"evaluation{where} at version 0: no answer could be scored" in caplog.text
+
+
 def test_an_evaluation_waits_for_its_open_tickets(
     heldout, make_group, buffers, tmp_path, monkeypatch
 ):
