@@ -10,7 +10,7 @@ TORCH_CPU ?= $(TORCH)+cpu
 JOBS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS)
 
-.PHONY: setup lock run real test test-slow test-formats test-peers test-agents test-verifiers test-gyms test-notebook test-trackers test-vllm test-sglang test-megatron test-engine check bench bench-buffer chaos fuzz mutants browser promtool redis7 crds real-model tokenizers reference docs clean
+.PHONY: setup lock run real test test-slow test-floor test-formats test-peers test-agents test-verifiers test-gyms test-notebook test-trackers test-vllm test-sglang test-megatron test-engine check bench bench-buffer chaos fuzz mutants browser promtool redis7 crds real-model tokenizers reference docs clean
 
 # Everything that `make check` and `make test` need.
 setup: $(VENV)/.installed-dev
@@ -60,6 +60,11 @@ test-agents: $(VENV)-agents/.installed
 # Episodes that verifiers plays: docs/verifiers.md. Two hundred packages, none of them ours.
 test-verifiers: $(VENV)-verifiers/.installed
 	VERIFIERS_PYTHON=$(abspath $(VENV)-verifiers/bin/python) $(BIN)/python -m pytest -m verifiers tests/environments
+
+# All that computes, with the oldest torch that pyproject.toml takes.
+FLOOR := $(addprefix tests/,algorithms data engines kernels learner linear low_bit measure models quant replay supervised teacher)
+test-floor: $(VENV)-floor/.installed
+	OMP_NUM_THREADS=1 $(VENV)-floor/bin/python -m pytest -n $(JOBS) $(FLOOR)
 
 # A server of NeMo Gym's and an agent of Harbor's, in environments of their own, with Python 3.12: docs/verifiers.md.
 PYTHON_3_12 ?= python3.12
@@ -177,6 +182,14 @@ $(VENV)-peers/.installed: bench/peers/requirements.txt $(VENV)/.installed-dev
 	  > $$($(VENV)-peers/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
 	$(VENV)-peers/bin/pip install -q --no-deps -r $< || \
 	  { echo 'The package index lacks something of $<, which only test-peers needs.'; exit 1; }
+	touch $@
+
+# In front of $(VENV)'s packages; 4.6 GB, as an index may have an old torch with its CUDA packages alone.
+$(VENV)-floor/.installed: pyproject.toml $(VENV)/.installed-dev
+	$(BIN)/python -m venv $(VENV)-floor
+	$(VENV)-floor/bin/pip install -q "torch==$$(sed -n 's/^ *"torch>=\(.*\)",$$/\1/p' pyproject.toml)"
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"), "$(CURDIR)", sep="\n")' \
+	  > $$($(VENV)-floor/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
 	touch $@
 
 # As a user makes it, in front of $(VENV)'s packages.
@@ -298,4 +311,4 @@ models/tokenizers/%/tokenizer.json:
 	rm $(@D)/*.tgz
 
 clean:
-	rm -rf $(VENV) $(VENV)-formats $(VENV)-peers $(VENV)-agents $(VENV)-verifiers $(VENV)-nemo-gym $(VENV)-harbor $(VENV)-trackers $(VENV)-vllm $(VENV)-sglang $(VENV)-megatron $(VENV)-docs $(VENV)-notebook build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-floor $(VENV)-formats $(VENV)-peers $(VENV)-agents $(VENV)-verifiers $(VENV)-nemo-gym $(VENV)-harbor $(VENV)-trackers $(VENV)-vllm $(VENV)-sglang $(VENV)-megatron $(VENV)-docs $(VENV)-notebook build dist *.egg-info
