@@ -71,7 +71,7 @@ class Reply:
         }
         self._keys = defaultdict[int, str](_new_key)
         self._hidden, self._stop_strings = hidden, body.stops
-        self._counts = body.stream_options is not None and body.stream_options.include_usage
+        self._counts = bool(body.stream_options and body.stream_options.include_usage)
         self._streams: dict[int, TextStream] = {}
         self._text: dict[int, str] = {}
         self._sent: dict[int, int] = {}

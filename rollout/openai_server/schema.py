@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 
 import msgspec
 import numpy as np
-from msgspec import Meta, Struct
+from msgspec import Meta, Raw, Struct
 
 from areal_q.config.run import LARGEST_TEMPERATURE, LONGEST_STOP, MOST_STOPS
 from areal_q.config.struct_types import TokenId
@@ -31,12 +31,17 @@ _Number = Annotated[float, Meta(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]
 """A reward or a part of one, within the bounds that Group.validate accepts"""
 _PartName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}\Z")]
 _MAX_PARTS = 32
+NULL = Raw(b"null")
 _T = TypeVar("_T")
 
 
 def decoded(data: bytes, type: type[_T]) -> _T:
-    """Returns `data` as a `type`. Raises RecordError, which names the field, unless they are JSON that fits."""
+    """Returns `data` as a `type`; a field of a Struct that is null has its default, as clients send their None.
+    Raises RecordError, which names the field, unless they are JSON that fits."""
     try:
+        if hasattr(type, "__struct_fields__"):
+            given = msgspec.json.decode(data, type=dict[str, Raw])
+            data = msgspec.json.encode({k: raw for k, raw in given.items() if raw != NULL})
         return msgspec.json.decode(data, type=type)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RecordError(in_words(error, type, untyped(data))) from error
@@ -48,7 +53,7 @@ def anything(data: bytes) -> Any:
 
 
 class StreamOptions(Struct):
-    include_usage: bool = False
+    include_usage: bool | None = False
 
 
 class _Body(Struct, kw_only=True):
@@ -61,7 +66,7 @@ class _Body(Struct, kw_only=True):
     top_k: _Int32 | None = None
     min_p: Annotated[float, Meta(ge=0, lt=1)] | None = None
     n: Annotated[int, Meta(ge=1, le=_MAX_CHOICES)] = 1
-    seed: Annotated[int, Meta(ge=0, lt=2**62)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: _Stops = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_IDS)] | None = None
     include_stop_str_in_output: bool = False
@@ -90,12 +95,12 @@ class TextPart(Struct, tag_field="type", tag="text"):
 
 class FunctionCall(Struct):
     name: str
-    arguments: str = ""
+    arguments: str | None = ""
 
 
 class ToolCall(Struct, tag_field="type", tag="function"):
     function: FunctionCall
-    id: str = ""
+    id: str | None = ""
 
     def plain(self) -> dict[str, Any]:
         """Returns the call as a chat template takes it. Raises RecordError if its arguments are no object."""
@@ -104,7 +109,7 @@ class ToolCall(Struct, tag_field="type", tag="function"):
         if found is None:
             raise RecordError(f"the arguments of the call of {name!r} are no JSON object")
         return {
-            "id": self.id,
+            "id": self.id or "",
             "type": "function",
             "function": {"name": name, "arguments": found},
         }

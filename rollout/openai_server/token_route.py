@@ -10,7 +10,7 @@ from msgspec import Meta, Raw, Struct
 from areal_q.errors import RecordError
 from rollout.openai_server.replies import Reply
 from rollout.openai_server.request_fields import WITHOUT_EFFECT, decoded_request
-from rollout.openai_server.schema import CompletionBody, Told, decoded
+from rollout.openai_server.schema import NULL, CompletionBody, Told, decoded
 
 _NOT_SAMPLING = ("model", "prompt", "stream", "stream_options")
 
@@ -37,7 +37,7 @@ def decoded_tokens(data: bytes) -> CompletionBody:
             raise RecordError(f"`{name}` is not implemented")
     body = decoded(data, _Body)
     for name in _NOT_SAMPLING:
-        if name in body.sampling_params:
+        if body.sampling_params.get(name, NULL) != NULL:
             raise RecordError(f"`{name}` is not implemented in sampling_params")
     fields = {**body.sampling_params, "prompt": body.token_ids, "model": body.model}
     return decoded_request(msgspec.json.encode(fields), TokensBody)

@@ -98,7 +98,9 @@ def check_next(served: Served, expected: list[int]) -> None:
 @example({"top_k": 2**63})
 @example({"stop_token_ids": list(range(100, 5000))})
 @example({"stop_token_ids": list(range(MAX_STOP_IDS))})
-@example({"seed": 2**62 - 1, "n": 16})
+@example({"seed": 2**63 - 1, "n": 16})
+@example({"seed": -(2**63), "n": 16})
+@example({"n": None, "stream": None, "stream_options": {"include_usage": None}})
 def test_no_completion_request_reaches_the_next_one(served: Served, body: dict[str, Any]):
     expected = served.drawn()
     status, said = served.ask("/completions", GOOD | body)

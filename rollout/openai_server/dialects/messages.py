@@ -9,7 +9,7 @@ from areal_q.errors import RecordError
 from rollout.openai_server.dialects.blocks import Block, Blocks, Change
 from rollout.openai_server.replies import Event, Reply
 from rollout.openai_server.request_fields import decoded_request, refuse_others, refuse_unread
-from rollout.openai_server.schema import ChatBody, Told, anything, decoded
+from rollout.openai_server.schema import NULL, ChatBody, Told, anything, decoded
 
 _WITHOUT_EFFECT = frozenset(["cache_control", "inference_geo", "metadata", "service_tier"])
 """Fields that leave what is drawn as it is, and are not read"""
@@ -23,7 +23,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Values, besides null, that ask for nothing"""
 _HARMLESS = frozenset(["caller", "citations", "eager_input_streaming", "signature"])
 """Fields of blocks and tools that leave what is drawn as it is"""
-_NULL = Raw(b"null")
 _STOPPED = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
 
 
@@ -101,7 +100,7 @@ def decoded_chat(data: bytes, type: type[Counted] = Asked) -> ChatBody:
     """Returns the request in `data` as one for a chat. Raises RecordError for what is not valid or not
     implemented, by its name in this API."""
     found = decoded(data, dict[str, Raw])
-    if found.get("thread", _NULL) != _NULL:
+    if found.get("thread", NULL) != NULL:
         raise ThreadRefused("`thread` is not implemented: send the whole conversation")
     refuse_others(found, {*type.__struct_fields__, *_WITHOUT_EFFECT}, _NEUTRAL)
     asked = decoded(data, type)

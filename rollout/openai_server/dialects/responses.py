@@ -53,7 +53,7 @@ class _Message(Struct, tag_field="type", tag="message"):
 class _Call(Struct, tag_field="type", tag="function_call"):
     call_id: str
     name: str
-    arguments: str = ""
+    arguments: str | None = ""
 
 
 class _Output(Struct, tag_field="type", tag="function_call_output"):
