@@ -9,6 +9,8 @@ from areal_q.errors import RecordError
 from rollout.openai_server.schema import ChatBody, CompletionBody, anything, decoded
 
 B = TypeVar("B", CompletionBody, ChatBody)
+Neutral = Mapping[str, "tuple[Any, ...] | Neutral"]
+"""The values of fields, besides null, that ask for nothing; of a table those of its own fields"""
 
 WITHOUT_EFFECT = frozenset(
     [
@@ -30,7 +32,7 @@ WITHOUT_EFFECT = frozenset(
     ]
 )
 """Fields of OpenAI's API, vLLM's and SGLang's that leave what is drawn as it is, and are not read"""
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: Neutral = {
     "add_generation_prompt": (True,),
     "allowed_token_ids": ([],),
     "bad_words": ([],),
@@ -41,13 +43,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "ignore_eos": (False,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
+    "logit_bias": {},
     "min_tokens": (0,),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
+    "response_format": {"type": ("text",)},
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -55,8 +57,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "verbosity": ("medium",),
 }
-"""Values, besides null, that ask for nothing, by field that is not implemented; one that is not named here has
-none"""
+"""Those of fields that are not implemented; one that is not named here has none"""
 _OF_TOOLS: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True,),
@@ -100,15 +101,18 @@ def decoded_request(data: bytes, type: type[B]) -> B:
     return body
 
 
-def refuse_others(
-    found: Mapping[str, Raw], known: Container[str], neutral: Mapping[str, tuple[Any, ...]]
-) -> None:
+def refuse_others(found: Mapping[str, Raw], known: Container[str], neutral: Neutral) -> None:
     """Raises RecordError for a field that is not known, unless its value is null or one of its `neutral` ones,
     which ask for nothing."""
     for name, raw in found.items():
-        value = None if name in known else anything(raw)
-        if value is not None and value not in neutral.get(name, ()):
+        if name not in known and not _asks_nothing(anything(raw), neutral.get(name, ())):
             raise RecordError(f"`{name}` is not implemented")
+
+
+def _asks_nothing(value: Any, neutral: tuple[Any, ...] | Neutral) -> bool:
+    if isinstance(value, dict) and isinstance(neutral, Mapping):
+        return all(_asks_nothing(inner, neutral.get(name, ())) for name, inner in value.items())
+    return value is None or (isinstance(neutral, tuple) and value in neutral)
 
 
 def refuse_unread(given: Any, read: Any, where: str, harmless: Container[str] = ()) -> None:

@@ -8,17 +8,22 @@ from msgspec import Meta, Raw, Struct
 from areal_q.errors import RecordError
 from rollout.openai_server.dialects.blocks import Block, Blocks, Change
 from rollout.openai_server.replies import Event, Reply
-from rollout.openai_server.request_fields import decoded_request, refuse_others, refuse_unread
+from rollout.openai_server.request_fields import (
+    Neutral,
+    decoded_request,
+    refuse_others,
+    refuse_unread,
+)
 from rollout.openai_server.schema import NULL, ChatBody, Told, anything, decoded
 
 _WITHOUT_EFFECT = frozenset(["cache_control", "inference_geo", "metadata", "service_tier"])
 """Fields that leave what is drawn as it is, and are not read"""
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "container": ({},),
-    "context_management": ({}, {"edits": []}),
+_NEUTRAL: Neutral = {
+    "container": {},
+    "context_management": {"edits": ([],)},
     "mcp_servers": ([],),
-    "output_config": ({},),
-    "thinking": ({"type": "disabled"},),
+    "output_config": {},
+    "thinking": {"type": ("disabled",)},
 }
 """Values, besides null, that ask for nothing"""
 _HARMLESS = frozenset(["caller", "citations", "eager_input_streaming", "signature"])

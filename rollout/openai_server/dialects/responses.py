@@ -13,22 +13,27 @@ from areal_q.decode_errors import fitted
 from areal_q.errors import RecordError
 from rollout.openai_server.dialects.blocks import Block, Blocks, Change
 from rollout.openai_server.replies import Event, Reply
-from rollout.openai_server.request_fields import decoded_request, refuse_others, refuse_unread
+from rollout.openai_server.request_fields import (
+    Neutral,
+    decoded_request,
+    refuse_others,
+    refuse_unread,
+)
 from rollout.openai_server.schema import ChatBody, Told, anything, decoded
 
 _WITHOUT_EFFECT = frozenset(
     [
-        "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
-        "service_tier", "store", "stream_options", "user",
+        "metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+        "safety_identifier", "service_tier", "store", "stream_options", "user",
     ]
 )  # fmt: skip
 """Fields that leave what is drawn as it is, and are not read"""
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+_NEUTRAL: Neutral = {
     "background": (False,),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
-    "text": ({}, {"format": {"type": "text"}}, {"format": {"type": "text"}, "verbosity": "medium"}),
-    "reasoning": ({}, {"effort": None}, {"summary": "auto"}, {"effort": None, "summary": "auto"}),
+    "text": {"format": {"type": ("text",)}, "verbosity": ("medium",)},
+    "reasoning": {"context": ("auto",), "generate_summary": ("auto",), "summary": ("auto",)},
 }
 """Values, besides null, that ask for nothing"""
 
