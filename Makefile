@@ -55,7 +55,7 @@ test-notebook: $(VENV)-notebook/.installed
 
 # Loops of other libraries' agents against the endpoint: docs/endpoint.md.
 test-agents: $(VENV)-agents/.installed
-	$(VENV)-agents/bin/python -m pytest -m agents tests/openai_server/test_agent_sdks.py
+	$(VENV)-agents/bin/python -m pytest -m agents tests/openai_server/test_agent_sdks.py tests/openai_server/test_dialects.py
 
 # Episodes that verifiers plays: docs/verifiers.md. Two hundred packages, none of them ours.
 test-verifiers: $(VENV)-verifiers/.installed

@@ -184,7 +184,7 @@ class ResponsesReply(Reply):
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "usage": {
                 "input_tokens": counted["prompt_tokens"],
-                "input_tokens_details": {"cached_tokens": 0},
+                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
                 "output_tokens": counted["completion_tokens"],
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": counted["total_tokens"],
