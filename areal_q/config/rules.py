@@ -216,8 +216,13 @@ def _engine(run: Run) -> Iterator[str]:
         yield "rollout.kv_scales needs rollout.engine.kv_cache = 'fp8'"
     if not isinstance(engine, VllmEngine):
         return
-    if rollout.sampling.temperature > 2:
-        yield f"rollout.sampling.temperature = {rollout.sampling.temperature}: vLLM takes 2 at most"
+    temperatures = {"rollout.sampling": rollout.sampling.temperature}
+    temperatures |= {
+        f"eval.sets.{name}": one.temperature or 0 for name, one in run.eval.sets.items()
+    }
+    for place, temperature in temperatures.items():
+        if temperature > 2:
+            yield f"{place}.temperature = {temperature}: vLLM takes 2 at most"
     if engine.dtype == "float32" and rollout.format in ("int4", "int4-g32"):
         yield (
             f"rollout.engine.dtype = 'float32' with rollout.format = {rollout.format!r}: vLLM's INT4 product "

@@ -156,6 +156,10 @@ def test_sets_may_change_in_a_resumption_and_shares_not(
             "eval.sets.b.task.type = 'arithmetik': no such choice; did you mean 'arithmetic'?",
         ),
         (["eval.sets.a.samples=1000"], "eval.sets.a.samples = 1000 is above rollout.engine.slots"),
+        (
+            ["eval.sets.a={samples=2, temperature=3}", "rollout.engine.type=vllm"],
+            "eval.sets.a.temperature = 3.0: vLLM takes 2 at most",
+        ),
         (["eval.sets.a.top_p=0.5"], "eval.sets.a.temperature and top_p are of samples"),
         (["eval.patience=2"], "eval.patience needs eval.best"),
         (["eval.best=accuracy"], "eval.best = 'accuracy'"),
