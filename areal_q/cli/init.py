@@ -3,6 +3,8 @@
 The templates are configs/templates/TEMPLATE.toml and .py, in which NAME stands for the run's name.
 """
 
+import json
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -35,6 +37,12 @@ def main(
     load(None, [("name", name.name)])
     # Not with_suffix, which would cut "v1.2" short.
     files = {end: name.with_name(f"{name.name}.{end}") for end in ("toml", "py")}
+    told = {"NAME": name.name}
+    # TOML escapes what a text may not hold as JSON does.
+    told |= {
+        f"NAME.{end}": json.dumps(path.as_posix(), ensure_ascii=False)[1:-1]
+        for end, path in files.items()
+    }
     for path in files.values():
         if path.exists():
             raise ConfigError(f"{path}: is there already; choose another NAME")
@@ -42,9 +50,7 @@ def main(
         name.parent.mkdir(parents=True, exist_ok=True)
         for end, path in files.items():
             text = (shipped() / TEMPLATES / f"{template}.{end}").read_text("utf-8")
-            for other, place in files.items():
-                text = text.replace(f"NAME.{other}", place.as_posix())
             with path.open("x", encoding="utf-8") as file:
-                file.write(text.replace("NAME", name.name))
+                file.write(re.sub(r"NAME(\.toml|\.py)?", lambda found: told[found[0]], text))
     typer.echo(f"{files['toml']} and {files['py']}: {MEANINGS[template]}")
     typer.echo(f"\nareal-q check {files['toml']}\nareal-q run {files['toml']}")

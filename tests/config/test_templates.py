@@ -6,7 +6,7 @@ import pytest
 from helpers.commands import areal_q, refused, run_here
 
 from areal_q.cli.init import MEANINGS, main
-from areal_q.config import load
+from areal_q.config import Python, load
 from areal_q.config.load import TEMPLATES, shipped, shipped_names
 from areal_q.observability.metrics_log import read_metrics
 from areal_q.tasks import build_task
@@ -30,6 +30,15 @@ def test_a_template_is_two_files_that_belong_together(tmp_path: Path, template: 
     task = build_task(run.task)
     assert not {p.prompt for p in task.train} & {p.prompt for p in task.heldout}
     assert len(task.heldout) >= run.eval.problems / 2
+
+
+@pytest.mark.parametrize("name", ["RENAME", "NAME.py", "NAME/NAME", 'a "NAME.toml" \\ é/x'])
+def test_a_name_stays_whatever_the_templates_call_theirs(name: str):
+    done = run_here("init", main, name)
+    assert (done.returncode, done.stderr) == (0, "")
+    run = load(Path(f"{name}.toml"))
+    assert run.name == Path(name).name and Path(f"{name}.py").exists()
+    assert isinstance(run.task, Python) and run.task.path == f"{name}.py"
 
 
 def test_nothing_is_overwritten(tmp_path: Path):
