@@ -26,6 +26,7 @@ from areal_q.system.command import (
     RunDirectory,
     accept_any_text,
     check_names,
+    config_and_overrides,
     exit_with,
 )
 from areal_q.system.processes import become
@@ -160,10 +161,7 @@ def run(
     from areal_q.cli.launcher import launch
     from areal_q.cli.live_view import build_view
 
-    overrides = overrides or []
-    if config is not None and "=" in config:
-        config, overrides = None, [config, *overrides]
-    asked = asked_for(config, overrides, resume, name, step)
+    asked = asked_for(*config_and_overrides(config, overrides), resume, name, step)
     sys.exit(launch(asked, resume, build_view, step=step))
 
 

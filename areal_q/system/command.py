@@ -95,6 +95,16 @@ def run_command(
         exit_with(error, 1, who)
 
 
+def config_and_overrides(
+    config: str | None, overrides: list[str] | None
+) -> tuple[str | None, list[str]]:
+    """Returns CONFIG and the settings on top of it, for a command that does without CONFIG: a word such as
+    a.b=c in its place is the first of the settings, unless a file or a directory has that name."""
+    if config is not None and "=" in config and not os.path.exists(config):
+        return None, [config, *(overrides or [])]
+    return config, overrides or []
+
+
 def exit_with(error: AReaLQError, code: int, who: str = "areal-q: error") -> NoReturn:
     """Prints the lines of `error` to stderr and ends this process with exit code `code`."""
     for line in error.lines():

@@ -9,7 +9,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -34,7 +33,7 @@ from areal_q.config import (
 )
 from areal_q.errors import TaskError, UserError
 from areal_q.messages import FailureCause
-from areal_q.system.command import Overrides, console
+from areal_q.system.command import Overrides, config_and_overrides, console
 from areal_q.system.credentials import no_password
 from areal_q.tasks import (
     Completed,
@@ -66,7 +65,7 @@ EXITS = "Exit codes: 0 nothing is in the way; 1 something is; 2 settings that ca
 
 def main(
     config: Annotated[
-        Path | None, typer.Argument(metavar="CONFIG", help="a TOML file; default: the settings'")
+        str | None, typer.Argument(metavar="CONFIG", help="a TOML file; default: the settings'")
     ] = None,
     overrides: Overrides = None,
     redis: Annotated[
@@ -76,9 +75,7 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON list")] = False,
 ) -> None:
     """Looks at Python, torch, GPUs, engines, Redis, ports and disk, and at CONFIG and its model beside them."""
-    if config is not None and "=" in str(config):
-        config, overrides = None, [str(config), *(overrides or [])]
-    run = load(config, overrides)
+    run = load(*config_and_overrides(config, overrides))
     found = list(findings(run, redis))
     if as_json:
         typer.echo(msgspec.json.format(msgspec.json.encode(found)).decode())

@@ -17,6 +17,7 @@ from areal_q.cli.programs import plan
 from areal_q.config import Python, Run, faults, load
 from areal_q.config.load import shipped
 from areal_q.errors import ConfigError
+from areal_q.system.command import config_and_overrides
 from areal_q.tasks.datasets.jsonl_rows import read_rows
 
 
@@ -96,6 +97,22 @@ def test_a_bad_file_is_one_line_with_its_path_and_exit_code_2(
     result = areal_q_command("run", toml(tmp_path, text))
     assert_one_line(result, "bad.toml", named)
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("command", ["run", "check", "check-config"])
+def test_a_file_whose_name_looks_like_a_setting_is_read(areal_q_command, tmp_path, command):
+    (tmp_path / "lr=1e-3.toml").write_text("stepz = 3")
+    assert_one_line(areal_q_command(command, "lr=1e-3.toml"), "lr=1e-3.toml: stepz")
+
+
+def test_a_word_is_a_setting_where_no_file_has_its_name(tmp_path):
+    there = tmp_path / "lr=1"
+    assert config_and_overrides(str(there), ["steps=2"]) == (None, [str(there), "steps=2"])
+    there.mkdir()
+    assert config_and_overrides(str(there), ["steps=2"]) == (str(there), ["steps=2"])
+    long = f"name={'a' * 300}"
+    assert config_and_overrides(long, None) == (None, [long])
+    assert config_and_overrides(None, None) == (None, [])
 
 
 @pytest.mark.parametrize(
