@@ -96,7 +96,10 @@ def main(
         float, typer.Option(min=0, help="seconds without a new version that are too many")
     ] = SILENT_S,
     watch: Annotated[
-        float | None, typer.Option(metavar="S", min=0.1, help="again every S seconds, until Ctrl-C")
+        float | None,
+        typer.Option(
+            metavar="S", min=0.1, help="again every S seconds, until the run ends or Ctrl-C"
+        ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="one JSON document a look")] = False,
 ) -> None:
@@ -104,6 +107,8 @@ def main(
     if directory is not None:
         _end_if_ended(directory, json)
     # Imported here, since a run that has ended does without them, and they take half a second.
+    import redis
+
     from buffer.admin.open_run import open_run
     from buffer.weight_sync import WeightSource
     from rollout.commands.cluster import gather, screen
@@ -113,13 +118,22 @@ def main(
         while True:
             source = WeightSource(None, fetch, keys, client)
             held = directory is not None and is_held(directory)
-            found = gather(connected, name, source, silent_s, held)
-            if json:
-                typer.echo(msgspec.json.encode(found))
+            try:
+                found = gather(connected, name, source, silent_s, held)
+            except redis.RedisError as error:
+                # A run that ends stops Redis before it lets go of its directory.
+                if not (watch and held):
+                    raise
+                typer.echo(f"redis: {error}; looks again, as the run has not ended", err=True)
             else:
-                if watch:
-                    console.clear()
-                console.print(screen(found))
-            if not watch:
-                raise typer.Exit(int(bool(found.wrong)))
+                if json:
+                    typer.echo(msgspec.json.encode(found))
+                else:
+                    if watch:
+                        console.clear()
+                    console.print(screen(found))
+                if not watch:
+                    raise typer.Exit(int(bool(found.wrong)))
             time.sleep(watch)
+            if directory is not None:
+                _end_if_ended(directory, json)

@@ -5,6 +5,7 @@ import os
 import shutil
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import redis
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 
 from areal_q.cli import live_view
 from areal_q.config import Run, dump_toml
-from areal_q.errors import ConfigError
+from areal_q.errors import BufferUnavailable, ConfigError
 from areal_q.observability.metrics_log import MetricsLog, Record
 from areal_q.observability.run_end import going_on, how_it_ended, note_failure
 from areal_q.system.files import try_lock
@@ -169,6 +170,38 @@ def test_a_resumption_says_what_it_repeats_and_a_way_back(
     assert len(found) == len(told) and all(
         part in said for part, said in zip(told, found, strict=True)
     )
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_watched_run_that_ends_is_told_as_an_ended_one(
+    directory: Path, short_dir: Path, monkeypatch: pytest.MonkeyPatch, lost: bool
+):
+    """Its Redis goes before the directory is let go of, or stays, being another's."""
+    lock = try_lock(directory)
+    assert lock is not None
+    record(directory, "step", "end")
+    app = typer.Typer()
+    app.command()(status.main)
+    with RedisServer.start(short_dir / "redis", short_dir / "s") as server:
+        monkeypatch.setenv("REDIS_URL", server.url)
+        turns = iter([server.stop] * lost + [lambda: os.close(lock)])
+        monkeypatch.setattr(status, "time", SimpleNamespace(sleep=lambda _: next(turns)()))
+        shown = CliRunner().invoke(app, [str(directory), "--watch", "2"])
+    assert shown.exit_code == 0, shown.exception
+    assert shown.stdout.splitlines()[-1] == f"{directory}: ended: done at step 1"
+    assert ("looks again, as the run has not ended" in shown.stderr) == lost
+
+
+def test_a_redis_that_is_lost_ends_a_watch_of_none_at_work(
+    directory: Path, short_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    app = typer.Typer()
+    app.command()(status.main)
+    with RedisServer.start(short_dir / "redis", short_dir / "s") as server:
+        monkeypatch.setenv("REDIS_URL", server.url)
+        monkeypatch.setattr(status, "time", SimpleNamespace(sleep=lambda _: server.stop()))
+        shown = CliRunner().invoke(app, [str(directory), "--watch", "2"])
+    assert isinstance(shown.exception, BufferUnavailable)
 
 
 def test_a_record_after_the_end_is_of_a_resumed_run(directory):
