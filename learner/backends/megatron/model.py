@@ -122,6 +122,11 @@ class MegatronModel(GPTModel):
     `materialise`. With `lora` only adapters are trained, and it cannot run before `load_base`.
     `rounds_rest` is explained in areal_q/models/low_bit/bf16_rounding.py."""
 
+    replay = False
+    """True if tokens go to the experts that the rollout recorded."""
+    report: Tensor
+    """The report of all routers about the last batch (layers/moe.py); it exists only on the last stage."""
+
     def __init__(
         self,
         shape: DecoderConfig,
@@ -131,23 +136,17 @@ class MegatronModel(GPTModel):
         rounds_rest: bool = False,
         lora: AdapterSettings | None = None,
     ) -> None:
-        first, last = stage == 0, stage == config.pipeline_model_parallel_size - 1
         super().__init__(
             config,
             _block(shape, config, stage, precision, lora),  # type: ignore[arg-type]
             vocab_size=padded(shape.vocab_size, config.tensor_model_parallel_size),
             max_sequence_length=shape.max_positions,
-            pre_process=first,
-            post_process=last,
+            pre_process=stage == 0,
+            post_process=stage == config.pipeline_model_parallel_size - 1,
             share_embeddings_and_output_weights=shape.tied,
             position_embedding_type="none",
         )
-        self.shape = shape
-        self.rounds_rest = rounds_rest
-        self.replay = False
-        """True if tokens go to the experts that the rollout recorded."""
-        self.report: Tensor
-        """The report of all routers about the last batch (layers/moe.py); it exists only on the last stage."""
+        self.shape, self.rounds_rest = shape, rounds_rest
         self.routers = [module for module in self.modules() if isinstance(module, Router)]
         below = [layer for layer in shape.sparse_layers if layer < _layers(config, stage)[0]]
         for number, router in enumerate(self.routers, len(below)):

@@ -68,12 +68,7 @@ with warnings.catch_warnings():
 class MegatronShard:
     """This rank's part of rank 0's whole policy."""
 
-    def __init__(
-        self,
-        shape: DecoderConfig,
-        begin: Begin,
-        run: Run,
-    ) -> None:
+    def __init__(self, shape: DecoderConfig, begin: Begin, run: Run) -> None:
         cfg, backend = run.learner, run.learner.backend
         assert isinstance(cfg.optimizer, AdamW) and isinstance(backend, MegatronBackend)
         self._format, self._rounds = run.rollout.format, run.rollout.rounds_rest

@@ -11,19 +11,18 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from areal_q.config import AdamW, LearnerConfig, MegatronBackend
 from areal_q.models import DecoderConfig
 
+_RECOMPUTE: dict[str, Any] = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+
 
 def transformer_config(
     shape: DecoderConfig, cfg: LearnerConfig, backend: MegatronBackend
 ) -> TransformerConfig:
     """Returns Megatron's settings of the model."""
     dtype = getattr(torch, cfg.products)
-    recompute: dict[str, Any] = {}
-    if cfg.recompute:
-        recompute = {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        }
     return TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.width,
@@ -46,20 +45,12 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # Megatron's fusions need Apex, Transformer Engine or CUDA.
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
         use_cpu_initialization=not cfg.device.startswith("cuda"),
         # Micro-batches differ in length. Megatron then requires this dispatcher, even without experts.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
         batch_p2p_sync=False,
-        deallocate_pipeline_outputs=False,
-        **recompute,
+        **(_RECOMPUTE if cfg.recompute else {}),
         **(_sparse(shape, backend) if shape.sparse_layers else {}),
     )
 
