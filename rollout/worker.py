@@ -152,14 +152,10 @@ class Worker:
         self._committing: set[asyncio.Task[None]] = set()
         """Tasks that are committing their group. The commit itself reports a lost ticket; for these tasks a
         failed renewal of the claim means nothing, since a commit removes the claim too."""
-        self._place_free = asyncio.Event()
-        self._swapped = asyncio.Event()
-        self._groups = 0
+        self._place_free, self._swapped = asyncio.Event(), asyncio.Event()
+        self._groups = self._timeouts = self._resumed = self._swaps = 0
         self._refused = 0
         """Number of tickets in a row that did not become a valid group"""
-        self._timeouts = 0
-        self._resumed = 0
-        self._swaps = 0
         self._refused_weights = self._refused_in_a_row = 0
         """Number of versions that the engine could not use: all, and since the last one that it could"""
         self._swap_s = 0.0

@@ -30,6 +30,17 @@ SGLANG_GPU_ENVIRONMENT = {"SGLANG_ENABLE_JIT_DEEPGEMM": "0"}
 """Environment variables for GPUs newer than Hopper, on which SGLang would otherwise round the scales of FP8
 blocks to powers of two and requantize"""
 SGLANG_CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "TORCH_COMPILE_DISABLE": "1"}
+SETTINGS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "skip_server_warmup": True,
+    "incremental_streaming_output": True,
+    "stream_interval": 1,
+    "grammar_backend": "none",
+    # A response ends only with a stop id that its request names.
+    "json_model_override_args": '{"eos_token_id": null}',
+    "log_level": "error",
+}
+"""The ServerArgs that are the same in every run"""
 CPU_CACHE_BYTES = 256 << 20
 RESERVED_POSITIONS = 16
 """Positions of context beyond those that the run needs, since SGLang admits only prompts that are some tokens
@@ -99,15 +110,12 @@ def server_settings(
     cpu = not checkpoint_backend.has_gpu()
     positions = (config.max_positions or model.max_positions) + RESERVED_POSITIONS
     float32 = config.dtype == "float32" or (config.dtype == "auto" and cpu)
-    settings: dict[str, Any] = {
+    settings: dict[str, Any] = SETTINGS | {
         "model_path": path,
         "weight_version": stamp,
-        "skip_tokenizer_init": True,
-        "skip_server_warmup": True,
-        "incremental_streaming_output": True,
-        "stream_interval": 1,
         "dtype": "float32" if float32 else "bfloat16",
         "max_running_requests": config.slots,
+        "max_total_tokens": config.kv_cache_tokens or None,
         "context_length": positions,
         "tp_size": config.tensor_parallel,
         "disable_cuda_graph": not config.compiled,
@@ -118,13 +126,7 @@ def server_settings(
         "enable_deterministic_inference": config.seeded,
         "sampling_mask_max_tokens": max(4096, model.vocab_size),
         "enable_return_routed_experts": bool(model.sparse_layers),
-        "grammar_backend": "none",
-        # A response ends only with a stop id that its request names.
-        "json_model_override_args": '{"eos_token_id": null}',
-        "log_level": "error",
     }
-    if config.kv_cache_tokens:
-        settings["max_total_tokens"] = config.kv_cache_tokens
     if cpu:
         token_bytes = 2 * model.layers * model.kv_heads * model.head_dim * (4 if float32 else 2)
         most = max(config.slots * positions, 4096)
