@@ -3,10 +3,11 @@
 import math
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
+from msgspec.structs import asdict
 
 from areal_q.errors import CheckpointError, NotOurs
-from areal_q.models.foreign import COMPUTED_BY, sizes_of
+from areal_q.models.foreign import COMPUTED_BY, ids_of, sizes_of
 from areal_q.models.layer_kinds import DeltaRule, Experts, Size, delta_of, experts_of, read
 from areal_q.models.rope_scaling import (
     WINDOW_THETA,
@@ -39,7 +40,7 @@ FAMILIES = {
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
 }
 """The class of transformers by `model_type`."""
-_TIED = {"smollm3": True, "gemma3_text": True}
+_TIED = ("smollm3", "gemma3_text")
 """The families whose head is the embedding where config.json does not say."""
 OFFSET_NORMS = {"gemma3_text", *STATEFUL}
 """The families whose norms multiply by 1 + w, where w is the weight in their files."""
@@ -50,6 +51,24 @@ _SIZES = {
     "qwen3_5_moe_text": {"head_dim": 256, "num_key_value_heads": 2},
 }
 """Sizes of a family where config.json does not say, other than those of most"""
+_NAMES = {
+    "vocab_size": "vocab_size",
+    "width": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "mlp": "intermediate_size",
+    "max_positions": "max_position_embeddings",
+    "rope_theta": "rope_theta",
+    "rope_scaling": "rope_scaling",
+    "norm_eps": "rms_norm_eps",
+    "tied": "tie_word_embeddings",
+    "bos_id": "bos_token_id",
+    "eos_ids": "eos_token_id",
+    "pad_id": "pad_token_id",
+}
+"""What config.json calls the fields of a decoder that it names for every family"""
 MOST_LAYERS, MOST_EXPERTS = 1000, 100_000
 """Bounds on a whole model: even an empty one of more takes long to build."""
 Activation = Literal["silu", "gelu_tanh", "clamped_silu"]
@@ -57,23 +76,23 @@ Rope = Literal["model", "window"]
 _Id = Annotated[int, Meta(ge=0, lt=2**31)]
 
 
-class _Sizes(Struct):
+class _Sizes(Struct, rename=_NAMES):
     """What `config.json` must say of a decoder, and may."""
 
     vocab_size: Size
-    hidden_size: Size
-    num_hidden_layers: Annotated[int, Meta(ge=1, le=MOST_LAYERS)]
-    num_attention_heads: Size
-    intermediate_size: Size
-    max_position_embeddings: Size
-    num_key_value_heads: Size | None = None
+    width: Size
+    layers: Annotated[int, Meta(ge=1, le=MOST_LAYERS)]
+    heads: Size
+    mlp: Size
+    max_positions: Size
+    kv_heads: Size | None = None
     head_dim: Size | None = None
-    rms_norm_eps: Annotated[float, Meta(ge=0, le=1)] = 1e-6
-    tie_word_embeddings: bool | None = None
-    bos_token_id: int | None = None
-    eos_token_id: _Id | list[_Id] | None = None
-    pad_token_id: int | None = None
-    query_pre_attn_scalar: Size = 256
+    norm_eps: Annotated[float, Meta(ge=0, le=1)] = 1e-6
+    tied: bool | None = None
+    bos_id: int | None = None
+    eos_ids: _Id | list[_Id] | None = None
+    pad_id: int | None = None
+    query_scalar: Size = field(default=256, name="query_pre_attn_scalar")
     """The attention scale is its root's inverse, in Gemma alone."""
 
 
@@ -301,43 +320,33 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
         # A mixture without dense layers need not say how wide their MLPs are.
         key = "moe_intermediate_size"
         usual = {"intermediate_size": hf[key]} if key in hf else {}
-        sizes = read(usual | _SIZES.get(family, {}) | hf, _Sizes)
-        unknown = [name for name, asked in not_implemented(family, hf).items() if asked]
-        if unknown:
+        said = read(usual | _SIZES.get(family, {}) | hf, _Sizes)
+        if unknown := [name for name, asked in not_implemented(family, hf).items() if asked]:
             kind = CheckpointError if hf.get("quantization_config") else NotOurs
             raise kind(f"{family} with {unknown[0]} is not implemented")
         rope_theta, rope_scaling, window_theta = ropes_of(family, hf)
-        unrotated = unrotated_of(family, hf, sizes.num_hidden_layers)
-        window, sliding = windows_of(family, hf, sizes.num_hidden_layers, unrotated)
-        eos, heads = sizes.eos_token_id, sizes.num_attention_heads
+        unrotated = unrotated_of(family, hf, said.layers)
+        window, sliding = windows_of(family, hf, said.layers, unrotated)
+        head_dim = said.head_dim or said.width // said.heads
+        completed = {
+            "kv_heads": said.kv_heads or said.heads,
+            "head_dim": head_dim,
+            "tied": family in _TIED if said.tied is None else said.tied,
+            "eos_ids": ids_of(said.eos_ids),
+            "query_scalar": said.query_scalar if family == "gemma3_text" else None,
+        }
         return cls(
             family=family,
-            vocab_size=sizes.vocab_size,
-            width=sizes.hidden_size,
-            layers=sizes.num_hidden_layers,
-            heads=heads,
-            kv_heads=sizes.num_key_value_heads or heads,
-            head_dim=sizes.head_dim or sizes.hidden_size // heads,
-            mlp=sizes.intermediate_size,
-            max_positions=sizes.max_position_embeddings,
+            **asdict(said) | completed | biases_of(family, hf),
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
-            norm_eps=sizes.rms_norm_eps,
-            tied=_TIED.get(family, False)
-            if sizes.tie_word_embeddings is None
-            else sizes.tie_word_embeddings,
-            bos_id=sizes.bos_token_id,
-            eos_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
-            pad_id=sizes.pad_token_id,
-            **biases_of(family, hf),
+            rope_dim=rope_dim_of(family, hf, head_dim),
             unrotated=unrotated,
             window=window,
             sliding=sliding,
             window_theta=window_theta if sliding else None,
-            query_scalar=sizes.query_pre_attn_scalar if family == "gemma3_text" else None,
             experts=experts_of(family, hf),
-            delta=delta_of(family, hf, sizes.num_hidden_layers),
-            rope_dim=rope_dim_of(family, hf, sizes.head_dim or sizes.hidden_size // heads),
+            delta=delta_of(family, hf, said.layers),
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -347,21 +356,8 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
         return {
             "architectures": [FAMILIES[self.family]],
             "model_type": self.family,
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.width,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "intermediate_size": self.mlp,
-            "max_position_embeddings": self.max_positions,
-            "rope_theta": self.rope_theta,
-            "rope_scaling": self.rope_scaling,
-            "rms_norm_eps": self.norm_eps,
-            "tie_word_embeddings": self.tied,
-            "bos_token_id": self.bos_id,
+            **{name: getattr(self, ours) for ours, name in _NAMES.items()},
             "eos_token_id": self._eos_to_hf(),
-            "pad_token_id": self.pad_id,
             "torch_dtype": "float32",
             **self._variants_to_hf(),
             **(self.experts.to_hf(self.family) if self.experts else {}),

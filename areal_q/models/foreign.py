@@ -45,7 +45,7 @@ def sizes_of(hf: dict[str, Any]) -> dict[str, Any]:
         raise CheckpointError(
             f"{hf.get('model_type')} is no language model alone: it does not say {_NAMES[missing[0]][0]}"
         )
-    eos, width, heads = hf.get("eos_token_id"), sizes["width"], sizes["heads"]
+    width, heads = sizes["width"], sizes["heads"]
     return {
         "family": hf["model_type"],
         **sizes,
@@ -55,9 +55,14 @@ def sizes_of(hf: dict[str, Any]) -> dict[str, Any]:
         "max_positions": _first(hf, _POSITIONS) or NO_LIMIT,
         "tied": bool(hf.get("tie_word_embeddings", True)),
         "bos_id": hf.get("bos_token_id"),
-        "eos_ids": () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+        "eos_ids": ids_of(hf.get("eos_token_id")),
         "pad_id": hf.get("pad_token_id"),
     }
+
+
+def ids_of(eos: int | list[int] | None) -> tuple[int, ...]:
+    """Returns the ids that `eos_token_id` names: one, several or none."""
+    return () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
 
 
 def computing(hf: dict[str, Any] | None) -> dict[str, Any]:

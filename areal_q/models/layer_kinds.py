@@ -4,6 +4,7 @@ rule. What `config.json` says of them, and the shapes of their tensors."""
 from typing import Annotated, Any, TypeVar
 
 from msgspec import Meta, Struct
+from msgspec.structs import asdict
 
 from areal_q.decode_errors import fitted
 from areal_q.errors import CheckpointError
@@ -92,13 +93,7 @@ class DeltaRule(Struct, frozen=True, kw_only=True):
 
     def to_hf(self) -> dict[str, Any]:
         """Returns what `config.json` says of their sizes."""
-        return {
-            "linear_num_key_heads": self.key_heads,
-            "linear_num_value_heads": self.value_heads,
-            "linear_key_head_dim": self.key_dim,
-            "linear_value_head_dim": self.value_dim,
-            "linear_conv_kernel_dim": self.kernel,
-        }
+        return {name: getattr(self, ours) for ours, name in _DELTA.items()}
 
 
 class _ExpertSizes(Struct):
@@ -114,14 +109,24 @@ class _ExpertSizes(Struct):
     shared_expert_intermediate_size: Size | None = None
 
 
-class _DeltaSizes(Struct):
+_DELTA = {
+    "key_heads": "linear_num_key_heads",
+    "value_heads": "linear_num_value_heads",
+    "key_dim": "linear_key_head_dim",
+    "value_dim": "linear_value_head_dim",
+    "kernel": "linear_conv_kernel_dim",
+}
+"""What it calls the sizes of a DeltaRule"""
+
+
+class _DeltaSizes(Struct, rename=_DELTA):
     """What it may say of layers that keep a state."""
 
-    linear_num_key_heads: Size = 16
-    linear_num_value_heads: Size = 32
-    linear_key_head_dim: Size = 128
-    linear_value_head_dim: Size = 128
-    linear_conv_kernel_dim: Size = 4
+    key_heads: Size = 16
+    value_heads: Size = 32
+    key_dim: Size = 128
+    value_dim: Size = 128
+    kernel: Size = 4
 
 
 _ALL_SPARSE: dict[str, Any] = {"decoder_sparse_step": 1, "mlp_only_layers": None}
@@ -137,15 +142,7 @@ def delta_of(family: str, hf: dict[str, Any], layers: int) -> DeltaRule | None:
     """Returns the layers that keep a state; None for a family without."""
     if family not in STATEFUL:
         return None
-    sizes = read(hf, _DeltaSizes)
-    return DeltaRule(
-        layers=state_layers_of(hf, layers),
-        key_heads=sizes.linear_num_key_heads,
-        value_heads=sizes.linear_num_value_heads,
-        key_dim=sizes.linear_key_head_dim,
-        value_dim=sizes.linear_value_head_dim,
-        kernel=sizes.linear_conv_kernel_dim,
-    )
+    return DeltaRule(layers=state_layers_of(hf, layers), **asdict(read(hf, _DeltaSizes)))
 
 
 def experts_of(family: str, hf: dict[str, Any]) -> Experts | None:
