@@ -279,18 +279,15 @@ def speed(
     correction: Correction = NONE,
 ) -> Speed:
     """Returns what is expected with `split`."""
+    cfg, each = run.learner, (run, shape, load, on, split.workers)
     learner_s, of_learner = learner_seconds(run, shape, load, on, split.learner_gpus)
     learner_s *= correction.learner
-    cfg = run.learner
-    tokens = cfg.groups * cfg.group_size * load.lengths.response
-    _, of_worker = worker_rate(run, shape, load, on, split.workers)
-    each = (run, shape, load, on, split.workers)
-    workers_s, drawn, of_workers = workers_seconds(*each, waiting=cfg.max_lag == 0)
-    if cfg.max_lag and workers_s / correction.workers < learner_s:
+    waits = cfg.max_lag == 0
+    workers_s, drawn, of_workers = workers_seconds(*each, waits)
+    if not waits and workers_s / correction.workers < learner_s:
         workers_s, drawn, of_workers = workers_seconds(*each, waiting=True)
     workers_s /= correction.workers
-    one = drawn / (workers_s * split.workers)
-    step_s = learner_s + workers_s if cfg.max_lag == 0 else max(learner_s, workers_s)
+    step_s = learner_s + workers_s if waits else max(learner_s, workers_s)
     if on.is_cpu:
         busy = learner_s * _cores_of_learner(run, on)
         busy += workers_s * split.workers * _cores_of_worker(run, on, split.workers)
@@ -301,18 +298,16 @@ def speed(
         learner_s,
         workers_s,
         step_s,
-        tokens / learner_s,
-        one,
-        1 - learner_s / step_s,
-        1 - workers_s / step_s,
-        lag,
-        {
+        learner_tokens_s=cfg.groups * cfg.group_size * load.lengths.response / learner_s,
+        worker_tokens_s=drawn / (workers_s * split.workers),
+        learner_idle=1 - learner_s / step_s,
+        workers_idle=1 - workers_s / step_s,
+        lag=lag,
+        formulas={
             "learner's step": of_learner,
-            "a worker": of_worker,
+            "a worker": worker_rate(*each)[1],
             "workers' step": of_workers,
-            "a step": "learner + workers"
-            if cfg.max_lag == 0
-            else "max(learner, workers, what the cores do)",
+            "a step": "learner + workers" if waits else "max(learner, workers, what the cores do)",
             "staleness": of_lag,
         },
     )
