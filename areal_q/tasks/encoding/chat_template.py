@@ -23,7 +23,8 @@ _PROBE = "what this role says"
 _ASKED: Message = {"role": "user", "content": "."}
 _REPLY: Message = {"role": "assistant", "content": MARK}
 _PROBED: Any = {"name": "a_probed_function", "arguments": {"x": "what is asked of it"}}
-"""A call of a tool whose name and argument no template changes"""
+"""What is called: a tool whose name and argument no template changes"""
+_CALL: Any = {"id": "probe0000", "type": "function", "function": _PROBED}
 _TOOL: Tool = {
     "type": "function",
     "function": {
@@ -56,22 +57,7 @@ class ChatTemplate:
         self._ids = TextIds(hf, chat.split_special)
         # One for conversations with tools may take it for granted that there are some.
         self._always = [_TOOL] if named == "tool_use" else []
-        if chat.template_file:
-            try:
-                hf.chat_template = Path(chat.template_file).read_text("utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                why = error.strerror if isinstance(error, OSError) else "is not UTF-8 text"
-                raise ConfigError(
-                    f"task.chat.template_file: {chat.template_file}: {why}"
-                ) from error
-        found = hf.chat_template
-        several: dict[str, str] = found if isinstance(found, dict) else {named: found}
-        if named not in several:
-            raise ConfigError(
-                f"the tokenizer has no {named} chat template, only {', '.join(sorted(several))}: name a file "
-                "with the one to use: task.chat.template_file=FILE"
-            )
-        self.text = several[named]
+        self.text = _text_of(hf, chat.template_file, named)
         self._variables: dict[str, Any] = dict(chat.template_args)
         self._roles: dict[str, str] = {}
         """The role under which the template renders messages, by role, of those that were met"""
@@ -213,8 +199,7 @@ class ChatTemplate:
         return _in_json(message) if as_json else message
 
     def _shows_call(self, said: bool, as_json: bool) -> bool:
-        call = {"id": "probe0000", "type": "function", "function": _PROBED}
-        message = {"role": "assistant", "content": _PROBE * said, "tool_calls": [call]}
+        message = {"role": "assistant", "content": _PROBE * said, "tool_calls": [_CALL]}
         try:
             text = self._render([_ASKED, _in_json(message) if as_json else message], reply=False)
         except TaskError:
@@ -257,10 +242,9 @@ class ChatTemplate:
     def _around_result(self) -> str:
         """Returns what the template writes between the results of two tools, which ends the one and begins the
         other; "" if it takes none."""
-        call = {"id": "probe0000", "type": "function", "function": _PROBED}
-        called = {"role": "assistant", "content": "", "tool_calls": [call]}
+        called = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
         try:
-            result = {"role": "tool", "content": MARK, "tool_call_id": "probe0000"}
+            result = {"role": "tool", "content": MARK, "tool_call_id": _CALL["id"]}
             talk = self._in_form([_ASKED, called, result, result])
             parts = self._render(talk, reply=False).split(MARK)
         except TaskError:
@@ -290,6 +274,24 @@ class ChatTemplate:
             case list():
                 return [self._hide(value) for value in said]
         return said
+
+
+def _text_of(hf: Any, file: str | None, named: str) -> str:
+    """Returns the text of the template, which is in `file` if there is one."""
+    if file:
+        try:
+            hf.chat_template = Path(file).read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "is not UTF-8 text"
+            raise ConfigError(f"task.chat.template_file: {file}: {why}") from error
+    found = hf.chat_template
+    several: dict[str, str] = found if isinstance(found, dict) else {named: found}
+    if named not in several:
+        raise ConfigError(
+            f"the tokenizer has no {named} chat template, only {', '.join(sorted(several))}: name a file "
+            "with the one to use: task.chat.template_file=FILE"
+        )
+    return several[named]
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
