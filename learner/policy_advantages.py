@@ -59,14 +59,10 @@ def with_advantages(
 def _of_turns(samples: Sequence[Sample], mask: Tensor) -> Tensor:
     """Returns the rewards of turns, float32 [T], each at its turn's last token."""
     begins = accumulate((s.trajectory.num_tokens for s in samples), initial=0)
-    found = [
-        (begin + one.token, one.reward)
-        for s, begin in zip(samples, begins, strict=False)
-        for one in s.trajectory.turn_rewards
-    ]
     rewards = torch.zeros(len(mask))
-    for place, reward in found:
-        rewards[place] = reward
+    for s, begin in zip(samples, begins, strict=False):
+        for one in s.trajectory.turn_rewards:
+            rewards[begin + one.token] = one.reward
     return rewards.to(mask.device)
 
 

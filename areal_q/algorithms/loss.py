@@ -59,19 +59,13 @@ def loss_fn(
         if balance is not None:
             terms["router"] = (balance * inputs.routed.probs).sum()
     loss = torch.stack(list(terms.values())).sum()
-    metrics |= diagnostics(inputs, x, out) | _parts(terms, loss, empty=not counted.count_nonzero())
+    parts = torch.stack([*terms.values(), loss]).detach().tolist()
+    metrics |= diagnostics(inputs, x, out)
+    metrics |= {f"loss/{k}": Sum(v) for k, v in zip([*terms, "total"], parts, strict=True)}
+    metrics["loss/all_masked_count"] = Sum(float(not counted.count_nonzero()))
     return LossOutputs(loss, metrics, out)
 
 
 def whole_step(parts: list[LossInputs], objective: ObjectiveConfig) -> Totals:
     """Returns the Totals of one rank's micro-batches, needed before the first loss: see `count`."""
     return sum((count(part, objective) for part in parts), Totals(0, 0))
-
-
-def _parts(terms: dict[str, Tensor], loss: Tensor, empty: bool) -> Metrics:
-    values = torch.stack([*terms.values(), loss]).detach().tolist()
-    metrics: Metrics = {
-        f"loss/{name}": Sum(v) for name, v in zip([*terms, "total"], values, strict=True)
-    }
-    metrics["loss/all_masked_count"] = Sum(float(empty))
-    return metrics
