@@ -25,7 +25,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -124,37 +124,54 @@ def launch(
         children = ChildProcesses(run_dir / "logs", sockets)
         keep_commit(run_dir)
         view.start(run_dir)
-        view.note(why_dtype(run))
-        if smoothing := why_smoothing(run):
-            view.note(smoothing)
-        use = disk_use(run)
-        view.note(f"{'' if resume or use.fits else 'warning: '}disk: {use}")
-        for sentence in without_effect(run):
-            view.note(f"warning: {sentence}")
+        for sentence in _expected(run, resume):
+            view.note(sentence)
         try:
-            programs = plan(run, run_dir, sockets, resume)
-            code = _run(programs, children, view, interrupts, DiskWatch(run_dir))
+            with _failure_noted(run_dir, moved, resume, children, view):
+                programs = plan(run, run_dir, sockets, resume)
+                code = _run(programs, children, view, interrupts, DiskWatch(run_dir))
         except _Killed:
             view.note("killed")
             return KILLED
-        except UserError as error:
-            children.kill()
-            if resume or not given_up(run_dir, moved):
-                note_failure(run_dir, str(error))
-            elif moved:
-                view.note(f"nothing was learnt, so the earlier run is in {run_dir} again")
-            raise
-        except ChildDied as error:
-            children.kill()
-            hint = f"\nto go on: areal-q run {run_dir} --resume" if has_checkpoint(run_dir) else ""
-            told = f"{error}{_disk_full(run_dir)}{hint}"
-            note_failure(run_dir, told)
-            raise ChildDied(told) from error
         finally:
             children.kill()
             view.stop()
     view.finish()
     return code
+
+
+def _expected(run: Run, resume: bool) -> Iterator[str]:
+    """Yields what the settings come to on this machine, and what is wrong with that."""
+    yield why_dtype(run)
+    if smoothing := why_smoothing(run):
+        yield smoothing
+    use = disk_use(run)
+    yield f"{'' if resume or use.fits else 'warning: '}disk: {use}"
+    for sentence in without_effect(run):
+        yield f"warning: {sentence}"
+
+
+@contextmanager
+def _failure_noted(
+    run_dir: Path, moved: Path | None, resume: bool, children: ChildProcesses, view: View
+) -> Iterator[None]:
+    """Records the error that ends the run, which says then how to go on; or undoes a start that failed before
+    anything was learnt."""
+    try:
+        yield
+    except UserError as error:
+        children.kill()
+        if resume or not given_up(run_dir, moved):
+            note_failure(run_dir, str(error))
+        elif moved:
+            view.note(f"nothing was learnt, so the earlier run is in {run_dir} again")
+        raise
+    except ChildDied as error:
+        children.kill()
+        hint = f"\nto go on: areal-q run {run_dir} --resume" if has_checkpoint(run_dir) else ""
+        told = f"{error}{_disk_full(run_dir)}{hint}"
+        note_failure(run_dir, told)
+        raise ChildDied(told) from error
 
 
 def _read_model(run: Run, view: View) -> None:
