@@ -97,29 +97,16 @@ def train(
     """
     base = load(config)
     inputs = Path((settings or {}).get("root", base.root), "inputs")
-    given: list[Override] = []
-    if model is not None:
-        given.append(("model", {"type": "pretrained", "path": str(model)}))
-    if data is not None:
-        given += _task(base, data, inputs, answers=reward is None)
-    if heldout is not None:
-        other = (
-            heldout if isinstance(heldout, int | float) else _file(heldout, inputs, reward is None)
-        )
-        given.append(("task.heldout", other))
-    if reward is not None:
-        given.append(("reward.path", place_of_code(reward, inputs)))
-    for place, code in (
-        ("learner.objective", objective),
-        ("learner.advantage", advantage),
-        ("learner.order", order),
-        ("buffer.sampler", sampler),
-        ("rollout.environment", environment),
-        ("trackers", tracker),
-    ):
-        if code is not None:
-            own = {"type": "python", "path": place_of_code(code, inputs), "digest": ""}
-            given.append((place, [*base.trackers, own] if place == "trackers" else own))
+    codes = {
+        "learner.objective": objective,
+        "learner.advantage": advantage,
+        "learner.order": order,
+        "buffer.sampler": sampler,
+        "rollout.environment": environment,
+        "trackers": tracker,
+    }
+    given = _handed_over(base, inputs, data, heldout, reward, codes)
+    given += [("model", {"type": "pretrained", "path": str(model)})] * (model is not None)
     given += [("steps", steps)] * (steps is not None) + [("name", name)] * (name is not None)
     run = load(config, [*given, *(settings or {}).items()])
     if resume:
@@ -127,16 +114,7 @@ def train(
             raise CheckpointError(f"{path_of(run)}: no checkpoint to resume from")
         run = again
         check_goes_on(path_of(run), run.steps)
-    began, os.environ[BEGAN] = os.environ.get(BEGAN), str(time.monotonic())
-    try:
-        ended = launch(run, resume, build_view if progress else lambda _: QuietView())
-    finally:
-        del os.environ[BEGAN]
-        if began is not None:
-            os.environ[BEGAN] = began
-    if ended == KILLED:
-        raise KeyboardInterrupt
-    return opened(path_of(run))
+    return _launched(run, resume, progress)
 
 
 def opened(run: str | Path) -> Trained:
@@ -203,14 +181,48 @@ def report(
     return file
 
 
-def _task(base: Run, data: Rows, inputs: Path, answers: bool) -> list[Override]:
-    """Returns the settings of a task of these data: that of the configuration, if it reads a file."""
-    table: dict[str, Any] = {"path": _file(data, inputs, answers)}
-    if not hasattr(base.task, "path") or isinstance(base.task, Python):
-        table["type"] = "jsonl"
-    if not isinstance(data, str | Path) and _is_conversation(Path(table["path"])):
-        table["template"] = "chat"
-    return [("task", table)]
+def _handed_over(
+    base: Run,
+    inputs: Path,
+    data: Rows | None,
+    heldout: Rows | float | None,
+    reward: Code | None,
+    codes: Mapping[str, Code | None],
+) -> list[Override]:
+    """Returns the settings that name what is handed over, with `codes` by their dotted names, as files in
+    `inputs`. Data are of the task of the configuration `base`, if it reads a file."""
+    given: list[Override] = []
+    if data is not None:
+        table = {"path": _file(data, inputs, answers=reward is None)}
+        if not hasattr(base.task, "path") or isinstance(base.task, Python):
+            table["type"] = "jsonl"
+        if not isinstance(data, str | Path) and _is_conversation(Path(table["path"])):
+            table["template"] = "chat"
+        given.append(("task", table))
+    if heldout is not None:
+        share = isinstance(heldout, int | float)
+        given.append(("task.heldout", heldout if share else _file(heldout, inputs, reward is None)))
+    if reward is not None:
+        given.append(("reward.path", place_of_code(reward, inputs)))
+    for place, code in codes.items():
+        if code is not None:
+            own = {"type": "python", "path": place_of_code(code, inputs), "digest": ""}
+            given.append((place, [*base.trackers, own] if place == "trackers" else own))
+    return given
+
+
+def _launched(run: Run, resume: bool, progress: bool) -> Trained:
+    """Runs `run` as a command that begins now."""
+    began, os.environ[BEGAN] = os.environ.get(BEGAN), str(time.monotonic())
+    try:
+        ended = launch(run, resume, build_view if progress else lambda _: QuietView())
+    finally:
+        del os.environ[BEGAN]
+        if began is not None:
+            os.environ[BEGAN] = began
+    if ended == KILLED:
+        raise KeyboardInterrupt
+    return opened(path_of(run))
 
 
 def _file(data: Rows, inputs: Path, answers: bool) -> str:
