@@ -85,17 +85,10 @@ def main(
         os.environ["REDIS_PASSWORD_FILE"] = str(place / PASSWORD)
     os.environ.setdefault("AREAL_Q_WATCHDOG", "600")
     os.environ["PYTHONSAFEPATH"] = "1"  # also for what torchrun starts
-    if role == "worker-once":
-        found = _found(place, head, redis)
-        if head:
-            gone = ConfigError(f"{found.redis}: no Redis answers, so the learner's host has ended")
-            _await_redis(found.redis, _GIVE_UP_S, _LOOK_S, gone)
-        named = ["--id", id] if id else []
-        settings = ["--config", str(place / SETTINGS), "--keys", str(place / KEYS)]
-        where = ["--redis", found.redis, "--run", run.name]
-        become("rollout", *where, *settings, *named, python=worker_python(run))
-    if role == "learner-once":
+    if role.endswith("-once"):
         at = _found(place, head, redis, start)
+        if role == "worker-once":
+            become(*_worker(place, at, run.name, id, bool(head)), python=worker_python(run))
         become(*_learner(place, at, nodes, rank, ranks), python=learner_python(run))
     if role == "learner" and rank:
         _found(place, head, redis, start)  # without end where the first host refuses this start
@@ -104,15 +97,20 @@ def main(
     signal.signal(signal.SIGUSR1, lambda number, frame: os.kill(os.getpid(), signal.SIGTERM))
     threads = run.rollout.threads if role == "worker" else run.learner.threads
     os.environ |= {**dict.fromkeys(THREAD_VARIABLES, str(threads)), **PLAIN_LOGS}
-    service = Supervisor(
-        module_command("areal_q.launch.role", f"{role}-once", *sys.argv[2:]), mend=MEND
-    )
+    once = module_command("areal_q.launch.role", f"{role}-once", *sys.argv[2:])
+    service = Supervisor(once, mend=MEND)
     if role == "worker" or rank:
         raise typer.Exit(service.run() if rank else _work(service, place, id))
-    endpoint = _endpoint(head, host, redis, start)
+    at = _endpoint(head, host, redis, start)
+    raise typer.Exit(_learn(service, place, at, workers, with_redis=not redis))
+
+
+def _learn(service: Supervisor, place: Path, at: Endpoint, workers: int, with_redis: bool) -> int:
+    """Runs the learner, and Redis if there is none, until the learner or all workers have ended for good, and
+    returns the exit code."""
     places.write_ended(place, None)
-    with _redis(place, endpoint, started_here=not redis):
-        places.write_endpoint(place, endpoint)
+    with _redis(place, at, with_redis):
+        places.write_endpoint(place, at)
         # It would wait for them in vain, with the GPUs that it holds.
         why = "all workers ended with 2: their logs say what to mend; then launch again"
         _end_when(partial(places.all_refused, place, workers), partial(logger.error, why))
@@ -122,7 +120,7 @@ def main(
         if code in (0, 2):
             places.write_ended(place, code)
             time.sleep(_FAREWELL_S if code == 0 else 0)
-    raise typer.Exit(code)
+    return code
 
 
 def _work(service: Supervisor, place: Path, id: str) -> int:
@@ -195,6 +193,17 @@ def _await_redis(url: str, seconds: float, pause_s: float, late: Exception) -> N
         if time.monotonic() > deadline:
             raise late
         time.sleep(pause_s)
+
+
+def _worker(place: Path, at: Endpoint, run: str, id: str, unsaid: bool) -> list[str]:
+    """Returns the module that is a worker, and its arguments. If it is `unsaid` whether the learner's host is
+    there, waits until Redis answers."""
+    if unsaid:
+        gone = ConfigError(f"{at.redis}: no Redis answers, so the learner's host has ended")
+        _await_redis(at.redis, _GIVE_UP_S, _LOOK_S, gone)
+    settings = ["--config", str(place / SETTINGS), "--keys", str(place / KEYS)]
+    named = ["--id", id] if id else []
+    return ["rollout", "--redis", at.redis, "--run", run, *settings, *named]
 
 
 def _learner(place: Path, at: Endpoint, nodes: int, rank: int, ranks: int) -> list[str]:
