@@ -240,9 +240,7 @@ class MegatronShard:
             trunk = [self.critic] if isinstance(self.critic, CriticTrunk) else []
             base, device = whole.model if whole else None, self.cfg.device
             load_base([self.policy, *trunk], self._plan, self._stages.rank, ranks, base, device)
-        for ddp_module, (module, optimizer) in zip(
-            self._ddp_modules, self._wholes(whole), strict=True
-        ):
+        for ddp_module, module, optimizer in self._with_wholes(whole):
             ddp_module.load(module)
             if begin.moments:
                 ddp_module.load_moments(module, optimizer)
@@ -254,14 +252,14 @@ class MegatronShard:
                 p.data.copy_(value)
             self._materialise(self.frozen, self._frozen)
 
-    def _wholes(
+    def _with_wholes(
         self, whole: TorchPolicy | None
-    ) -> list[tuple[torch.nn.Module | None, torch.optim.Optimizer | None]]:
-        """Returns rank 0's counterparts of `_ddp_modules`."""
-        if whole is None:
-            return [(None, None)] * len(self._ddp_modules)
-        critic = [(whole.critic, whole.critic.optimizer)] if whole.critic else []
-        return [(whole.model, whole.optimizer), *critic]
+    ) -> Iterator[tuple[DdpModule, torch.nn.Module | None, torch.optim.Optimizer | None]]:
+        """Yields each of `_ddp_modules` with rank 0's counterpart and its optimizer."""
+        yield self._own, whole and whole.model, whole and whole.optimizer
+        critic = whole and whole.critic
+        for ddp_module in self._ddp_modules[1:]:
+            yield ddp_module, critic, critic and critic.optimizer
 
     @torch.no_grad()
     def gather_weights(self, whole: TorchPolicy | None) -> None:
@@ -271,9 +269,7 @@ class MegatronShard:
 
     @torch.no_grad()
     def gather_rest(self, whole: TorchPolicy | None) -> None:
-        for ddp_module, (module, optimizer) in zip(
-            self._ddp_modules, self._wholes(whole), strict=True
-        ):
+        for ddp_module, module, optimizer in self._with_wholes(whole):
             if ddp_module is not self._own:
                 ddp_module.gather(module)
             ddp_module.gather_moments(module, optimizer)
@@ -282,9 +278,7 @@ class MegatronShard:
     def share_of_rest(self, whole: TorchPolicy | None) -> dict[str, Tensor]:
         kept: dict[str, Tensor] = {}
         parts = ("optimizer", "critic_optimizer")
-        for part, ddp_module, (module, _) in zip(
-            parts, self._ddp_modules, self._wholes(whole), strict=False
-        ):
+        for part, (ddp_module, module, _) in zip(parts, self._with_wholes(whole), strict=False):
             if ddp_module is not self._own:
                 ddp_module.gather(module)
             kept |= ddp_module.share_of_moments(part)
