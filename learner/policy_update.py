@@ -17,12 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from areal_q.algorithms import (
-    LossInputs,
-    learns_without_advantage,
-    loss_fn,
-    reduce_metrics,
-)
+from areal_q.algorithms import LossInputs, learns_without_advantage, loss_fn, reduce_metrics
 from areal_q.algorithms.kl import taught
 from areal_q.algorithms.loss import whole_step
 from areal_q.algorithms.ratios import interpolated_proximal

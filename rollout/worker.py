@@ -36,13 +36,7 @@ from msgspec.structs import replace
 from areal_q.config import Run, ScriptedEngine
 from areal_q.errors import RecordError, WeightVersionError
 from areal_q.evaluation.benchmarks import preset_of
-from areal_q.messages import (
-    LONGEST_NAME,
-    Group,
-    Manifest,
-    PartialGroup,
-    WorkerStatus,
-)
+from areal_q.messages import LONGEST_NAME, Group, Manifest, PartialGroup, WorkerStatus
 from areal_q.system.command import escaped
 from areal_q.system.stop_request import unbroken
 from areal_q.tasks import Tokenizer, build_reward

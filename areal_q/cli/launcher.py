@@ -270,15 +270,11 @@ def _stop(
             lambda: not children.alive(trackers) or interrupts.count > before,
             TRACKERS_STOP_S,
         )
-    for sentence in (*children.lost_beside(), *_unended(children, trackers)):
+    for sentence in children.lost_beside():
         view.note(f"warning: {sentence}")
-
-
-def _unended(children: ChildProcesses, trackers: list[str]) -> Iterator[str]:
-    """Yields how to go on with each tracker that has not ended, and will be killed."""
     for name in (name for name in trackers if children.alive([name])):
-        to = name.removeprefix(TRACKER)
-        yield f"{name} has not ended, and is killed; to go on: areal-q track RUN --to {to}"
+        to_go_on = f"areal-q track RUN --to {name.removeprefix(TRACKER)}"
+        view.note(f"warning: {name} has not ended, and is killed; to go on: {to_go_on}")
 
 
 def _exit_code(learner: int | None, interrupt: int) -> int:

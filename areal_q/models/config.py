@@ -9,12 +9,7 @@ from msgspec.structs import asdict
 from areal_q.errors import CheckpointError, NotOurs
 from areal_q.models.foreign import COMPUTED_BY, ids_of, sizes_of
 from areal_q.models.layer_kinds import DeltaRule, Experts, Size, delta_of, experts_of, read
-from areal_q.models.rope_scaling import (
-    WINDOW_THETA,
-    inverse_frequencies,
-    rope_dim_of,
-    ropes_of,
-)
+from areal_q.models.rope_scaling import WINDOW_THETA, inverse_frequencies, rope_dim_of, ropes_of
 from areal_q.models.variants import (
     STATEFUL,
     biases_of,

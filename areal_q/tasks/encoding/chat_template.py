@@ -27,11 +27,7 @@ _PROBED: Any = {"name": "a_probed_function", "arguments": {"x": "what is asked o
 _CALL: Any = {"id": "probe0000", "type": "function", "function": _PROBED}
 _TOOL: Tool = {
     "type": "function",
-    "function": {
-        "name": _PROBED["name"],
-        "description": _PROBE,
-        "parameters": {"type": "object"},
-    },
+    "function": {"name": _PROBED["name"], "description": _PROBE, "parameters": {"type": "object"}},
 }
 """The tool that it calls"""
 _LAST = "the last argument"
