@@ -44,6 +44,12 @@ def hf_engine(config: HfEngine) -> AsyncEngine:
     return AsyncEngine(GroupStepper(config))
 
 
+def cache_name(net: Any) -> str:
+    """Returns what transformers' model `net` calls its cache, in a call and in its outcome."""
+    takes = inspect.signature(net.forward).parameters
+    return "cache" if "cache" in takes else "past_key_values"  # until transformers 5.23
+
+
 @dataclass(eq=False)
 class Rows:
     """The responses of a job that have not ended, n of them."""
@@ -196,16 +202,16 @@ class GroupStepper:
         """Returns the logits of each row's next token, float32 [n, V], and brings its cache up to date."""
         assert self.model is not None
         net: Any = self.model.net  # type: ignore[attr-defined]
-        n = len(rows.indices)
+        n, cache = len(rows.indices), cache_name(net)
         if rows.cache is not None:
-            out = net(input_ids=rows.ids[:, -1:], past_key_values=rows.cache, use_cache=True)
-            rows.cache = out.past_key_values
+            out = net(input_ids=rows.ids[:, -1:], use_cache=True, **{cache: rows.cache})
+            rows.cache = out[cache]
             return out.logits[:, -1].float()
         takes = inspect.signature(net.forward).parameters
         last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
         ids = rows.ids if rows.drawn else rows.ids[:1]
         out = net(input_ids=ids, use_cache=True, **last)
-        rows.cache, logits = out.past_key_values, out.logits[:, -1].float()
+        rows.cache, logits = out[cache], out.logits[:, -1].float()
         if len(ids) < n:
             rows.cache.batch_repeat_interleave(n)
             logits = logits.repeat(n, 1)

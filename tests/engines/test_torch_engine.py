@@ -27,6 +27,7 @@ from areal_q.models import DecoderConfig
 from areal_q.quant import dequantize_state, is_quantized
 from areal_q.quant.activations import quantize_rows
 from rollout.engines import build_engine
+from rollout.engines.group_caches import cache_name
 from rollout.engines.reference.inference_model import InferenceModel
 
 VOCAB = 29
@@ -310,8 +311,8 @@ def test_keeping_the_cache_records_the_mixtures_log_probs(family):
         ids = torch.tensor([[1, 2, 3, *c.response_ids.tolist()]])
         # The old weights have cached all but the last token drawn with them.
         cached = 3 + n - 1
-        past = old(ids[:, :cached], use_cache=True).past_key_values
-        logits = new(ids[:, cached:-1], past_key_values=past).logits[0]
+        past = {cache_name(old): old(ids[:, :cached], use_cache=True)[cache_name(old)]}
+        logits = new(ids[:, cached:-1], **past).logits[0]
         want = logits.log_softmax(-1).gather(1, ids[0, cached + 1 :, None])[:, 0]
         np.testing.assert_allclose(c.logprobs[n:], want.numpy(), atol=close_to(new))
         pure = reference_logprobs(new, [1, 2, 3], c.response_ids, Sampling())
