@@ -37,7 +37,7 @@ from areal_q.config.tasks import chat_of
 from areal_q.errors import CheckpointError, ConfigError, QuantizationError, TaskError
 from areal_q.models import DecoderConfig
 from areal_q.models.foreign import computing
-from areal_q.models.hf.foreign_files import check_foreign_head
+from areal_q.models.hf.foreign_files import check_foreign_class
 from areal_q.models.hf.vllm_shapes import vllm_refuses
 from areal_q.models.hf.weight_files import check_tensors
 from areal_q.models.shape import check_frozen, config_at, shape_of
@@ -105,7 +105,7 @@ def check_model(run: Run) -> FoundModel:
         if reference.foreign is None:
             check_tensors(kl.path, reference)
         else:
-            check_foreign_head(reference, kl.path)
+            check_foreign_class(reference, kl.path)
     processes = run.learner.processes
     kept = check_fit(run, shape, tokenizer, task, processes if processes > 1 else 0)
     if isinstance(run.learner.teacher, ModelTeacher):
@@ -192,7 +192,7 @@ def check_shape(run: Run, shape: DecoderConfig, ranks: int, rollouts: bool = Tru
     if shape.foreign is not None:
         check_foreign(run, shape.family, rollouts)
         if isinstance(run.model, HfModel):
-            check_foreign_head(shape, run.model.path)
+            check_foreign_class(shape, run.model.path)
     else:
         check_family(run, shape, rollouts)
         if isinstance(run.model, PretrainedModel):

@@ -5,7 +5,7 @@ from pathlib import Path
 from areal_q.config import HfModel, ModelConfig, SmallModel
 from areal_q.errors import NotOurs
 from areal_q.models.config import DecoderConfig, Experts
-from areal_q.models.hf.foreign_files import load_foreign_config
+from areal_q.models.hf.foreign_files import check_foreign_class, load_foreign_config
 from areal_q.models.hf.quantized import check_quantized, load_quantized_config, read_format
 from areal_q.models.hf.weight_files import check_tensors, load_config
 from areal_q.tasks.base import Tokenizer
@@ -57,4 +57,6 @@ def check_frozen(path: str | Path) -> DecoderConfig:
         check_quantized(path, shape, format)
     elif shape.foreign is None:
         check_tensors(path, shape)
+    else:
+        check_foreign_class(shape, path)
     return shape

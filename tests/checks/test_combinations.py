@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.kinds import VOCAB, character_tokenizer, config_of, foreign_model, write_foreign
 from helpers.policies import build_policy
-from transformers import CTRLConfig
+from transformers import CONFIG_MAPPING, CTRLConfig
 
 from areal_q.checks.automatic import settled
 from areal_q.checks.combinations import check_backend
@@ -17,7 +17,7 @@ from areal_q.checks.model import check_model
 from areal_q.checks.settings import preflight
 from areal_q.config import HfEngine, HfModel, PretrainedModel, Run, TorchEngine, load
 from areal_q.errors import ConfigError, UserError
-from areal_q.models import load_config
+from areal_q.models import load_config, load_frozen
 from areal_q.models.shape import shape_of
 from areal_q.quant.rescaling import pairs_of
 from areal_q.tasks import build_tokenizer
@@ -95,6 +95,37 @@ def test_what_needs_our_decoder_is_refused_by_name(
             False, threading.Event(),
         )  # fmt: skip
     assert late.value.lines() == early.value.lines()
+
+
+STATEFUL = {
+    "lfm2": {"layer_types": ["conv", "full_attention"], "eos_token_id": 1},
+    "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8},
+}
+"""What tiny models that keep a state need beside their sizes; one has Infinity in its config.json."""
+
+
+@pytest.mark.parametrize("family", STATEFUL)
+def test_what_keeps_a_state_is_refused_as_policy_and_teacher(
+    path: Path, tmp_path: Path, family: str
+) -> None:
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "intermediate_size": 48,
+    }
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = CONFIG_MAPPING[family](**sizes, **heads, **STATEFUL[family])
+    foreign_model(config).save_pretrained(tmp_path / family)
+    character_tokenizer().save_pretrained(tmp_path / family)
+    said = f"{family} keeps a state in place of keys and values"
+    with pytest.raises(UserError, match=said):
+        check_model(run_of(tmp_path / family))
+    with pytest.raises(UserError, match=said):
+        load_frozen(tmp_path / family)
+    taught = run_of(path, "learner.teacher.type=model", f"learner.teacher.path={tmp_path / family}")
+    with pytest.raises(UserError, match=said):
+        check_model(taught)
 
 
 def test_a_reference_in_other_files_is_the_same_model(path: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from areal_q.errors import CheckpointError, said_by
 from areal_q.models import Decoder, PackedLayout, packed_layout, save_decoder
 from areal_q.models import logprobs as logprobs_module
 from areal_q.models.hf import causal_lm
-from areal_q.models.hf.foreign_files import check_foreign_head, load_foreign_config
+from areal_q.models.hf.foreign_files import check_foreign_class, load_foreign_config
 from areal_q.quant import is_quantized
 
 GROUPS = [(3, (5, 2)), (9, (4,)), (6, (1, 12, 7))]
@@ -215,18 +215,18 @@ def test_a_tied_model_with_another_head_is_refused(tmp_path: Path) -> None:
     embedding = load_file(file)["model.embed_tokens.weight"]
     save_file(load_file(file) | {name: embedding.clone()}, file, {"format": "pt"})
     config = load_foreign_config(tmp_path)
-    check_foreign_head(config, tmp_path)
+    check_foreign_class(config, tmp_path)
     assert name not in causal_lm.load_foreign(config, tmp_path).state_dict()
     save_file(load_file(file) | {name: embedding + 1}, file, {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"lm_head\.weight is not the embedding") as late:
         loaded(tmp_path)
     with pytest.raises(CheckpointError) as early:
-        check_foreign_head(load_foreign_config(tmp_path), tmp_path)
+        check_foreign_class(load_foreign_config(tmp_path), tmp_path)
     assert str(early.value) == str(late.value)
     table = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": False}
     (tmp_path / "config.json").write_text(json.dumps(table))
     assert torch.equal(loaded(tmp_path).state_dict()[name], embedding + 1)
-    check_foreign_head(load_foreign_config(tmp_path), tmp_path)
+    check_foreign_class(load_foreign_config(tmp_path), tmp_path)
 
 
 def test_every_linear_of_a_layer_but_routers_is_quantized() -> None:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from helpers.kinds import FAMILIES, VARIANTS, config_of
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, LlamaConfig
+from transformers import CONFIG_MAPPING, LlamaConfig
 
 from areal_q.errors import CheckpointError, NotOurs
 from areal_q.models import DecoderConfig
 from areal_q.models.foreign import COMPUTED_BY, TRANSFORMERS
-from areal_q.models.hf.causal_lm import check_cache
+from areal_q.models.hf.foreign_files import check_cache
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 SHAPE: dict[str, Any] = {
@@ -26,7 +26,7 @@ SHAPE: dict[str, Any] = {
     "intermediate_size": 48,
     "max_position_embeddings": 256,
 }
-OTHERS = ("qwen3_moe", *FAMILIES, "falcon_h1", "mamba")
+OTHERS = ("qwen3_moe", *FAMILIES, "falcon_h1", "minimax", "mamba")
 """Families of which no variant is in helpers/kinds.py."""
 
 
@@ -39,8 +39,7 @@ def answer(table: dict[str, Any]) -> str:
         pass
     try:
         config = DecoderConfig.from_hf(table | {COMPUTED_BY: TRANSFORMERS})
-        kind = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[table["model_type"]]]
-        check_cache(kind, table["model_type"])
+        check_cache(config)
     except CheckpointError as error:
         return f"no: `{error}`"
     return "yes, by transformers" if config.family in FAMILIES else "not tried"

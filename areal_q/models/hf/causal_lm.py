@@ -22,7 +22,7 @@ from areal_q.errors import CheckpointError, ConfigError, said_by
 from areal_q.models.config import DecoderConfig
 from areal_q.models.decoder import Decoder
 from areal_q.models.foreign import COMPUTED_BY, TRANSPOSED
-from areal_q.models.hf.foreign_files import transformers
+from areal_q.models.hf.foreign_files import check_cache, silent, transformers
 from areal_q.models.hf.weight_files import untied
 from areal_q.models.layers.linear import Linear
 from areal_q.models.layers.moe import Routing
@@ -33,9 +33,6 @@ from areal_q.models.packed_layout import PackedLayout
 from areal_q.quant import is_quantized
 
 logger = logging.getLogger(__name__)
-
-_RANDOM = ("drop", "jitter")
-"""Parts of the names of settings that make a forward pass random, which log-probs must not be"""
 
 
 class HfDecoder(Decoder):
@@ -238,11 +235,12 @@ def load_foreign(config: DecoderConfig, path: str | Path) -> HfDecoder:
     """Returns the model in directory `path`, whose config is `config`, on the CPU in float32 and ready to
     learn. Raises CheckpointError if transformers cannot read it, a tensor is missing, not finite, or one of its
     own where `config` says that it is tied."""
+    check_cache(config)
     kind = transformers().AutoModelForCausalLM
     try:
         net, found = kind.from_pretrained(
             str(path),
-            config=_silent(config),
+            config=silent(config),
             dtype=torch.float32,
             local_files_only=True,
             trust_remote_code=False,
@@ -259,7 +257,7 @@ def load_foreign(config: DecoderConfig, path: str | Path) -> HfDecoder:
         )
     # transformers unties what is stored twice with other values, while engines and exports go by `config`.
     with torch.device("meta"):
-        tied = {name for name, _ in kind.from_config(_silent(config)).named_parameters()}
+        tied = {name for name, _ in kind.from_config(silent(config)).named_parameters()}
     if own := [name for name, _ in net.named_parameters() if name not in tied]:
         raise untied(path, own[0])
     for name, tensor in net.named_parameters():
@@ -274,21 +272,14 @@ def load_foreign(config: DecoderConfig, path: str | Path) -> HfDecoder:
 
 def empty_foreign(config: DecoderConfig) -> HfDecoder:
     """Returns a model of `config` with values that mean nothing. No random number is drawn for others."""
+    check_cache(config)
     kind = transformers().AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
-        return _decoder(config, kind.from_config(_silent(config), dtype=torch.float32))
+        return _decoder(config, kind.from_config(silent(config), dtype=torch.float32))
 
 
 def _decoder(config: DecoderConfig, net: Any) -> HfDecoder:
-    check_cache(type(net), config.family)
     return HfDecoder(config, net.eval())
-
-
-def check_cache(kind: Any, family: str) -> None:
-    """Raises CheckpointError for a class of models that keep a state in place of keys and values: the engine
-    could not repeat it for a group, nor the learner pad behind it."""
-    if kind._is_stateful:
-        raise CheckpointError(f"{family} keeps a state in place of keys and values")
 
 
 def without_values(model: HfDecoder) -> HfDecoder:
@@ -299,13 +290,3 @@ def without_values(model: HfDecoder) -> HfDecoder:
             setattr(module, name, empty)
     model.net.tie_weights()
     return model
-
-
-def _silent(config: DecoderConfig) -> Any:
-    """Returns transformers' configuration, without what would make a forward pass random."""
-    table = {k: v for k, v in config.to_hf().items() if k != COMPUTED_BY}
-    chance = [
-        k for k, v in table.items() if isinstance(v, float) and any(part in k for part in _RANDOM)
-    ]
-    kind = transformers().CONFIG_MAPPING[table["model_type"]]
-    return kind.from_dict(table | dict.fromkeys(chance, 0.0))

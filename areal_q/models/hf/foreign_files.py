@@ -15,6 +15,9 @@ from areal_q.models.hf.weight_files import check_head, opened, weight_files
 from areal_q.quant.linears import is_quantized
 from areal_q.tasks.encoding.hf_tokenizer import check_whole
 
+_RANDOM = ("drop", "jitter")
+"""Parts of the names of settings that make a forward pass random, which log-probs must not be"""
+
 
 def transformers() -> Any:
     """Returns the module, which then tells nothing but errors. Raises ConfigError if it is not installed."""
@@ -65,10 +68,44 @@ def load_foreign_config(path: str | Path) -> DecoderConfig:
     return msgspec.structs.replace(config, stored=tuple(shapes.items()))
 
 
-def check_foreign_head(config: DecoderConfig, path: str | Path) -> None:
-    """Raises CheckpointError, as `load_foreign` does, where a head that is tied has values of its own."""
+def check_foreign_class(config: DecoderConfig, path: str | Path) -> None:
+    """Raises CheckpointError, as `load_foreign` does, for a model that `check_cache` refuses, and where a head
+    that is tied has values of its own."""
+    check_cache(config)
+    keys = _class_of(config)._tied_weights_keys or {}
+    for head, embedding in keys.items() if config.tied else ():
+        check_head(path, config, head, embedding)
+
+
+def check_cache(config: DecoderConfig) -> None:
+    """Raises CheckpointError for a model that keeps a state in place of keys and values, or beside them: the
+    engine could not repeat it for a group, nor the learner pad behind it."""
+    stateful = _class_of(config)._is_stateful
+    if not stateful:  # which several classes do not say of themselves
+        try:
+            layers = transformers().DynamicCache(config=silent(config)).layers
+        except Exception as error:  # transformers raises anything
+            raise CheckpointError(f"{config.family}: {said_by(error)}") from error
+        stateful = any(
+            hasattr(layer, "update_conv_state") or not hasattr(layer, "batch_repeat_interleave")
+            for layer in layers
+        )
+    if stateful:
+        raise CheckpointError(f"{config.family} keeps a state in place of keys and values")
+
+
+def silent(config: DecoderConfig) -> Any:
+    """Returns transformers' configuration, without what would make a forward pass random."""
+    table = {k: v for k, v in config.to_hf().items() if k != COMPUTED_BY}
+    chance = [
+        k for k, v in table.items() if isinstance(v, float) and any(part in k for part in _RANDOM)
+    ]
+    kind = transformers().CONFIG_MAPPING[table["model_type"]]
+    return kind.from_dict(table | dict.fromkeys(chance, 0.0))
+
+
+def _class_of(config: DecoderConfig) -> Any:
+    """Returns transformers' class of the model."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
 
-    kind = getattr(transformers(), KNOWN[config.family])
-    for head, embedding in (kind._tied_weights_keys or {}).items() if config.tied else ():
-        check_head(path, config, head, embedding)
+    return getattr(transformers(), KNOWN[config.family])
