@@ -37,7 +37,7 @@ from areal_q.config.tasks import chat_of
 from areal_q.errors import CheckpointError, ConfigError, QuantizationError, TaskError
 from areal_q.models import DecoderConfig
 from areal_q.models.foreign import computing
-from areal_q.models.hf.foreign_files import check_foreign_class
+from areal_q.models.hf.foreign_files import check_foreign_class, check_recompute
 from areal_q.models.hf.vllm_shapes import vllm_refuses
 from areal_q.models.hf.weight_files import check_tensors
 from areal_q.models.shape import check_frozen, config_at, shape_of
@@ -193,6 +193,8 @@ def check_shape(run: Run, shape: DecoderConfig, ranks: int, rollouts: bool = Tru
         check_foreign(run, shape.family, rollouts)
         if isinstance(run.model, HfModel):
             check_foreign_class(shape, run.model.path)
+        if run.learner.recompute:
+            check_recompute(shape)
     else:
         check_family(run, shape, rollouts)
         if isinstance(run.model, PretrainedModel):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.kinds import VOCAB, character_tokenizer, config_of, foreign_model, write_foreign
 from helpers.policies import build_policy
-from transformers import CONFIG_MAPPING, CTRLConfig
+from transformers import CONFIG_MAPPING, CTRLConfig, OpenAIGPTConfig
 
 from areal_q.checks.automatic import settled
 from areal_q.checks.combinations import check_backend
@@ -126,6 +126,19 @@ def test_what_keeps_a_state_is_refused_as_policy_and_teacher(
     taught = run_of(path, "learner.teacher.type=model", f"learner.teacher.path={tmp_path / family}")
     with pytest.raises(UserError, match=said):
         check_model(taught)
+
+
+def test_layers_that_cannot_be_computed_again_are_refused(tmp_path: Path) -> None:
+    config = OpenAIGPTConfig(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+    foreign_model(config).save_pretrained(tmp_path / "gpt")
+    character_tokenizer().save_pretrained(tmp_path / "gpt")
+    check_model(run_of(tmp_path / "gpt"))
+    run = run_of(tmp_path / "gpt", "learner.recompute=true")
+    with pytest.raises(UserError, match="recompute: transformers' openai-gpt cannot") as early:
+        check_model(run)
+    with pytest.raises(UserError) as late:
+        load_frozen(tmp_path / "gpt").recompute_layers(True)
+    assert str(late.value) == str(early.value)
 
 
 def test_a_reference_in_other_files_is_the_same_model(path: Path, tmp_path: Path) -> None:

@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from areal_q.errors import CheckpointError, ConfigError, said_by
+from areal_q.errors import CheckpointError, said_by
 from areal_q.models.config import DecoderConfig
 from areal_q.models.decoder import Decoder
 from areal_q.models.foreign import COMPUTED_BY, TRANSPOSED
-from areal_q.models.hf.foreign_files import check_cache, silent, transformers
+from areal_q.models.hf.foreign_files import check_cache, check_recompute, silent, transformers
 from areal_q.models.hf.weight_files import untied
 from areal_q.models.layers.linear import Linear
 from areal_q.models.layers.moe import Routing
@@ -71,8 +71,7 @@ class HfDecoder(Decoder):
         if not on:
             net.eval()  # layers heed it in training alone; nothing in the model is random
             return
-        if not net.supports_gradient_checkpointing:
-            raise ConfigError(f"learner.recompute: transformers' {self.config.family} cannot")
+        check_recompute(self.config)
         # The name since 5.2x, and the one before
         enable = getattr(net, "activation_checkpointing_enable", net.gradient_checkpointing_enable)
         enable({"use_reentrant": False})

@@ -94,6 +94,12 @@ def check_cache(config: DecoderConfig) -> None:
         raise CheckpointError(f"{config.family} keeps a state in place of keys and values")
 
 
+def check_recompute(config: DecoderConfig) -> None:
+    """Raises ConfigError if transformers cannot compute layers of the model again in a backward pass."""
+    if not _class_of(config).supports_gradient_checkpointing:
+        raise ConfigError(f"learner.recompute: transformers' {config.family} cannot")
+
+
 def silent(config: DecoderConfig) -> Any:
     """Returns transformers' configuration, without what would make a forward pass random."""
     table = {k: v for k, v in config.to_hf().items() if k != COMPUTED_BY}
