@@ -94,7 +94,9 @@ def learner_memory(
     yield from pass_memory(run, shape, lengths)
     yield from _published(run, shape)
     if ranks > 1 or run.learner.device != "cpu":
-        yield Part("copy on the host", 4 * shape.weights, "4 · W, what is published and saved")
+        each = 4 * (1 + (_has_reference(run) + _has_own_trunk(run) if ranks > 1 else 0))
+        told = f"{each} · W, what is published, sharded and saved"
+        yield Part("copy on the host", each * shape.weights, told)
 
 
 def _models(run: Run, shape: DecoderConfig, ranks: int) -> Iterator[Part]:
@@ -114,12 +116,20 @@ def _models(run: Run, shape: DecoderConfig, ranks: int) -> Iterator[Part]:
         each = format_bytes(format) + (2 if gpu else laid_out_bytes(format))
         nbytes = each * linear_weights(shape)
         yield Part("rollouts' numbers", nbytes, f"{each:g} · L, as published and laid out", gpu)
-    if cfg.reference_kl and not cfg.lora:
+    if _has_reference(run):
         yield Part("reference", 4 * shape.weights / ranks, f"4 · W{shared}", gpu)
     if isinstance(cfg.teacher, ModelTeacher):  # whole, on the first rank alone
         yield Part("teacher", 4 * frozen_shape(cfg.teacher.path).weights, "4 · its weights", gpu)
-    if cfg.critic and cfg.critic.trunk == "separate":
+    if _has_own_trunk(run):
         yield Part("critic", 16 * shape.weights / ranks, f"16 · W{shared}", gpu)
+
+
+def _has_reference(run: Run) -> bool:
+    return run.learner.reference_kl is not None and run.learner.lora is None
+
+
+def _has_own_trunk(run: Run) -> bool:
+    return run.learner.critic is not None and run.learner.critic.trunk == "separate"
 
 
 def _published(run: Run, shape: DecoderConfig) -> Iterator[Part]:

@@ -174,6 +174,33 @@ def test_ranks_share_what_is_sharded_and_nothing_else():
     }
 
 
+@pytest.mark.parametrize(
+    ("settings", "whole"),
+    [
+        ([], 1),
+        (["learner.reference_kl.coef=0.1"], 2),
+        (["learner.reference_kl.coef=0.1", "learner.lora.rank=4", "rollout.format=nf4"], 1),
+        (["learner.critic.trunk=shared", "learner.advantage.type=gae"], 1),
+        (
+            [
+                "learner.reference_kl.coef=0.1",
+                "learner.critic.trunk=separate",
+                "learner.advantage.type=gae",
+            ],
+            3,
+        ),
+    ],
+)
+def test_the_first_of_several_holds_every_model_whole(settings: list[str], whole: int):
+    """It has a shard of each besides, and alone it has each but once."""
+    run, lengths = load(None, settings), Lengths(8, 8)
+    several = by_name(learner_memory(run, SMALL, lengths, ranks=2))
+    assert several["copy on the host"] == 4 * whole * SMALL.weights
+    assert "copy on the host" not in by_name(learner_memory(run, SMALL, lengths))
+    gpu = load(None, [*settings, "learner.device=cuda"])
+    assert by_name(learner_memory(gpu, SMALL, lengths))["copy on the host"] == 4 * SMALL.weights
+
+
 def _full(model: Decoder) -> None: ...
 
 
