@@ -14,6 +14,9 @@ from areal_q.tasks import Tokenizer, build_tokenizer
 from learner.loop import Learner
 from learner.replay.export import declared, source_of, write_plain
 
+EXPORTED = ("hf", "base", "adapter")
+"""Directories that `export_model` writes, the last two for adapters alone"""
+
 
 def export_model(run: Run, model: Decoder, directory: Path, tokenizer: Tokenizer) -> None:
     """Writes `hf/`, and for adapters `base/` and `adapter/`, into the run's directory, in the dtype of the

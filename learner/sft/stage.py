@@ -16,7 +16,7 @@ from areal_q.tasks import Tokenizer
 from buffer.interface import START
 from learner import checkpoint
 from learner.checkpoint.async_writer import CheckpointWriter
-from learner.final_export import export_model
+from learner.final_export import EXPORTED, export_model
 from learner.policy_update import PolicyUpdater
 from learner.sft.task_accuracy import greedy_accuracy
 from learner.supervised.demonstrations import Demonstrations
@@ -93,7 +93,8 @@ class SupervisedRun:
             found, samples = greedy_accuracy(self.directory, self.run.eval.problems)
             values |= found
             if self.step == 0:  # what is killed must not leave the model of the start as its result
-                shutil.rmtree(self.directory / "hf")
+                for path in filter(Path.exists, (self.directory / name for name in EXPORTED)):
+                    shutil.rmtree(path)
         if values:
             self.metrics.write("eval", self.step, values, samples=samples)
 

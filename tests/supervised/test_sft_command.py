@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from helpers.paths import ROOT
 from safetensors.torch import load_file, save_file
 
 from areal_q.config import Arithmetic, dump_toml, load
+from areal_q.errors import DivergedError
 from areal_q.observability.metrics_log import read_metrics
 from areal_q.tasks import CharTokenizer, build_task
 from learner import checkpoint
@@ -135,6 +137,25 @@ def test_a_model_of_transformers_learns_from_rows(tmp_path: Path):
     adapters = run_here("sft", sft, str(run), *small, "learner.lora.rank=4", "name=adapters")
     assert adapters.returncode == 0, adapters.stderr
     assert (tmp_path / "adapters-sft/adapter/adapter_model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("more", [[], ["learner.lora.rank=4"]])
+def test_a_run_that_dies_leaves_no_model_of_its_start(
+    more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The task's accuracy before the first step is that of an export."""
+    asked = list[set[str]]()
+
+    def answers(directory: Path, problems: int) -> tuple[dict[str, float], list[Any]]:
+        asked.append({file.parent.name for file in directory.glob("*/*.safetensors")})
+        return {}, []
+
+    monkeypatch.setattr("learner.sft.stage.greedy_accuracy", answers)
+    monkeypatch.setattr("learner.sft.stage.learn", Mock(side_effect=DivergedError("as ever")))
+    file = config(tmp_path, "steps=4", "rollout.format=nf4", *more)
+    refused(run_here("sft", sft, file, "sft.accuracy=true"), "as ever")
+    assert asked == [{"hf", "base", "adapter"} if more else {"hf"}]
+    assert not [*(tmp_path / "adds-sft").glob("*/*.safetensors")]
 
 
 def test_ranks_meet_before_any_row_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
