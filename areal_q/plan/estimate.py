@@ -1,12 +1,17 @@
 """Memory, wire and speed of a run together: does it fit, how fast is it, what would be better."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+from msgspec import structs
+
 from areal_q.checks.automatic import settled
+from areal_q.checks.combinations import check_family, check_foreign
 from areal_q.checks.memory import learner_memory, of_others, total, worker_memory
+from areal_q.checks.model import check_engine
 from areal_q.checks.pass_memory import Lengths, Part
-from areal_q.config import Run, TorchEngine
+from areal_q.config import Run, SglangEngine, TorchEngine, VllmEngine
 from areal_q.errors import ConfigError
 from areal_q.models import DecoderConfig
 from areal_q.observability.run_summary import plural
@@ -162,7 +167,21 @@ def _advice(
         yield f"learner.max_lag=1: learner and workers work at the same time, a step would take {ahead:.3g} s"
     if not isinstance(run.rollout.engine, TorchEngine) or on.is_cpu:
         return
-    yield "rollout.engine.type=vllm or sglang: the torch engine is a reference, and slow on a GPU"
+    if engines := " or ".join(_serving(run, shape, int(load.lengths.prompt))):
+        yield f"rollout.engine.type={engines}: the torch engine is a reference, and slow on a GPU"
+
+
+def _serving(run: Run, shape: DecoderConfig, prompt: int) -> Iterator[str]:
+    """Yields the types of the engines for GPUs that a model of this `shape` may be run by."""
+    for engine in (VllmEngine(), SglangEngine()):
+        served = structs.replace(run, rollout=structs.replace(run.rollout, engine=engine))
+        with suppress(ConfigError):
+            if shape.foreign is None:
+                check_family(served, shape)
+            else:
+                check_foreign(served, shape.family)
+            check_engine(shape, served, prompt)
+            yield str(engine.__struct_config__.tag)
 
 
 def _too_large(made: Estimate) -> str:

@@ -17,7 +17,9 @@ from helpers.kinds import HALF_A_BILLION, M20, QUICKSTART, SMOLLM2, write_foreig
 from helpers.paths import ROOT
 from msgspec import structs
 
+from areal_q.checks.automatic import settled
 from areal_q.checks.memory import FIRST_ALONE, total
+from areal_q.checks.model import check_model
 from areal_q.checks.pass_memory import Lengths
 from areal_q.config import Run, dump_toml, load
 from areal_q.errors import ConfigError, LogError
@@ -350,6 +352,36 @@ def test_a_foreign_model_is_planned_as_it_will_run(tmp_path: Path):
         "plan", cli.main, "quickstart", pretrained, "learner.uaq=1.0", "warmstart.steps=0"
     )
     assert told.returncode == 0 and "learner" in told.stdout, told.stderr
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "engines"),
+    [
+        ("llama", [], "vllm or sglang"),
+        ("llama", ["rollout.format=int4"], "sglang"),  # vLLM takes whole groups of 128
+        ("llama", ["model.type=hf"], ""),
+        ("phi", [], ""),
+        ("gpt_oss", [], ""),
+        ("qwen3_5_text", [], ""),
+        ("qwen2_moe, no biases", [], "sglang"),
+    ],
+)
+def test_only_an_engine_that_runs_the_model_is_advised(
+    family: str, settings: list[str], engines: str, tmp_path: Path
+):
+    write_foreign(tmp_path, family)
+    given = [
+        f"model={{type='pretrained', path='{tmp_path}'}}",
+        "learner.uaq=1",
+        "rollout.format=bf16",
+    ]
+    run = settled(
+        load(None, [*given, "rollout.sampling.max_tokens=8", *settings, f"model.path={tmp_path}"])
+    )
+    shape = check_model(run).shape
+    made = estimate(run, shape, Load(Lengths(8, 8)), hardware("h100:4", 0, 0, 0))
+    advised = [line.split(":")[0] for line in made.advice if "rollout.engine" in line]
+    assert advised == ([f"rollout.engine.type={engines}"] if engines else [])
 
 
 def test_what_does_not_fit_is_said_with_what_would_help():
