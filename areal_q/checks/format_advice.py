@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from areal_q.checks.automatic import settled, why_no_scales
 from areal_q.checks.machine import CheckResult
-from areal_q.config import HfModel, PretrainedModel, Run
+from areal_q.config import PretrainedModel, Run
 from areal_q.config.run import ROUNDS_ACTIVATIONS, WEIGHT_SCALES, WORTH_SMOOTHING
 
 
@@ -81,13 +81,13 @@ def falls_behind(name: str) -> bool:
 
 def instead(run: Run) -> str:
     """Returns settings on top of those of `run` with which more is learnt, or the gap is closed: for eight bits
-    smoothing, where outliers spoil one scale a token, or weights alone; for four bits an aligned learner, which
-    a model that transformers computes cannot have. "" if nothing is known that `run` has not got."""
+    smoothing, where outliers spoil one scale a token, or weights alone; for four bits an aligned learner. "" if
+    nothing is known that `run` has not got."""
     format, smoothed = run.rollout.format, run.rollout.smooths is not None
-    if format == "bf16" or (format == "int8-weight" and isinstance(run.model, HfModel)):
+    if format == "bf16":
         return ""
     smooth = [] if smoothed or why_no_scales(run) else ["rollout.smoothing.alpha=0.5"]
-    if format in ("int8", "fp8", "fp8-channel", "fp8-weight") or isinstance(run.model, HfModel):
+    if format in ("int8", "fp8", "fp8-channel", "fp8-weight"):
         weights = f"rollout.format=int8-weight{' rollout.smoothing=off' * smoothed}"
         weights += " learner.precision=full" * (run.learner.precision == "jet")
         return " or ".join([*(smooth if format in WORTH_SMOOTHING else []), weights])

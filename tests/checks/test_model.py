@@ -17,7 +17,7 @@ from helpers.paths import ROOT
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from areal_q.checks.automatic import why_rate
+from areal_q.checks.automatic import settled, why_rate
 from areal_q.checks.format_advice import format_of, instead
 from areal_q.checks.memory import learner_memory, memory_of, total, worker_memory
 from areal_q.checks.model import check_model, findings, longest_prompt, rate_of
@@ -342,8 +342,12 @@ def test_smoothing_is_not_advised_to_a_model_without_scales(model: Path):
         (["rollout.format=bf16"], ""),
         (["rollout.format=int8-weight"], "learner.precision=qarl"),
         (["rollout.format=int8-weight", "learner.precision=qarl"], ""),
-        (["model.type=hf", "rollout.format=int8-weight"], ""),
-        (["model.type=hf", "rollout.format=nvfp4"], "rollout.format=int8-weight"),
+        (["model.type=hf", "rollout.format=int8-weight"], "learner.precision=qarl"),
+        (["model.type=hf", "rollout.format=nvfp4"], "learner.precision=qarl"),
+        (
+            ["model.type=hf", "rollout.format=int4"],
+            "rollout.smoothing.alpha=0.5 learner.precision=qarl",
+        ),
         (
             ["rollout.format=fp8", "learner.precision=jet"],
             "rollout.format=int8-weight learner.precision=full",
@@ -356,7 +360,9 @@ def test_advice_names_only_what_may_be_set_and_is_not(
     run = run_of(model, *settings, f"model.path={model}")
     assert instead(run) == advice
     for advised in advice.split(" or ") if advice else ():
-        assert override(run, *advised.split()) != run
+        better = override(run, *advised.split())
+        assert better != run
+        check_model(override(settled(better), "learner.uaq=1"))
 
 
 def test_the_preflight_says_what_is_known_and_what_to_take(model: Path):
