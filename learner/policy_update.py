@@ -118,6 +118,9 @@ def update_policy(
         metrics.append(_step_optimizer(backend))
     values = reduce_metrics(backend.ranks.metrics(metrics))
     values["train/loss"] = values["loss/total"] / (len(minibatches) * backend.cfg.epochs)
+    for name in values:
+        if name.endswith("/tokens"):  # which every epoch counts again
+            values[name] /= backend.cfg.epochs
     values["train/lr"] = backend.lr
     values[MICROBATCH] = backend.cfg.pass_tokens
     values["train/skipped_steps"] = backend.skipped

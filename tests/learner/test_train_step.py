@@ -260,6 +260,20 @@ def test_masked_tokens_teach_nothing(make_run: MakeRun, make_samples: MakeSample
     assert all(torch.equal(before[k], v) for k, v in weights(policy).items())
 
 
+def test_tokens_of_several_epochs_are_counted_once(make_run: MakeRun, make_samples: MakeSamples):
+    """Losses are sums over all optimizer steps, and train/loss is their mean."""
+    samples = make_samples(9)
+    once, thrice = (
+        update_policy(build_policy(make_run(f"learner.epochs={n}")), samples) for n in (1, 3)
+    )
+    counts = {name: value for name, value in once.items() if name.endswith("/tokens")}
+    assert counts.keys() > {"mismatch/tokens"}
+    assert {name: thrice[name] for name in counts} == counts
+    assert counts["mismatch/tokens"] == pack_samples(samples).mask.sum()
+    steps = 3 * make_run().learner.minibatches
+    assert thrice["train/loss"] == pytest.approx(thrice["loss/total"] / steps)
+
+
 def test_step_with_a_nonfinite_gradient_is_skipped_and_counted(
     make_run: MakeRun, make_samples: MakeSamples
 ):
