@@ -29,6 +29,7 @@ from learner.backends.routing_replay import balance_weights
 from learner.backends.single_device import TorchPolicy
 from learner.data.packing import PackedBatch, Sample, masked, pack_samples, paths_of
 from learner.measure.token_recorder import TokenRecorder
+from learner.optim.build import learning_rate
 from learner.policy_advantages import with_advantages
 
 MICROBATCH = "train/microbatch_tokens"
@@ -121,7 +122,7 @@ def update_policy(
     for name in values:
         if name.endswith("/tokens"):  # which every epoch counts again
             values[name] /= backend.cfg.epochs
-    values["train/lr"] = backend.lr
+    values["train/lr"] = learning_rate(backend.cfg.optimizer, backend.updates - 1)
     values[MICROBATCH] = backend.cfg.pass_tokens
     values["train/skipped_steps"] = backend.skipped
     return values

@@ -113,7 +113,7 @@ METRICS = (
     Metric("warmstart/loss", "nats per token", "Cross-entropy of the supervised steps."),
     Metric("train/loss", "", "Loss, the mean over the optimizer steps of this learner step.", exported="train_loss", figure="loss", name="loss", rounding=(0.0, 0.001)),
     Metric("train/grad_norm", "", "Norm of the gradient before it is clipped.", exported="train_grad_norm", figure="grad_norm", name="gradient norm", leading=True, rounding=(0.02, 0.0)),
-    Metric("train/lr", "", "Learning rate of the step.", exported="train_learning_rate", figure="lr"),
+    Metric("train/lr", "", "Learning rate of the last optimizer step of this learner step, even if it was skipped.", exported="train_learning_rate", figure="lr"),
     Metric("train/skipped_steps", "optimizer steps", "Optimizer steps skipped since the start because a gradient was not finite.", exported="train_skipped_steps_total"),
     Metric("train/tokens", "tokens", "Tokens that a supervised step learnt: those that the assistant wrote."),
     Metric("train/epoch", "passes", "Passes over the rows of `areal-q sft` so far."),

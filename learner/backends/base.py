@@ -51,11 +51,6 @@ class Backend(Protocol):
         """Number of micro-batches that are computed at once."""
         ...
 
-    @property
-    def lr(self) -> float:
-        """The learning rate of the last optimizer step that was taken."""
-        ...
-
     def scores(self, batches: Sequence[PackedBatch], graph: bool = False) -> list[Scores]:
         """Returns the present scores of each batch, without gradient. With `graph`, those of the first batch
         keep their graph for `backward`, if the backend supports it."""

@@ -143,10 +143,6 @@ class TorchPolicy:
         return self.model.config
 
     @property
-    def lr(self) -> float:
-        return self.optimizer.param_groups[0]["lr"]
-
-    @property
     def parallel(self) -> int:
         return self.threads.count
 

@@ -293,6 +293,21 @@ def test_step_with_a_nonfinite_gradient_is_skipped_and_counted(
     assert any(not torch.equal(before[k], v) for k, v in after.items())
 
 
+def test_a_skipped_step_has_its_rate_after_a_resumption_too(
+    make_run: MakeRun, make_samples: MakeSamples
+):
+    """A resumed learner has the number of updates, and no rate of an optimizer that took one."""
+    run = make_run("learner.optimizer.warmup_steps=10")
+    policies = uninterrupted, resumed = build_policy(run), build_policy(run)
+    update_policy(uninterrupted, make_samples(6))
+    resumed.updates = uninterrupted.updates
+    rates = list[float]()
+    for policy in policies:
+        policy.model.model.norm.weight.register_hook(lambda grad: grad * math.inf)
+        rates.append(update_policy(policy, make_samples(6))["train/lr"])
+    assert rates == [learning_rate(run.learner.optimizer, uninterrupted.updates - 1)] * 2
+
+
 def test_the_learning_rate_rises_linearly_and_then_stays(make_run: MakeRun):
     cfg = make_run("learner.optimizer.lr=0.3", "learner.optimizer.warmup_steps=2").learner.optimizer
     rates = [learning_rate(cfg, update) for update in range(5)]

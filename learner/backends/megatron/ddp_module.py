@@ -60,8 +60,6 @@ class DdpModule:
         )
         self.places, self._frozen = ShardLayout(plan, module), ShardLayout(frozen, module)
         self._masters = cfg.products != "float32"
-        self.lr = 0.0
-        """The learning rate of the last step that was taken."""
 
     def sum_gradients(self) -> None:
         """Sums gradients over data-parallel ranks; gradients of parameters that several ranks have are also
@@ -83,7 +81,6 @@ class DdpModule:
             norm = float(self._optimizer.get_grad_norm())
             if math.isfinite(norm):
                 self._optimizer.step()
-                self.lr = lr
             self._optimizer.zero_grad()
             self._ddp.zero_grad_buffer()
         return norm

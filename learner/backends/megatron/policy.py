@@ -144,10 +144,6 @@ class MegatronShard:
 
     parallel = 1
 
-    @property
-    def lr(self) -> float:
-        return self._own.lr
-
     def scores(self, batches: Sequence[PackedBatch], graph: bool = False) -> list[Scores]:
         def flat_scores(batch: SharedBatch, hidden: Tensor) -> Tensor:
             scores = self._scores(batch, hidden)
