@@ -24,7 +24,7 @@ from areal_q.models.layers.moe import Routing, SparseMlp
 from areal_q.models.layers.norm import HeadNorm, OffsetNorm
 from areal_q.models.layers.packed_attention import packed_attention
 from areal_q.models.layers.rope import RopeOfLayers, apply_rope
-from areal_q.models.logprobs import head_logprobs
+from areal_q.models.logprobs import head_logprobs, masked_logprobs
 from areal_q.models.low_bit.bf16_rounding import RoundedEmbedding, straight
 from areal_q.models.packed_layout import PackedLayout
 
@@ -91,11 +91,19 @@ class Decoder(nn.Module):
         return straight(weight) if rounds else weight
 
     def logprobs(
-        self, hidden: Tensor, targets: Tensor, temperature: float, entropy_learns: bool = False
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        temperature: float,
+        entropy_learns: bool = False,
+        among: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Returns the log-prob of each of `targets` int64 [T] and the entropies in nats, float32 [T], from the
-        hidden states [T, D] that predict them, without logits [T, V] in memory."""
-        return head_logprobs(hidden, self.head, targets, temperature, entropy_learns)
+        hidden states [T, D] that predict them, without logits [T, V] in memory. `among` int64 [T, K] has the
+        ids of each token's distribution where that is not the whole vocabulary; -1 is none."""
+        if among is None:
+            return head_logprobs(hidden, self.head, targets, temperature, entropy_learns)
+        return masked_logprobs(hidden, self.head, targets, among, temperature, entropy_learns)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns the logits [..., V] of hidden states [..., D]. They take much memory, so pass only the

@@ -12,7 +12,6 @@ import torch
 from areal_q.algorithms.reducers import Mean, Metrics
 from areal_q.config import KvScales, LearnerConfig
 from areal_q.models import Decoder, DecoderConfig, PackedLayout
-from areal_q.models.logprobs import masked_logprobs
 from areal_q.models.low_bit.lora import adapters_off
 from areal_q.models.low_bit.quantized_forward import fold, materialise
 from areal_q.models.smoothed_state import measured_inputs
@@ -274,8 +273,4 @@ def logprobs_of(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns what `token_logprobs` returns, from the hidden states [T, D] that predict the response tokens.
     The entropy has a gradient if `entropy_learns`."""
-    if batch.sampling_mask is not None:
-        return masked_logprobs(
-            hidden, model.head, batch.targets, batch.sampling_mask, temperature, entropy_learns
-        )
-    return model.logprobs(hidden, batch.targets, temperature, entropy_learns)
+    return model.logprobs(hidden, batch.targets, temperature, entropy_learns, batch.sampling_mask)

@@ -98,6 +98,35 @@ def test_log_probs_and_gradients_are_transformers_own(
             torch.testing.assert_close(own, grad, atol=1e-5, rtol=1e-4, msg=name)
 
 
+@pytest.mark.parametrize("family", ["phi", "gemma2", "cohere2", "stablelm"])
+def test_log_probs_among_ids_heed_all_that_is_behind_the_head(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bias, a soft cap, a factor, and a plain head; beside the whole distribution with -inf elsewhere."""
+    monkeypatch.setattr(causal_lm, "BLOCK", 3 * VOCAB)  # several blocks of tokens
+    write_foreign(tmp_path, family)
+    model, found = loaded(tmp_path), list[tuple[Tensor, ...]]()
+    ids, layout, _ = packed()
+    others = torch.stack([torch.randperm(VOCAB)[:5] for _ in ids])
+    others[::2, :2] = -1
+    others = others.masked_fill(others == ids[:, None], -1)
+    among = torch.cat((others[:, :3], ids[:, None], others[:, 3:]), 1)
+    left_out = torch.ones(len(ids), VOCAB + 1, dtype=torch.bool)
+    left_out = left_out.scatter_(1, among % (VOCAB + 1), False)[:, :-1]
+    for dense in (True, False):
+        hidden = model(ids, layout).detach().requires_grad_()
+        if dense:
+            logits = (model.logits(hidden) / 0.7).masked_fill(left_out, -1e30)
+            logprobs, entropy = logprobs_module.of_logits(logits, ids, True)
+        else:
+            logprobs, entropy = model.logprobs(hidden, ids, 0.7, True, among)
+        (logprobs.sum() + entropy.sum()).backward()
+        assert hidden.grad is not None
+        found.append((logprobs, entropy, hidden.grad))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
 @every_family
 def test_ranks_share_each_layer_and_one_pass_of_all_rows(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -27,7 +27,7 @@ from areal_q.models.hf.weight_files import untied
 from areal_q.models.layers.linear import Linear
 from areal_q.models.layers.moe import Routing
 from areal_q.models.layers.norm import wide
-from areal_q.models.logprobs import BLOCK, head_logprobs, of_logits
+from areal_q.models.logprobs import BLOCK, of_logits
 from areal_q.models.low_bit.bf16_rounding import roundable, straight
 from areal_q.models.packed_layout import PackedLayout
 from areal_q.quant import is_quantized
@@ -120,26 +120,41 @@ class HfDecoder(Decoder):
         return self.behind_head(head(hidden.to(head.weight.dtype)))
 
     def logprobs(
-        self, hidden: Tensor, targets: Tensor, temperature: float, entropy_learns: bool = False
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        temperature: float,
+        entropy_learns: bool = False,
+        among: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         cap, scale = self.behind_head.cap, self.behind_head.scale
         if cap is None and self.net.get_output_embeddings().bias is None:
-            return head_logprobs(hidden, self.head, targets, temperature / scale, entropy_learns)
+            return super().logprobs(hidden, targets, temperature / scale, entropy_learns, among)
         # Blocks of tokens in place of blocks of the vocabulary: a block's logits are computed again.
         rows = max(1, BLOCK // self.config.vocab_size)
+        blocks = hidden.split(rows), targets.split(rows)
+        kept = [None] * len(blocks[0]) if among is None else among.split(rows)
         parts = [
             checkpoint(self._whole, *block, temperature, entropy_learns, use_reentrant=False)
-            for block in zip(hidden.split(rows), targets.split(rows), strict=True)
+            for block in zip(*blocks, kept, strict=True)
         ]
         logprobs, entropies = zip(*parts, strict=True)  # pyright: ignore[reportArgumentType]
         return torch.cat(logprobs), torch.cat(entropies)
 
     def _whole(
-        self, hidden: Tensor, targets: Tensor, temperature: float, entropy_learns: bool
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        among: Tensor | None,
+        temperature: float,
+        entropy_learns: bool,
     ) -> tuple[Tensor, Tensor]:
         head = self.net.get_output_embeddings()
         bias = None if head.bias is None else wide(head.bias)
         logits = self.behind_head(F.linear(wide(hidden), wide(self.head), bias))
+        if among is not None:
+            logits = logits.gather(1, among.clamp(min=0)).masked_fill(among < 0, -1e30)
+            targets = (among == targets[:, None]).int().argmax(1)
         return of_logits(logits / temperature, targets, entropy_learns)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
