@@ -84,7 +84,10 @@ def test_a_cache_without_room_is_named_with_its_settings(
 ):
     free = [1 << 50]
     monkeypatch.setattr("areal_q.checks.memory.available_bytes", lambda: free[0])
-    large = ["rollout.engine.slots=5000", "learner.groups=5000", "rollout.sampling.max_tokens=40"]
+    large = [
+        "rollout.engine.slots=5000", "learner.groups=5000", "rollout.sampling.max_tokens=40",
+        "learner.microbatch_tokens=64",
+    ]  # fmt: skip
     run = run_of(model, *large, "rollout.workers=1")
     found = check_model(run)
     lengths = Lengths(len(found.prompt), 40)
