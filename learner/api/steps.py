@@ -13,11 +13,13 @@ from msgspec.structs import replace
 
 from areal_q.checks.automatic import settled
 from areal_q.checks.hub import fetched
+from areal_q.checks.model import check_format, check_shape
 from areal_q.config import Run
 from areal_q.config.load import Override
 from areal_q.errors import CheckpointError, ConfigError, RecordError
 from areal_q.messages import Group, VersionSpan
 from areal_q.models import Decoder
+from areal_q.models.shape import shape_of
 from areal_q.system.run_dir import with_digests
 from areal_q.tasks import build_task, build_tokenizer, columns_for
 from buffer.sampling.replay_pool import SampledGroups
@@ -64,6 +66,9 @@ class Steps:
         run = settled(with_digests(fetched(run), ("learner.objective", "learner.advantage")))
         set_arithmetic(run.learner.threads, run.learner.device)
         tokenizer = build_tokenizer(run.model, run.task)
+        shape = shape_of(run.model, tokenizer)
+        check_shape(run, shape, 0, rollouts=False)
+        check_format(shape, run.rollout.format)
         task = build_task(run.task, columns_for(run))
         unrecorded: Any = _Unrecorded()
         never = threading.Event()

@@ -8,6 +8,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from helpers.kinds import write_foreign
 from helpers.openai_server.scripted import World
 from helpers.paths import ROOT
 
@@ -81,6 +82,26 @@ def test_what_cannot_be_learnt_is_refused_by_name():
     with pytest.raises(RecordError, match="empty response"):
         areal_q.group([drawn([])], [1.0])
     assert learner.version == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "inner"),
+    [("stablelm", "intermediate_size"), ("gemma3_text", "intermediate_size"), ("gpt2", "n_inner")],
+)
+def test_settings_that_no_run_of_a_model_has_are_refused(family: str, inner: str, tmp_path: Path):
+    """UAQ changed what the first computes, and ended with a traceback in each of the others."""
+    net = write_foreign(tmp_path, family, **{inner: 33})
+    plain = {"warmstart.steps": 0, "learner.dtype": "float32", "rollout.format": "bf16"}
+    with pytest.raises(ConfigError, match=rf"^learner\.uaq = 1\.5: not with {family}, .*uaq = 1$"):
+        areal_q.Learner(tmp_path, settings=plain)
+    plain["learner.uaq"] = 1
+    with pytest.raises(ConfigError, match=r"^rollout\.format = 'mxfp4': .* 33 inputs"):
+        areal_q.Learner(tmp_path, settings=plain | {"rollout.format": "mxfp4"})
+    model = areal_q.Learner(tmp_path, settings=plain).model
+    ids = torch.tensor([3, 1, 4, 1, 5])
+    with torch.no_grad():
+        found = model.logits(model(ids, PackedLayout.of([len(ids)])))
+        torch.testing.assert_close(found, net(ids[None]).logits[0], atol=1e-3, rtol=1e-3)
 
 
 async def test_what_was_drawn_is_learnt_as_it_was_drawn(tmp_path: Path):
