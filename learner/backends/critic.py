@@ -31,7 +31,7 @@ class Critic(nn.Module):
             use(Linear, self.trunk, "")  # the trunk is not published, so it need not be quantized
             round_rest(self.trunk, False)
         device = next(policy.parameters()).device
-        self.head = nn.Linear(policy.config.width, 1, device=device)
+        self.head = nn.Linear(policy.head.shape[1], 1, device=device)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 

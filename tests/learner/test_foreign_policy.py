@@ -1,5 +1,6 @@
 """A policy that transformers computes learns as ours does, and goes on from a checkpoint bit for bit."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from helpers.kinds import (
     write_foreign,
 )
 from helpers.policies import save_at
+from msgspec import structs
 from transformers.pytorch_utils import Conv1D
 
 from areal_q.config import HfModel, ModelConfig, PretrainedModel, Run
@@ -23,6 +25,7 @@ from areal_q.models.variants import STATEFUL
 from learner import checkpoint
 from learner.backends.single_device import TorchPolicy, token_logprobs
 from learner.build_policy import build_reference
+from learner.data.packing import pack_samples
 from learner.policy_update import prepare_minibatches, update_policy
 
 SHAPE: dict[str, Any] = {
@@ -63,6 +66,31 @@ def test_both_have_the_same_log_probs_loss_and_gradient(
     other = by_our_names(theirs.model.state_dict(), ours.model.config)
     for name, weight in ours.model.state_dict().items():
         torch.testing.assert_close(other[name], weight, atol=1e-5, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("settings", ["critic", "shared critic"])
+def test_a_critic_reads_what_a_model_gives_its_head(
+    settings: str, make_run: MakeRun, make_samples: MakeSamples, tmp_path: Path
+) -> None:
+    """OPT's smallest but one projects what comes out of its layers to half as many channels."""
+    net = write_foreign(tmp_path, "opt", word_embed_proj_dim=16)
+    policy = policy_of(make_run(*SMOOTH, *SETTINGS[settings]), HfModel, tmp_path)
+    critic = policy.critic
+    assert critic is not None and critic.head.in_features == 16
+    samples = [
+        replace(s, trajectory=structs.replace(s.trajectory, reward=1.0)) for s in make_samples(9)
+    ]
+    for _ in range(2):
+        update_policy(policy, samples)
+    net.load_state_dict((critic.trunk or policy.model).state_dict(), strict=False)
+    sample = samples[0]
+    ids = torch.tensor([*sample.prompt_ids, *sample.trajectory.response_ids.numpy()])
+    with torch.no_grad():
+        (scores,) = policy.scores([pack_samples([sample])])
+        hidden = net.base_model(ids[None, :-1]).last_hidden_state[0, len(sample.prompt_ids) - 1 :]
+        wanted = critic.head(hidden).squeeze(1)
+    assert wanted.abs().min() > 1e-4, "it has learnt"
+    torch.testing.assert_close(scores["values"], wanted, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["gpt_neox", "phi", "gpt2", "starcoder2"])
