@@ -35,6 +35,12 @@ def logits(model: Decoder, ids: Tensor = IDS) -> Tensor:
     return model.logits(model(ids, PackedLayout.of([len(ids)])))
 
 
+def learnt(model: Decoder, ids: Tensor = IDS) -> Tensor:
+    """Returns the log-probs that a learner computes, of each token after the one before it."""
+    hidden = model(ids[:-1], PackedLayout.of([len(ids) - 1]))
+    return model.logprobs(hidden, ids[1:], 1.0)[0]
+
+
 @pytest.mark.parametrize(
     ("family", "format"),
     [*((family, "nvfp4") for family in FAMILIES), ("phi", "int8"), ("gpt_neox", "fp8")],
@@ -57,7 +63,10 @@ def test_a_learner_computes_bit_for_bit_what_it_publishes(
         weights = VersionBuilder(run).build(policy.model, 1)
         engine = engine_policy(policy.model.config, weights.tensors, format)
         with torch.no_grad():
-            assert torch.equal(logits(policy.model), logits(engine))
+            drawn = logits(engine)
+            assert torch.equal(logits(policy.model), drawn)
+            drawn = drawn[:-1].log_softmax(-1).gather(1, IDS[1:, None]).squeeze(1)
+            torch.testing.assert_close(learnt(policy.model), drawn, atol=1e-5, rtol=0)
         update_policy(policy, make_samples(6))
 
 

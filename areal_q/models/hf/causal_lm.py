@@ -150,7 +150,9 @@ class HfDecoder(Decoder):
         entropy_learns: bool,
     ) -> tuple[Tensor, Tensor]:
         head = self.net.get_output_embeddings()
-        bias = None if head.bias is None else wide(head.bias)
+        bias = head.bias
+        if bias is not None:
+            bias = wide(straight(bias) if head.rounds_rest else bias)
         logits = self.behind_head(F.linear(wide(hidden), wide(self.head), bias))
         if among is not None:
             logits = logits.gather(1, among.clamp(min=0)).masked_fill(among < 0, -1e30)
