@@ -217,7 +217,7 @@ class Replay:
 
 
 def with_settings(policy: TorchPolicy, run: Run) -> TorchPolicy:
-    """Returns a policy with the weights and moments of `policy` and the settings of `run`.
+    """Returns a policy with the weights and moments of `policy`, and its reference, and the settings of `run`.
 
     A critic or a reference that `policy` lacks begins here, from the present policy; so do the moments of an
     optimizer of another type.
@@ -231,6 +231,9 @@ def with_settings(policy: TorchPolicy, run: Run) -> TorchPolicy:
         skipped=policy.skipped,
         reference=policy.reference if run.learner.reference_kl else None,
     )
+    if new.reference is not None:
+        set_precision(new.reference, run)
+        new.reference.dtype = new.model.dtype
     if type(run.learner.optimizer) is type(policy.cfg.optimizer):
         take_over(new.optimizer, policy.optimizer)
     critic, before = new.critic, policy.critic
