@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from areal_q.checks.machine import check_device
 from areal_q.config import Run, as_before, override
 from areal_q.config.load import Override, pair_of
 from areal_q.errors import ConfigError, LogError
@@ -113,6 +114,7 @@ class Replay:
         }
         self.present = self._before_first[records[0].settings]
         """The settings of `policy`"""
+        _check_device(self.present)
         set_arithmetic(self.present.learner.threads, self.present.learner.device)
         model = new_decoder(DecoderConfig.from_hf(self.state.model))
         self.policy = checkpoint.policy_of(model.to(self.present.learner.device), self.present)
@@ -254,6 +256,14 @@ def _changed(run: Run, settings: Sequence[Override], code: Sequence[str] = LEARN
     """Raises ConfigError or TaskError, the latter for `code` of the user's that is not what the run began
     with."""
     return as_before(with_digests(override(run, *settings), code, replayed=True), run)
+
+
+def _check_device(run: Run) -> None:
+    """Raises ConfigError, which says how to do without, if the learner's device is not here."""
+    try:
+        check_device("learner.device", run.learner.device)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; areal-q replay --set learner.device=cpu needs none") from error
 
 
 def _changes(recorded: Run, run: Run) -> list[str]:

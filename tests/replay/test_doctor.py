@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from areal_q.config import Run, Sampling, dump_toml, load, override, settings_hash
-from areal_q.errors import LogError, TaskError
+from areal_q.errors import ConfigError, LogError, TaskError
 from areal_q.messages import Array, Group, Trajectory, VersionSpan
 from areal_q.models import Decoder, DecoderConfig, init_weights
 from areal_q.observability.learning_faults import Fault
@@ -44,6 +44,8 @@ from learner.doctor.probe import VersionPolicies
 from learner.doctor.tables import bars, doctor_screen
 from learner.policy_update import SingleProcessUpdater
 from learner.publishing.version_builder import VersionBuilder
+from learner.replay.compare import compare
+from learner.replay.replay_steps import Replay
 from learner.train_step import train_step
 
 GROUPS, SIZE, TOKENS, STEPS = 4, 4, 40, 4
@@ -292,6 +294,22 @@ def test_a_changed_loss_costs_the_decomposition_alone(tmp_path, monkeypatch):
     monkeypatch.setattr("learner.doctor.examine._replay", changed)
     found = examine(tmp_path / "run", 0, None)
     assert "no decomposition: mine.py" in found.note and found.facts.responses
+
+
+@pytest.mark.timeout(60)
+def test_a_device_that_is_not_here_costs_the_decomposition_alone(tmp_path):
+    """The replay says in a line how to do without, and does."""
+    World(tmp_path / "run").play()
+    elsewhere = override(RUN, "learner.device=cuda:99")
+    for file in ("config.toml", f"settings/{settings_hash(RUN)}.toml"):
+        (tmp_path / "run" / file).write_text(dump_toml(elsewhere))
+    said = r"^learner\.device = 'cuda:99': .*; areal-q replay --set learner\.device=cpu needs none$"
+    with pytest.raises(ConfigError, match=said):
+        Replay(tmp_path / "run")
+    found = examine(tmp_path / "run", 0, None)
+    assert "no decomposition: learner.device = 'cuda:99'" in found.note and found.facts.responses
+    steps = list((replay := Replay(tmp_path / "run", ["learner.device=cpu"])).steps())
+    assert len(steps) == STEPS and not any(compare(one, replay.exact) for one in steps)
 
 
 @pytest.mark.timeout(60)
