@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 
+from areal_q.checks.machine import check_device
 from areal_q.checks.model import check_teacher
 from areal_q.config import ModelTeacher, Run, ServerTeacher
 from areal_q.models import load_frozen
@@ -23,6 +24,7 @@ def build_teacher(
             return None
         case ModelTeacher(path=path):
             check_teacher(path, tokenizer)
+            check_device("learner.device", run.learner.device)
             return ModelBeside(load_frozen(path), run.learner, run.rollout.sampling.temperature)
         case ServerTeacher() as cfg:
             return Server(cfg, alive, stop)

@@ -489,6 +489,13 @@ def test_a_model_with_another_tokenizer_is_refused(make_run: MakeRun, tmp_path: 
         teacher("chain")
 
 
+def test_a_teacher_on_a_device_that_is_not_here_is_refused(make_run: MakeRun, tmp_path: Path):
+    """In a line, as without a teacher, whose weights are the first that a learner moves there."""
+    save_decoder(initial_model(make_run()), tmp_path, CharTokenizer())
+    with pytest.raises(ConfigError, match=r"^learner\.device = 'cuda:99': "):
+        teacher_at(make_run, tmp_path, "learner.device=cuda:99")
+
+
 @pytest.mark.parametrize(
     ("setting", "named"),
     [
