@@ -325,7 +325,14 @@ def check_teacher(path: str, tokenizer: Tokenizer) -> None:
 def check_reference(reference: DecoderConfig, policy: DecoderConfig, path: str) -> None:
     """Raises ConfigError unless the reference model in directory `path` has the policy's architecture."""
     one, other = (
-        msgspec.structs.replace(config, eos_ids=(), stored=(), foreign=computing(config.foreign))
+        msgspec.structs.replace(
+            config,
+            bos_id=None,
+            eos_ids=(),
+            pad_id=None,
+            stored=(),
+            foreign=computing(config.foreign),
+        )
         for config in (reference, policy)
     )
     # Files may have the tensors in another order.

@@ -148,7 +148,8 @@ def test_a_reference_in_other_files_is_the_same_model(path: Path, tmp_path: Path
     (tmp_path / "model.safetensors").unlink(missing_ok=True)
     assert len([*tmp_path.glob("*.safetensors")]) > 1
     table = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(table | {"use_cache": not table["use_cache"]}))
+    said = {"use_cache": not table["use_cache"], "bos_token_id": 5, "pad_token_id": None}
+    (tmp_path / "config.json").write_text(json.dumps(table | said))
     run = run_of(path, f"learner.reference_kl.path={tmp_path}")
     check_model(run)
     (tmp_path / "config.json").write_text(json.dumps(table | {"layer_norm_eps": 0.5}))

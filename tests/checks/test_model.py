@@ -426,6 +426,14 @@ def test_a_reference_of_another_shape_is_refused(model: Path, byte_tokenizer: Pa
         check_model(run_of(model, f'learner.reference_kl={{path="{other}",coef=0.1}}'))
 
 
+def test_a_reference_may_have_other_special_tokens(model: Path, byte_tokenizer: Path):
+    """As the base of a tune with a token for padding of its own: no log-prob depends on them."""
+    other = model.parent / "reference"
+    write_model(other, byte_tokenizer, bos_id=1, eos_ids=(2,), pad_id=3)
+    assert load_config(other) != load_config(model)
+    assert check_model(run_of(model, f'learner.reference_kl={{path="{other}",coef=0.1}}'))
+
+
 def test_a_cache_without_room_for_a_group_is_refused(model: Path):
     """The message names what suffices, and one byte less is refused; prompts that do not fit are left out."""
     prompt = len(check_model(run_of(model)).prompt)
