@@ -223,8 +223,9 @@ def check_vocabulary(shape: DecoderConfig, tokenizer: Tokenizer, prompt: Sequenc
 
 
 def longest_prompt(run: Run, shape: DecoderConfig) -> int:
-    """Returns how many tokens a prompt may have: the model, the engine and a micro-batch must have room for the
-    longest response too. Raises ConfigError if they have no room even for that."""
+    """Returns how many tokens a prompt may have: the model, its teacher, the engine and a micro-batch must have
+    room for the longest response too. Raises ConfigError if they have no room even for that, and what
+    `teacher_shape` raises."""
     engine = run.rollout.engine
     positions = getattr(engine, "max_positions", 0)
     bounds = {
@@ -232,6 +233,9 @@ def longest_prompt(run: Run, shape: DecoderConfig) -> int:
         run.learner.pass_limit: run.learner.pass_tokens,
         f"rollout.engine.max_positions = {positions}": positions or shape.max_positions,
     }
+    if isinstance(teacher := run.learner.teacher, ModelTeacher):
+        positions = teacher_shape(teacher.path).max_positions
+        bounds[f"the teacher's {positions} positions"] = positions
     if isinstance(engine, TorchEngine) and engine.kv_cache_bytes:
         bounds[f"rollout.engine.kv_cache_bytes = {engine.kv_cache_bytes}"] = _cached(
             run, engine, shape
@@ -305,15 +309,21 @@ def _together(run: Run) -> int:
     return run.learner.group_size if isinstance(run.rollout.environment, SingleTurn) else 1
 
 
-def check_teacher(path: str, tokenizer: Tokenizer) -> None:
-    """Raises ConfigError unless the model in directory `path` reads the student's token ids, and
-    CheckpointError if it cannot be read, as one that another program has quantized."""
+def teacher_shape(path: str) -> DecoderConfig:
+    """Returns the shape of the teacher in directory `path`. Raises CheckpointError if it cannot be read, as one
+    that another program has quantized."""
     try:
-        shape = check_frozen(path)
+        return check_frozen(path)
     except (CheckpointError, ConfigError) as error:
         other = "; one that a server can read teaches from there: learner.teacher.type = 'server'"
         there = (Path(path) / "config.json").exists()
         raise CheckpointError(f"learner.teacher.path: {error}{other * there}") from error
+
+
+def check_teacher(path: str, tokenizer: Tokenizer) -> None:
+    """Raises ConfigError unless the model in directory `path` reads the student's token ids, and what
+    `teacher_shape` raises."""
+    shape = teacher_shape(path)
     own, probe = load_tokenizer(path), PROBE
     if isinstance(tokenizer, CharTokenizer):
         probe = probe[:6]

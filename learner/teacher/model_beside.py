@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from areal_q.config import LearnerConfig
+from areal_q.errors import ConfigError
 from areal_q.messages import Group
 from areal_q.models import Decoder
 from learner.data.packing import unlearnt_samples
@@ -26,6 +27,11 @@ class ModelBeside:
 
     def scored(self, groups: Sequence[Group]) -> list[Group]:
         samples = unlearnt_samples(groups)
+        longest, most = max(s.num_tokens for s in samples), self._model.config.max_positions
+        if longest > most:  # of an agent, whose messages have no bound but the student's positions
+            raise ConfigError(
+                f"learner.teacher.path: {longest} tokens do not fit into the teacher's {most} positions"
+            )
         logprobs, _ = self._score(self._model, samples, self._temperature)
         ends = np.cumsum([sample.trajectory.num_tokens for sample in samples])
         return with_logprobs(groups, np.split(logprobs, ends[:-1]))

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from areal_q.algorithms import LossInputs
 from areal_q.algorithms.kl import taught
 from areal_q.checks.memory import learner_memory
-from areal_q.checks.model import check_model
+from areal_q.checks.model import check_model, longest_prompt
 from areal_q.checks.pass_memory import Lengths
 from areal_q.cli.quantize import quantize
 from areal_q.config import ModelTeacher, Run, ServerTeacher
@@ -47,6 +47,7 @@ from areal_q.tasks import CharTokenizer
 from bench.records import make_group, make_ticket, make_trajectory
 from buffer.logs.trajectory_schema import groups_from_table, groups_to_table
 from buffer.sampling.replay_pool import SampledGroups
+from learner.build import build_learner
 from learner.data.packing import Sample, pack_samples
 from learner.data.staleness import VersionHistory
 from learner.loop import Learner
@@ -487,6 +488,33 @@ def test_a_model_with_another_tokenizer_is_refused(make_run: MakeRun, tmp_path: 
     assert [part.nbytes for part in parts if part.name == "teacher"] == [4 * large]
     with pytest.raises(ConfigError, match=r"learner\.teacher\.path = .*tokenizer is not"):
         teacher("chain")
+
+
+def test_a_teacher_has_room_for_what_it_scores(make_run: MakeRun, tmp_path: Path):
+    """A longer text ended with an IndexError, or was scored at positions that it never met."""
+    tokenizer, at = CharTokenizer(), tmp_path / "short"
+    save_decoder(initial_model(make_run("model.max_positions=16")), at, tokenizer)
+    given = f"learner.teacher={{type='model', path='{at}'}}"
+    fits = make_run(given, "rollout.sampling.max_tokens=6")
+    assert longest_prompt(fits, shape_of(fits.model, tokenizer)) == 16 - 6
+    run = make_run(given, "rollout.sampling.max_tokens=16")
+    said = r"^rollout\.sampling\.max_tokens = 16 and a prompt do not fit into the teacher's 16 positions$"
+    with pytest.raises(ConfigError, match=said):
+        check_model(run)
+    with pytest.raises(ConfigError, match=said):
+        build_learner(
+            run, tmp_path, "redis://127.0.0.1:1", "tcp://127.0.0.1:*", "tcp://127.0.0.1:*",
+            False, threading.Event(),
+        )  # fmt: skip
+    ticket = make_ticket(prompt_ids=Array.of([*range(2, 12)], "int32"), group_size=1)
+    teacher = teacher_at(make_run, at, "rollout.sampling.max_tokens=6")
+    whole, longer = (
+        make_group(ticket, trajectories=[make_trajectory(0, [3] * tokens, -1.0)])
+        for tokens in (6, 7)
+    )
+    assert np.isfinite(log_probs(teacher.scored([whole]))).all()
+    with pytest.raises(ConfigError, match=r"path: 17 tokens do not fit .* 16 positions$"):
+        teacher.scored([longer])
 
 
 def test_a_teacher_on_a_device_that_is_not_here_is_refused(make_run: MakeRun, tmp_path: Path):
