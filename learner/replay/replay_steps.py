@@ -17,7 +17,9 @@ from pathlib import Path
 
 import torch
 
+from areal_q.checks.combinations import check_foreign
 from areal_q.checks.machine import check_device
+from areal_q.checks.model import check_experts
 from areal_q.config import Run, as_before, override
 from areal_q.config.load import Override, pair_of
 from areal_q.errors import ConfigError, LogError
@@ -116,7 +118,10 @@ class Replay:
         """The settings of `policy`"""
         _check_device(self.present)
         set_arithmetic(self.present.learner.threads, self.present.learner.device)
-        model = new_decoder(DecoderConfig.from_hf(self.state.model))
+        shape = DecoderConfig.from_hf(self.state.model)
+        for run in self._from_first.values() if self.changes else ():
+            _check_fit(run, shape)
+        model = new_decoder(shape)
         self.policy = checkpoint.policy_of(model.to(self.present.learner.device), self.present)
         checkpoint.load(self.checkpoint, self.state, self.policy)
         self.machine = machine_name(self.run.learner.device)
@@ -256,6 +261,14 @@ def _changed(run: Run, settings: Sequence[Override], code: Sequence[str] = LEARN
     """Raises ConfigError or TaskError, the latter for `code` of the user's that is not what the run began
     with."""
     return as_before(with_digests(override(run, *settings), code, replayed=True), run)
+
+
+def _check_fit(run: Run, shape: DecoderConfig) -> None:
+    """Raises ConfigError for changed settings that a model of this `shape` does not have, in the words with
+    which a run would."""
+    if shape.foreign is not None:
+        check_foreign(run, shape.family, rollouts=False)
+    check_experts(shape, run.learner)
 
 
 def _check_device(run: Run) -> None:

@@ -313,6 +313,22 @@ def test_a_device_that_is_not_here_costs_the_decomposition_alone(tmp_path):
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["qwen3", "mixtral"])
+def test_experts_that_a_model_lacks_are_no_setting_of_a_replay(tmp_path, monkeypatch, kind):
+    """Of a pretrained model, of which the settings alone say nothing; the second is by transformers."""
+    run = override(RUN, "model.type=pretrained", "model.path=gone", "learner.uaq=1.0")
+    World(tmp_path / "run", run).play()
+    state = checkpoint.read_state(tmp_path / "run" / "checkpoints" / "step-000000")
+    shape = DecoderConfig.from_hf(state.model)
+    if kind == "mixtral":
+        shape = msgspec.structs.replace(shape, family=kind, foreign={"model_type": kind})
+    monkeypatch.setattr(DecoderConfig, "from_hf", lambda _: shape)
+    for setting in ("learner.router_aux_coef=0.1", "learner.routing_replay=true"):
+        with pytest.raises(ConfigError, match=rf"^{setting.split('=')[0]}: .*{kind}"):
+            Replay(tmp_path / "run", [setting])
+
+
+@pytest.mark.timeout(60)
 def test_padding_after_an_end_not_in_config_json_is_found(tmp_path):
     planted = World(tmp_path / "run", plant=with_in_the_middle(TURN_END)).play()
     assert planted.facts.after_end == STEPS * GROUPS * SIZE * (TOKENS - 31)
