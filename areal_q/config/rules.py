@@ -137,6 +137,8 @@ def _verifiers(run: Run) -> Iterator[str]:
 
 def _evaluation_sets(run: Run) -> Iterator[str]:
     slots = getattr(run.rollout.engine, "slots", math.inf)
+    if not isinstance(run.rollout.environment, SingleTurn):  # else each response is drawn by itself
+        slots = math.inf
     for name, one in run.eval.sets.items():
         place = f"eval.sets.{name}"
         if isinstance(run.task, Mix) and name in run.task.sources:

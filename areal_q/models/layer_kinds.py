@@ -149,7 +149,7 @@ def experts_of(family: str, hf: dict[str, Any]) -> Experts | None:
     """Returns the experts that `hf` describes; None for a family without. Raises CheckpointError if a token
     asks for more experts than there are, or the numbers are otherwise not valid."""
     if family == "gpt_oss":  # all its layers have experts, as wide as it says of an MLP
-        own = {"moe_intermediate_size": hf["intermediate_size"], "norm_topk_prob": True}
+        own = {"moe_intermediate_size": hf.get("intermediate_size"), "norm_topk_prob": True}
         own |= _ALL_SPARSE | {"shared_expert_intermediate_size": None}
         hf = {"num_experts_per_tok": 4} | hf | own
     elif family == "qwen3_5_moe_text":

@@ -173,3 +173,10 @@ def test_settings_that_mean_nothing_are_refused_by_name(settings: list[str], sai
     with pytest.raises(SettingsError) as refused:
         load(None, settings)
     assert said in str(refused.value)
+
+
+def test_a_set_of_episodes_may_have_more_samples_than_slots():
+    """Each is drawn by itself; those of a single turn are drawn together."""
+    asked = ["eval.sets.a.samples=1000", "model.max_positions=1024"]
+    run = load(None, [*asked, "rollout.environment.type=external", "rollout.serve=0"])
+    assert run.eval.sets["a"].samples == 1000

@@ -1,10 +1,12 @@
 """Checkpoints, both ways, against transformers: same tensors, same logits."""
 
+import itertools
 import json
 import math
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +108,17 @@ def test_names_and_shapes_are_those_of_the_model(family: str, tied: bool) -> Non
     state = Decoder(config).state_dict()
     assert [*config.tensors().items()] == [(name, tuple(t.shape)) for name, t in state.items()]
     assert config.weights == sum(t.numel() for t in state.values())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_config_that_lacks_a_number_is_read_or_refused(family: str) -> None:
+    """In a line, whatever it lacks: a mixture whose MLPs had no width was a KeyError."""
+    table = SHAPE | {"model_type": family}
+    table |= {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    for lacking in itertools.chain.from_iterable(itertools.combinations(table, n) for n in (1, 2)):
+        if "model_type" not in lacking:
+            with suppress(CheckpointError):
+                DecoderConfig.from_hf({k: v for k, v in table.items() if k not in lacking})
 
 
 @pytest.mark.parametrize("family", FAMILIES)
