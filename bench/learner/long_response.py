@@ -78,7 +78,7 @@ def process(place: Path) -> None:
     model = build_model(run.model, build_tokenizer(run.model, run.task), run.seed)
     set_precision(model, run)
     updater = MultiProcessUpdater(TorchPolicy(model, run.learner, 1.0), run, ranks)
-    ids = np.random.default_rng(0).integers(0, model.config.vocab_size, run.model.max_positions)
+    ids = np.random.default_rng(0).integers(0, model.config.vocab_size, model.config.max_positions)
     response = make_trajectory(0, ids[PROMPT:], -3.0, reward=1.0)
     sample = Sample(
         0, ids[:PROMPT].astype(np.int32), response, 1.0, np.zeros(len(ids) - PROMPT, np.int64)

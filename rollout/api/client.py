@@ -3,7 +3,7 @@
 import json
 import operator
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,7 @@ class Local:
         found = await self._engine.generate(asked)
         return [{**self._told(ids, done), "sampling": sampling} for done in found]
 
-    def _encoded(self, prompt: Prompt) -> tuple[list[int], Sequence[int]]:
+    def _encoded(self, prompt: Prompt) -> tuple[list[int], Collection[int]]:
         """Returns the ids of a prompt, and those that end a response to it."""
         if isinstance(prompt, str):
             return self.tokenizer.encode_prompt(prompt), self.tokenizer.stops
