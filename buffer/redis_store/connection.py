@@ -188,19 +188,22 @@ async def insist_async(patience: Patience, call: Callable[[], Awaitable[_T]]) ->
     while True:
         results: list[_T] = []
         failure: Exception | None = None
+        refusal: redis.ResponseError | None = None
         try:
             results.append(await call())
-            patience.over()
         except TRANSIENT as error:
             failure = error
         except redis.ResponseError as error:
-            if not (is_replica(error) or cannot_persist(error)):
-                patience.over(error)
-                raise
-            failure = error
+            if is_replica(error) or cannot_persist(error):
+                failure = error
+            else:
+                refusal = error
         if task and task.cancelling() > cancellations:
             raise asyncio.CancelledError
         if failure is None:
+            patience.over(refusal)
+            if refusal is not None:
+                raise refusal
             return results[0]
         await asyncio.sleep(patience.pause(failure))
 

@@ -813,12 +813,20 @@ async def test_recorded_log_probs_are_of_the_temperature_that_drew(
         assert (at_one - batch.behavior_logprobs).abs().max() > 0.05
 
 
-async def test_a_cancellation_beside_a_redis_answer_is_not_lost():
+@pytest.mark.parametrize(
+    "error",
+    [None, redis.ResponseError("ERR The stream has exhausted"), redis.ConnectionError("closed")],
+)
+async def test_a_cancellation_beside_a_redis_answer_is_not_lost(error: Exception | None):
+    """Be it a refusal, after which a worker waits for room, or the end of the connection."""
+
     async def answer() -> str:
         """As asyncio.wait_for before Python 3.12, where both come in one turn of the loop."""
         try:
             await asyncio.sleep(60)
         except asyncio.CancelledError:
+            if error:
+                raise error from None
             return "answer"
         return "late"
 
