@@ -113,7 +113,7 @@ def check_device(setting: str, device: str) -> None:
 
     try:
         torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:  # the latter: torch was built without CUDA
+    except (RuntimeError, AssertionError, ImportError) as error:  # torch was built without it
         raise ConfigError(f"{setting} = {device!r}: {said_by(error)}") from error
 
 

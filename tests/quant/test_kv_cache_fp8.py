@@ -222,7 +222,7 @@ def test_the_learners_scales_are_percentiles_of_what_it_sees(
             assert float(found[name_of(i, which)]) == pytest.approx(float(wanted), rel=0.02)
 
 
-def test_the_learners_scales_are_of_the_values_that_are_published(
+def test_the_learners_scales_are_of_what_is_published(
     make_run: MakeRun, make_group: Any, make_ticket: Any
 ):
     """Smoothing, which a step chooses anew, scales v_proj's rows for o_proj: as a model with those weights sees

@@ -300,14 +300,14 @@ def test_a_changed_loss_costs_the_decomposition_alone(tmp_path, monkeypatch):
 def test_a_device_that_is_not_here_costs_the_decomposition_alone(tmp_path):
     """The replay says in a line how to do without, and does."""
     World(tmp_path / "run").play()
-    elsewhere = override(RUN, "learner.device=cuda:99")
+    elsewhere = override(RUN, "learner.device=xpu:99")
     for file in ("config.toml", f"settings/{settings_hash(RUN)}.toml"):
         (tmp_path / "run" / file).write_text(dump_toml(elsewhere))
-    said = r"^learner\.device = 'cuda:99': .*; areal-q replay --set learner\.device=cpu needs none$"
+    said = r"^learner\.device = 'xpu:99': .*; areal-q replay --set learner\.device=cpu needs none$"
     with pytest.raises(ConfigError, match=said):
         Replay(tmp_path / "run")
     found = examine(tmp_path / "run", 0, None)
-    assert "no decomposition: learner.device = 'cuda:99'" in found.note and found.facts.responses
+    assert "no decomposition: learner.device = 'xpu:99'" in found.note and found.facts.responses
     steps = list((replay := Replay(tmp_path / "run", ["learner.device=cpu"])).steps())
     assert len(steps) == STEPS and not any(compare(one, replay.exact) for one in steps)
 

@@ -520,8 +520,8 @@ def test_a_teacher_has_room_for_what_it_scores(make_run: MakeRun, tmp_path: Path
 def test_a_teacher_on_a_device_that_is_not_here_is_refused(make_run: MakeRun, tmp_path: Path):
     """In a line, as without a teacher, whose weights are the first that a learner moves there."""
     save_decoder(initial_model(make_run()), tmp_path, CharTokenizer())
-    with pytest.raises(ConfigError, match=r"^learner\.device = 'cuda:99': "):
-        teacher_at(make_run, tmp_path, "learner.device=cuda:99")
+    with pytest.raises(ConfigError, match=r"^learner\.device = 'xpu:99': "):
+        teacher_at(make_run, tmp_path, "learner.device=xpu:99")
 
 
 @pytest.mark.parametrize(
