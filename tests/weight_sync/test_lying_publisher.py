@@ -127,7 +127,7 @@ def test_false_announcements_and_deltas_are_refused(sync: WeightSync) -> None:
     for number, lie in enumerate(broadcasts(told, delta.diff(held, held) or b""), 2):
         proxy.tamper_announce = lambda frames, lie=lie: [lie, frames]
         seen = sync.publish(number)
-        proxy.tamper_announce = honest
+        # Nothing comes but through the proxy, which a busy machine lets look at a version late.
         assert_same(collect_until(worker, number)[-1], seen)
     # What is no message; other lies count as gaps, or are behind the version that came meanwhile.
     assert relay._subscriber.stats.all_refused >= 5
