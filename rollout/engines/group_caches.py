@@ -7,6 +7,7 @@ is taken out. Groups do not see each other, so that a response depends on no oth
 """
 
 import copy
+import functools
 import inspect
 import math
 import time
@@ -44,10 +45,15 @@ def hf_engine(config: HfEngine) -> AsyncEngine:
     return AsyncEngine(GroupStepper(config))
 
 
-def cache_name(net: Any) -> str:
-    """Returns what transformers' model `net` calls its cache, in a call and in its outcome."""
-    takes = inspect.signature(net.forward).parameters
-    return "cache" if "cache" in takes else "past_key_values"  # until transformers 5.23
+@functools.cache
+def takes_of(kind: type) -> frozenset[str]:
+    """Returns the names of what a forward pass of transformers' class `kind` takes."""
+    return frozenset(inspect.signature(kind.forward).parameters)  # type: ignore[attr-defined]
+
+
+def cache_name(kind: type) -> str:
+    """Returns what transformers' class `kind` calls its cache, in a call and in its outcome."""
+    return "cache" if "cache" in takes_of(kind) else "past_key_values"  # until transformers 5.23
 
 
 @dataclass(eq=False)
@@ -202,13 +208,12 @@ class GroupStepper:
         """Returns the logits of each row's next token, float32 [n, V], and brings its cache up to date."""
         assert self.model is not None
         net: Any = self.model.net  # type: ignore[attr-defined]
-        n, cache = len(rows.indices), cache_name(net)
+        n, cache = len(rows.indices), cache_name(type(net))
         if rows.cache is not None:
             out = net(input_ids=rows.ids[:, -1:], use_cache=True, **{cache: rows.cache})
             rows.cache = out[cache]
             return out.logits[:, -1].float()
-        takes = inspect.signature(net.forward).parameters
-        last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+        last = {"logits_to_keep": 1} if "logits_to_keep" in takes_of(type(net)) else {}
         ids = rows.ids if rows.drawn else rows.ids[:1]
         out = net(input_ids=ids, use_cache=True, **last)
         rows.cache, logits = out[cache], out.logits[:, -1].float()

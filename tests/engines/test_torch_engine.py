@@ -311,8 +311,9 @@ def test_keeping_the_cache_records_the_mixtures_log_probs(family):
         ids = torch.tensor([[1, 2, 3, *c.response_ids.tolist()]])
         # The old weights have cached all but the last token drawn with them.
         cached = 3 + n - 1
-        past = {cache_name(old): old(ids[:, :cached], use_cache=True)[cache_name(old)]}
-        logits = new(ids[:, cached:-1], **past).logits[0]
+        cache = cache_name(type(old))
+        past = old(ids[:, :cached], use_cache=True)[cache]
+        logits = new(ids[:, cached:-1], **{cache: past}).logits[0]
         want = logits.log_softmax(-1).gather(1, ids[0, cached + 1 :, None])[:, 0]
         np.testing.assert_allclose(c.logprobs[n:], want.numpy(), atol=close_to(new))
         pure = reference_logprobs(new, [1, 2, 3], c.response_ids, Sampling())
