@@ -9,7 +9,7 @@ from areal_q.algorithms.kl import kl_estimate, reference_metrics
 from areal_q.algorithms.loss_types import LossInputs, LossOutputs, Totals
 from areal_q.algorithms.policy_losses import policy_loss
 from areal_q.algorithms.ratios import optional, ratios
-from areal_q.algorithms.reducers import Metrics, Sum
+from areal_q.algorithms.reducers import Sum
 from areal_q.algorithms.value_loss import value_loss
 from areal_q.config.objectives import (
     AggregationConfig,
@@ -42,7 +42,7 @@ def loss_fn(
     weights = token_weights(counted, x, aggregation or TokenMean(), totals)
     out = policy_loss(x, objective)
     terms = {"policy": -weights.dot(out.objective)}
-    metrics: Metrics = {}
+    metrics = diagnostics(inputs, x, out)
     if reference_kl is not None:
         d = optional(inputs, x, "reference_logprobs").detach() - x.logprobs
         metrics |= reference_metrics(d.detach(), x.mask)
@@ -60,7 +60,6 @@ def loss_fn(
             terms["router"] = (balance * inputs.routed.probs).sum()
     loss = torch.stack(list(terms.values())).sum()
     parts = torch.stack([*terms.values(), loss]).detach().tolist()
-    metrics |= diagnostics(inputs, x, out)
     metrics |= {f"loss/{k}": Sum(v) for k, v in zip([*terms, "total"], parts, strict=True)}
     metrics["loss/all_masked_count"] = Sum(float(not counted.count_nonzero()))
     return LossOutputs(loss, metrics, out)

@@ -104,7 +104,7 @@ class TorchPolicy:
         folds: Mapping[str, Fold] = {}
         if (
             self.smoothing and self.cfg.precision == "full"
-        ):  # else the pass itself is on what is published
+        ):  # any other pass is on published numbers
             folds = self.smoothing.folds(self.model.state_dict())
         self.kv_scales = kv_scales(self.model, samples, self.calibrate, self.cfg.device, folds)
 

@@ -116,14 +116,7 @@ class Replay:
         }
         self.present = self._before_first[records[0].settings]
         """The settings of `policy`"""
-        _check_device(self.present)
-        set_arithmetic(self.present.learner.threads, self.present.learner.device)
-        shape = DecoderConfig.from_hf(self.state.model)
-        for run in self._from_first.values() if self.changes else ():
-            _check_fit(run, shape)
-        model = new_decoder(shape)
-        self.policy = checkpoint.policy_of(model.to(self.present.learner.device), self.present)
-        checkpoint.load(self.checkpoint, self.state, self.policy)
+        self.policy = self._begun()
         self.machine = machine_name(self.run.learner.device)
         self.recorder: TokenRecorder | None = None
         """Collects the tokens of the step replayed last, as for the token log; None collects nothing."""
@@ -132,6 +125,25 @@ class Replay:
         """True if versions are built again and their digests compared. There is no record for weights of
         another history, which may even be impossible to quantize, and older checkpoints lack the ranges of
         sticky scales."""
+
+    def _begun(self) -> TorchPolicy:
+        """Returns the policy of the checkpoint. Raises ConfigError for a device that is not here, and for
+        changed settings that the model does not have, in the words with which a run would."""
+        device = self.present.learner.device
+        try:
+            check_device("learner.device", device)
+        except ConfigError as error:
+            without = "areal-q replay --set learner.device=cpu needs none"
+            raise ConfigError(f"{error}; {without}") from error
+        set_arithmetic(self.present.learner.threads, device)
+        shape = DecoderConfig.from_hf(self.state.model)
+        for run in self._from_first.values() if self.changes else ():
+            if shape.foreign is not None:
+                check_foreign(run, shape.family, rollouts=False)
+            check_experts(shape, run.learner)
+        policy = checkpoint.policy_of(new_decoder(shape).to(device), self.present)
+        checkpoint.load(self.checkpoint, self.state, policy)
+        return policy
 
     @property
     def begins(self) -> str:
@@ -261,22 +273,6 @@ def _changed(run: Run, settings: Sequence[Override], code: Sequence[str] = LEARN
     """Raises ConfigError or TaskError, the latter for `code` of the user's that is not what the run began
     with."""
     return as_before(with_digests(override(run, *settings), code, replayed=True), run)
-
-
-def _check_fit(run: Run, shape: DecoderConfig) -> None:
-    """Raises ConfigError for changed settings that a model of this `shape` does not have, in the words with
-    which a run would."""
-    if shape.foreign is not None:
-        check_foreign(run, shape.family, rollouts=False)
-    check_experts(shape, run.learner)
-
-
-def _check_device(run: Run) -> None:
-    """Raises ConfigError, which says how to do without, if the learner's device is not here."""
-    try:
-        check_device("learner.device", run.learner.device)
-    except ConfigError as error:
-        raise ConfigError(f"{error}; areal-q replay --set learner.device=cpu needs none") from error
 
 
 def _changes(recorded: Run, run: Run) -> list[str]:

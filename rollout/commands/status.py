@@ -5,8 +5,10 @@ Exit codes: 0 if all is well; 1 if something is wrong, with a line for each faul
 """
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
@@ -21,6 +23,9 @@ from areal_q.system import command
 from areal_q.system.command import CurveClient, CurveKeys, RunIfAny
 from areal_q.system.credentials import no_password
 from areal_q.system.run_dir import METRICS_FILE
+
+if TYPE_CHECKING:
+    from rollout.commands.cluster import Cluster
 
 SILENT_S = 120.0
 """Seconds without a new version after which the learner is said to be stuck; `--silent-s` sets it."""
@@ -107,33 +112,45 @@ def main(
     if directory is not None:
         _end_if_ended(directory, json)
     # Imported here, since a run that has ended does without them, and they take half a second.
-    import redis
-
     from buffer.admin.open_run import open_run
     from buffer.weight_sync import WeightSource
-    from rollout.commands.cluster import gather, screen
+    from rollout.commands.cluster import gather
 
-    console = command.console()
+    source = WeightSource(None, fetch, keys, client)
     with open_run(directory, url, run) as (connected, name):
         while True:
-            source = WeightSource(None, fetch, keys, client)
             held = directory is not None and is_held(directory)
-            try:
+            with _goes_on_without_redis(bool(watch and held)):
                 found = gather(connected, name, source, silent_s, held)
-            except redis.RedisError as error:
-                # A run that ends stops Redis before it lets go of its directory.
-                if not (watch and held):
-                    raise
-                typer.echo(f"redis: {error}; looks again, as the run has not ended", err=True)
-            else:
-                if json:
-                    typer.echo(msgspec.json.encode(found))
-                else:
-                    if watch:
-                        console.clear()
-                    console.print(screen(found))
+                _show(found, json, bool(watch))
                 if not watch:
                     raise typer.Exit(int(bool(found.wrong)))
-            time.sleep(watch)
+            time.sleep(watch or 0.0)
             if directory is not None:
                 _end_if_ended(directory, json)
+
+
+@contextmanager
+def _goes_on_without_redis(held: bool) -> Iterator[None]:
+    """A context that says in a line that Redis does not answer, if the run's directory is `held`: a run that
+    ends stops Redis before it lets go of that. Else the error is raised."""
+    import redis
+
+    try:
+        yield
+    except redis.RedisError as error:
+        if not held:
+            raise
+        typer.echo(f"redis: {error}; looks again, as the run has not ended", err=True)
+
+
+def _show(found: "Cluster", json: bool, clear: bool) -> None:
+    from rollout.commands.cluster import screen
+
+    if json:
+        typer.echo(msgspec.json.encode(found))
+        return
+    console = command.console()
+    if clear:
+        console.clear()
+    console.print(screen(found))
