@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import closing, redirect_stderr, redirect_stdout
 
 import pytest
 from helpers.commands import refused
@@ -252,7 +252,10 @@ def test_a_stopped_run_is_read_from_the_data_it_left(
     run = make_run('name="left"')
     (tmp_path / "config.toml").write_text(dump_toml(run))
     refused(tool("status", str(tmp_path)), "no Redis runs there")
-    with RedisServer.start(tmp_path / "redis", short_dir / "s") as server:
-        LearnerBuffer(server.url, "left").admit([make_ticket(0)], cursor=1)
+    with (
+        RedisServer.start(tmp_path / "redis", short_dir / "s") as server,
+        closing(LearnerBuffer(server.url, "left")) as learner,
+    ):
+        learner.admit([make_ticket(0)], cursor=1)
     found = json.loads(tool("status", str(tmp_path), "--json").stdout)
     assert (found["run"], found["cursor"], found["streams"][0]["entries"]) == ("left", 1, 1)

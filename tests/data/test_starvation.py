@@ -91,6 +91,7 @@ async def test_a_learner_that_starves_tells_who_holds_its_tickets(
         stop.clear()
         assert await asyncio.to_thread(group_reader.take, 1, stop)
         assert cluster._starves(client, run.name) == []
+    buffer.close()
     await worker.close()
     assert said[0].startswith("no step for ")
     assert said[0].endswith(

@@ -6,6 +6,7 @@ import os
 import signal
 import weakref
 from collections.abc import Awaitable, Callable
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -111,7 +112,8 @@ async def test_a_worker_that_is_set_up_anew_leaves_nothing_behind(
 
     monkeypatch.setattr(Worker, "run", work)
     run = make_run()
-    LearnerBuffer(redis_url, run.name).publish_run(dump_toml(run), NOBODY)
+    with closing(LearnerBuffer(redis_url, run.name)) as learner:
+        learner.publish_run(dump_toml(run), NOBODY)
     at = EndpointAddress(address)
     await serve(redis_url, run.name, "w", WeightSource(), lambda _: None, at, 0.0)
     gc.collect()
