@@ -53,8 +53,8 @@ from learner.build_policy import build_model
 from learner.checkpoint import files as checkpoints
 from learner.replay.export import export as export_model
 from learner.supervised.warm_start import warm_start
-from rollout.evaluation.asked import Asked
 from rollout.evaluation.generate import answered
+from rollout.evaluation.questions import EvalQuestions
 
 AIM = 3.0
 """Of generation at 64 sequences"""
@@ -268,7 +268,7 @@ def accuracy(run: Run, directory: Path, checkpoint: Path) -> float:
 
 async def _right(run: Run, model: Path, problems: Sequence[Problem]) -> int:
     tokenizer = build_tokenizer(run.model, run.task)
-    asked = Asked(
+    asked = EvalQuestions(
         run, model, problems, greedy=True, preset=Preset(source="greedy"), serve=("", None)
     )
     answers = answered(asked, dict(enumerate(problems)), tokenizer, say)

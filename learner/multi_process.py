@@ -40,7 +40,7 @@ from areal_q.system.stop_request import StopRequest, ended_by_signals
 from learner.arithmetic import set_arithmetic
 from learner.backends.base import Shard
 from learner.backends.data_parallel import Ranks
-from learner.backends.messages import Begin, Collect, End, Message, Piece, Reset, Step
+from learner.backends.messages import Begin, Collect, End, Message, Reset, SentSample, Step
 from learner.backends.single_device import TorchPolicy
 from learner.checkpoint.files import write_share
 from learner.checkpoint.policy_state import forget_moments, moments_of
@@ -188,7 +188,7 @@ class MultiProcessUpdater:
     ) -> dict[str, float]:
         whole = self.policy
         with self._together():
-            send(self._ranks, Step([Piece.of(sample) for sample in samples]))
+            send(self._ranks, Step([SentSample.of(sample) for sample in samples]))
             values = update_policy(self._shard, samples, recorder)
             whole.wait_until_read()
             self._shard.gather_weights(whole)

@@ -343,7 +343,7 @@ from learner.build_policy import build_model
 from learner.checkpoint.async_writer import CheckpointWriter
 from learner.backends.precision import set_precision
 from learner.publishing.version_builder import VersionBuilder
-from learner.backends.messages import Piece
+from learner.backends.messages import SentSample
 from learner.multi_process import MultiProcessUpdater, exit_process, follow, join
 from learner.backends.single_device import TorchPolicy
 
@@ -364,7 +364,7 @@ for job in sys.argv[1:]:
         checkpoint.restore(directory / "checkpoints", whole)
     updater = MultiProcessUpdater(whole, run, ranks)
     found = []
-    for pieces in msgspec.msgpack.decode((directory / "samples").read_bytes(), type=list[list[Piece]]):
+    for pieces in msgspec.msgpack.decode((directory / "samples").read_bytes(), type=list[list[SentSample]]):
         if run.learner.reference_kl and run.learner.reference_kl.reset_every:
             updater.reset_reference()
         found.append(updater.update([piece.sample() for piece in pieces]))
@@ -387,13 +387,13 @@ def on_ranks(tmp_path: Path) -> Callable[..., list[tuple[list[dict[str, float]],
     """on_ranks(2, {directory: (run, steps)}) lets two processes take the steps of each job, one job after the
     other, from its checkpoint if it has one; leaves a checkpoint of step 9 in each. Returns the metrics of the
     steps and the digest of the version that would be published then, by job."""
-    from learner.backends.messages import Piece
+    from learner.backends.messages import SentSample
 
     def run_all(size: int, jobs: dict[Path, tuple[Run, list[list[Sample]]]]):
         for directory, (run, steps) in jobs.items():
             directory.mkdir(exist_ok=True)
             (directory / "config.toml").write_text(dump_toml(run))
-            pieces = [[Piece.of(sample) for sample in samples] for samples in steps]
+            pieces = [[SentSample.of(sample) for sample in samples] for samples in steps]
             (directory / "samples").write_bytes(msgspec.msgpack.encode(pieces))
         (tmp_path / "rank.py").write_text(RANK)
         argv = [

@@ -31,7 +31,7 @@ _RESAMPLES = 2_000
 _Z = 1.96
 
 
-class Reply(Struct, frozen=True, kw_only=True):
+class ScoredReply(Struct, frozen=True, kw_only=True):
     """One answer of the model, scored."""
 
     response: str
@@ -54,8 +54,8 @@ class Answered(Struct, frozen=True, kw_only=True):
     """Its place among the problems that were asked, from 0, those that were left out among them"""
     prompt: str
     answer: str
-    greedy: Reply | None
-    samples: list[Reply]
+    greedy: ScoredReply | None
+    samples: list[ScoredReply]
     source: str = ""
     """The task of a mixture that the problem is of; "" where there is one task"""
 
@@ -138,7 +138,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
-def majority(replies: Sequence[Reply]) -> float:
+def majority(replies: Sequence[ScoredReply]) -> float:
     """Returns 1 if the most frequent answer is correct, else 0. If several are most frequent, returns the share
     of correct ones among them.
 

@@ -32,8 +32,8 @@ SETTINGS, PASSWORD, KEYS = "settings.toml", "secrets/redis_password", "keys"
 _ENDPOINT, _ENDED, _REFUSED = "endpoint.json", "ended.json", "refused"
 
 
-class Endpoint(Struct, frozen=True, kw_only=True):
-    """The places of a run's parts. Example: Endpoint(host="node7", redis="redis://node7:20017",
+class RunAddresses(Struct, frozen=True, kw_only=True):
+    """The places of a run's parts. Example: RunAddresses(host="node7", redis="redis://node7:20017",
     announce=20018, fetch=20019, ranks=20020, start="4711.0")"""
 
     host: str
@@ -48,7 +48,7 @@ class Endpoint(Struct, frozen=True, kw_only=True):
     """Names the start of the learner that wrote this, so that its other ranks wait for no older one."""
 
 
-class Ended(Struct, frozen=True):
+class LearnerEnded(Struct, frozen=True):
     """A learner that will not be started again by itself."""
 
     code: int
@@ -107,14 +107,14 @@ def close_secrets(place: Path) -> None:
         path.chmod(0o600)
 
 
-def write_endpoint(place: Path, endpoint: Endpoint) -> None:
+def write_endpoint(place: Path, endpoint: RunAddresses) -> None:
     write_whole(place / _ENDPOINT, msgspec.json.encode(endpoint))
 
 
-def read_endpoint(place: Path) -> Endpoint | None:
+def read_endpoint(place: Path) -> RunAddresses | None:
     """Returns what the learner's host has written; None if it has not yet."""
     try:
-        return msgspec.json.decode((place / _ENDPOINT).read_bytes(), type=Endpoint)
+        return msgspec.json.decode((place / _ENDPOINT).read_bytes(), type=RunAddresses)
     except FileNotFoundError:
         return None
 
@@ -124,12 +124,12 @@ def write_ended(place: Path, code: int | None) -> None:
     if code is None:
         (place / _ENDED).unlink(missing_ok=True)
         return
-    write_whole(place / _ENDED, msgspec.json.encode(Ended(code)))
+    write_whole(place / _ENDED, msgspec.json.encode(LearnerEnded(code)))
 
 
-def read_ended(place: Path) -> Ended | None:
+def read_ended(place: Path) -> LearnerEnded | None:
     try:
-        return msgspec.json.decode((place / _ENDED).read_bytes(), type=Ended)
+        return msgspec.json.decode((place / _ENDED).read_bytes(), type=LearnerEnded)
     except FileNotFoundError:
         return None
 

@@ -38,7 +38,7 @@ from areal_q.cli.launcher import answers
 from areal_q.config import load
 from areal_q.errors import BufferUnavailable, ConfigError
 from areal_q.launch import place as places
-from areal_q.launch.place import KEYS, PASSWORD, SETTINGS, Endpoint
+from areal_q.launch.place import KEYS, PASSWORD, SETTINGS, RunAddresses
 from areal_q.observability import service_log
 from areal_q.observability.supervisor import Supervisor
 from areal_q.system.command import run_command
@@ -105,7 +105,9 @@ def main(
     raise typer.Exit(_learn(service, place, at, workers, with_redis=not redis))
 
 
-def _learn(service: Supervisor, place: Path, at: Endpoint, workers: int, with_redis: bool) -> int:
+def _learn(
+    service: Supervisor, place: Path, at: RunAddresses, workers: int, with_redis: bool
+) -> int:
     """Runs the learner, and Redis if there is none, until the learner or all workers have ended for good, and
     returns the exit code."""
     places.write_ended(place, None)
@@ -150,11 +152,11 @@ def _end_when(over: Callable[[], object], tell: Callable[[], None]) -> None:
     threading.Thread(target=look, daemon=True).start()
 
 
-def _endpoint(head: str, host: str, redis: str, start: str) -> Endpoint:
+def _endpoint(head: str, host: str, redis: str, start: str) -> RunAddresses:
     """Returns where this host's learner will be."""
     name = host or head or socket.gethostname()
     at, announce, fetch, ranks = PORTS if head else free_ports(4, "0.0.0.0")
-    return Endpoint(
+    return RunAddresses(
         host=name,
         redis=redis or f"redis://{name}:{at}",
         announce=announce,
@@ -164,7 +166,7 @@ def _endpoint(head: str, host: str, redis: str, start: str) -> Endpoint:
     )
 
 
-def _found(place: Path, head: str, redis: str, start: str = "") -> Endpoint:
+def _found(place: Path, head: str, redis: str, start: str = "") -> RunAddresses:
     """Waits until the learner's host has said where it is, with `start` in a start of this name. Ends the
     process if the learner ended for good. Raises ConfigError if no such start is there after _GIVE_UP_S."""
     if head:
@@ -195,7 +197,7 @@ def _await_redis(url: str, seconds: float, pause_s: float, late: Exception) -> N
         time.sleep(pause_s)
 
 
-def _worker(place: Path, at: Endpoint, run: str, id: str, unsaid: bool) -> list[str]:
+def _worker(place: Path, at: RunAddresses, run: str, id: str, unsaid: bool) -> list[str]:
     """Returns the module that is a worker, and its arguments. If it is `unsaid` whether the learner's host is
     there, waits until Redis answers."""
     if unsaid:
@@ -206,7 +208,7 @@ def _worker(place: Path, at: Endpoint, run: str, id: str, unsaid: bool) -> list[
     return ["rollout", "--redis", at.redis, "--run", run, *settings, *named]
 
 
-def _learner(place: Path, at: Endpoint, nodes: int, rank: int, ranks: int) -> list[str]:
+def _learner(place: Path, at: RunAddresses, nodes: int, rank: int, ranks: int) -> list[str]:
     """Returns the module that is the learner, or this host's ranks of it, and its arguments."""
     arguments = ["--redis", at.redis, "--config", str(place / SETTINGS)]
     arguments += [f"broadcast.announce=tcp://0.0.0.0:{at.announce}"]
@@ -221,7 +223,7 @@ def _learner(place: Path, at: Endpoint, nodes: int, rank: int, ranks: int) -> li
 
 
 @contextmanager
-def _redis(place: Path, endpoint: Endpoint, started_here: bool) -> Iterator[None]:
+def _redis(place: Path, endpoint: RunAddresses, started_here: bool) -> Iterator[None]:
     """Runs Redis on this host meanwhile, if it is to be started here. Raises BufferUnavailable if it does not
     answer."""
     server = None

@@ -14,7 +14,7 @@ from areal_q.errors import ConfigError, LogError
 from areal_q.models import DecoderConfig
 from areal_q.observability.metrics_log import read_metrics
 from areal_q.plan.hardware import Hardware
-from areal_q.plan.speed import Correction, Load, Split, learner_seconds, speed
+from areal_q.plan.speed import Correction, HardwareSplit, Load, learner_seconds, speed
 from areal_q.plan.wire import wire
 from areal_q.system.files import by_number
 from areal_q.system.run_dir import METRICS_FILE
@@ -52,7 +52,7 @@ def measured(
     load_ = Load(Lengths(prompt, response), _useful(run, [before, *rest]))
     learner = msgspec.structs.replace(run.learner, processes=_ranks(directory, run))
     run = msgspec.structs.replace(run, learner=learner)
-    split = Split(learner.processes, max(1, run.rollout.workers))
+    split = HardwareSplit(learner.processes, max(1, run.rollout.workers))
     busy_s = median(r["learner/step_s"] - r["learner/wait_s"] for r in rest)
     drawing = [w for r in rest for w in r["workers"] if w["idle_share"] < 1 and w["tokens_per_s"]]
     rate = median(w["tokens_per_s"] / (1 - w["idle_share"]) for w in drawing) if drawing else 0.0

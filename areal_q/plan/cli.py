@@ -18,7 +18,7 @@ from areal_q.checks.pass_memory import Lengths
 from areal_q.config import load
 from areal_q.observability.run_summary import plural
 from areal_q.plan.calibration import measured
-from areal_q.plan.estimate import Estimate, estimate, rows
+from areal_q.plan.estimate import RunEstimate, estimate, rows
 from areal_q.plan.hardware import hardware, on_gpus
 from areal_q.plan.speed import Correction, Load
 from areal_q.system.command import Overrides, console
@@ -94,7 +94,7 @@ def main(
     raise typer.Exit(0 if made.fits else 1)
 
 
-def _show(name: str, made: Estimate, explain: bool, correction: Correction | None) -> None:
+def _show(name: str, made: RunEstimate, explain: bool, correction: Correction | None) -> None:
     split, cpu = made.speed.split, made.hardware.is_cpu
     who, ranks = plural(split.workers, "worker"), split.learner_gpus
     if not cpu or ranks > 1:
@@ -130,7 +130,7 @@ def _show(name: str, made: Estimate, explain: bool, correction: Correction | Non
         typer.echo(f"better: {line}" if made.fits else line)
 
 
-def _verdict(made: Estimate) -> str:
+def _verdict(made: RunEstimate) -> str:
     room, fits = size(made.hardware.device.memory), "it fits" if made.fits else "it does not fit"
     if made.hardware.is_cpu:
         return f"{fits}: {size(made.need)} of {room} that are free"

@@ -16,7 +16,7 @@ from areal_q.errors import ConfigError
 from areal_q.models import DecoderConfig
 from areal_q.observability.run_summary import plural
 from areal_q.plan.hardware import Hardware
-from areal_q.plan.speed import NONE, Correction, Load, Speed, Split, speed
+from areal_q.plan.speed import NONE, Correction, HardwareSplit, Load, Speed, speed
 from areal_q.plan.wire import ZEROMQ_SHARE, Wire, wire
 from areal_q.system.disk import size
 
@@ -27,7 +27,7 @@ _IDLE = 0.15
 
 
 @dataclass(frozen=True)
-class Estimate:
+class RunEstimate:
     """What a run takes and how fast it is expected to be. Times are in seconds, sizes in bytes."""
 
     weights: int
@@ -60,7 +60,7 @@ def estimate(
     learner_gpus: int = 0,
     gbit_s: float = 100.0,
     correction: Correction = NONE,
-) -> Estimate:
+) -> RunEstimate:
     """Returns the estimate for the learner on `learner_gpus`, 0: on `learner.processes` if these are several,
     else on as many as are best, and workers on the others; on a processor with the processes of the settings.
     Raises ConfigError if no worker's GPUs are left."""
@@ -78,7 +78,7 @@ def estimate(
     best, others = ranked[0], ranked[1:]
     whole = wire(run, shape)
     sent = Wire(whole.snapshot, whole.delta * correction.delta)
-    made = Estimate(
+    made = RunEstimate(
         weights=shape.weights,
         hardware=on,
         lengths=load.lengths,
@@ -119,7 +119,7 @@ def _route_bytes(run: Run, shape: DecoderConfig) -> int:
     return len(shape.sparse_layers) * shape.experts.per_token * number
 
 
-def _splits(run: Run, on: Hardware, learner_gpus: int) -> Iterator[Split]:
+def _splits(run: Run, on: Hardware, learner_gpus: int) -> Iterator[HardwareSplit]:
     """Yields who may work on what: on GPUs every number of learner's GPUs that leaves some for a worker."""
     each = getattr(run.rollout.engine, "tensor_parallel", 1)
     asked, processes = f"--learner-gpus {learner_gpus}", run.learner.processes
@@ -128,18 +128,20 @@ def _splits(run: Run, on: Hardware, learner_gpus: int) -> Iterator[Split]:
     if learner_gpus > (on.count - each if on.count > each else on.count):
         raise ConfigError(f"{asked}: there are {on.count} in all, and a worker takes {each}")
     if on.is_cpu:
-        yield Split(processes, max(1, run.rollout.workers))
+        yield HardwareSplit(processes, max(1, run.rollout.workers))
         return
     if on.count < each:
         raise ConfigError(f"rollout.engine.tensor_parallel = {each}: there is only {on}")
     if on.count == each:  # learner and worker share them
-        yield Split(learner_gpus or on.count, 1)
+        yield HardwareSplit(learner_gpus or on.count, 1)
         return
     for gpus in [learner_gpus] if learner_gpus else range(1, on.count - each + 1):
-        yield Split(gpus, (on.count - gpus) // each)
+        yield HardwareSplit(gpus, (on.count - gpus) // each)
 
 
-def _need(run: Run, shape: DecoderConfig, longest: Lengths, on: Hardware, split: Split) -> int:
+def _need(
+    run: Run, shape: DecoderConfig, longest: Lengths, on: Hardware, split: HardwareSplit
+) -> int:
     """Returns the bytes of the fullest GPU, or of a processor's memory those of all processes."""
     learner = list(learner_memory(run, shape, longest, split.learner_gpus))
     worker = list(worker_memory(run, shape, longest))
@@ -152,7 +154,7 @@ def _need(run: Run, shape: DecoderConfig, longest: Lengths, on: Hardware, split:
 
 
 def _advice(
-    run: Run, shape: DecoderConfig, load: Load, correction: Correction, made: Estimate
+    run: Run, shape: DecoderConfig, load: Load, correction: Correction, made: RunEstimate
 ) -> Iterator[str]:
     """Yields what would be better, the most important first."""
     now, on = made.speed, made.hardware
@@ -184,7 +186,7 @@ def _serving(run: Run, shape: DecoderConfig, prompt: int) -> Iterator[str]:
             yield str(engine.__struct_config__.tag)
 
 
-def _too_large(made: Estimate) -> str:
+def _too_large(made: RunEstimate) -> str:
     gpu = not made.hardware.is_cpu
     learner, worker = total(made.learner, gpu), total(made.worker, gpu)
     where = "learner" if learner >= worker else "worker"
@@ -198,7 +200,7 @@ def _too_large(made: Estimate) -> str:
 
 
 def _workers_wanted(
-    run: Run, shape: DecoderConfig, load: Load, correction: Correction, made: Estimate
+    run: Run, shape: DecoderConfig, load: Load, correction: Correction, made: RunEstimate
 ) -> Iterator[str]:
     now, cores = made.speed, made.hardware.device.cores
     if now.learner_idle > _IDLE and run.learner.max_lag:
@@ -217,7 +219,7 @@ def _workers_wanted(
         yield f"the worker would idle {now.workers_idle:.0%}: learner.threads=2"
 
 
-def _splits_compared(made: Estimate) -> Iterator[str]:
+def _splits_compared(made: RunEstimate) -> Iterator[str]:
     now = made.speed
     if now.learner_idle > _IDLE:
         yield f"the learner would idle {now.learner_idle:.0%}: more GPUs for workers, or a lighter format"
@@ -225,7 +227,7 @@ def _splits_compared(made: Estimate) -> Iterator[str]:
         yield f"workers would idle {now.workers_idle:.0%}: a larger batch, or fewer GPUs"
 
 
-def rows(made: Estimate) -> Sequence[tuple[str, str, str]]:
+def rows(made: RunEstimate) -> Sequence[tuple[str, str, str]]:
     """Returns (name, value, formula) of each line about wire and speed."""
     now, formulas = made.speed, made.speed.formulas
     drawn = f"of {made.lengths.response:.3g} tokens after prompts of {made.lengths.prompt:.3g}"

@@ -66,7 +66,7 @@ class Correction:
 NONE = Correction()
 
 
-class Split(NamedTuple):
+class HardwareSplit(NamedTuple):
     """A division of the hardware. On a CPU both counts are of processes."""
 
     learner_gpus: int
@@ -77,7 +77,7 @@ class Split(NamedTuple):
 class Speed:
     """What is expected of a run, in the long run."""
 
-    split: Split
+    split: HardwareSplit
     learner_s: float
     """Seconds of the learner for a step, waiting not included."""
     workers_s: float
@@ -275,7 +275,7 @@ def speed(
     shape: DecoderConfig,
     load: Load,
     on: Hardware,
-    split: Split,
+    split: HardwareSplit,
     correction: Correction = NONE,
 ) -> Speed:
     """Returns what is expected with `split`."""

@@ -24,7 +24,7 @@ from typing import Any
 from areal_q.sandbox.plain_data import (
     MOST_DIGITS,
     Channel,
-    Ended,
+    PeerGone,
     decoded,
     encoded,
     error_of,
@@ -58,7 +58,7 @@ class Candidate:
         while True:
             try:
                 asked = self._channel.receive()
-            except Ended:
+            except PeerGone:
                 return
             self._reply(*asked)
 

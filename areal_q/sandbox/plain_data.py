@@ -84,7 +84,7 @@ def decoded(data: Any, refer: Callable[[str, Any], Any]) -> Any:
     return refer(kind, *items)
 
 
-class Ended(BaseException):
+class PeerGone(BaseException):
     """The other end is gone. No `except Exception` of a test takes it for an answer."""
 
 
@@ -123,10 +123,10 @@ class Channel:
         self._socket.sendall(len(data).to_bytes(4, "little") + data)
 
     def receive(self) -> Any:
-        """Raises Ended at the end, and ValueError or RecursionError for what is no message."""
+        """Raises PeerGone at the end, and ValueError or RecursionError for what is no message."""
         size = int.from_bytes(self._file.read(4), "little")
         if not size:
-            raise Ended
+            raise PeerGone
         if size > MOST_BYTES:
             raise ValueError(f"{size} bytes, and {MOST_BYTES} may cross")
         return json.loads(self._file.read(size))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from areal_q.errors import RewardUnavailable, TaskError
-from areal_q.sandbox.plain_data import Channel, Ended
+from areal_q.sandbox.plain_data import Channel, PeerGone
 from areal_q.system.processes import die_with_parent, supervised_command
 
 _START_S = 60.0
@@ -133,7 +133,7 @@ class _Trial:
         self._socket.settimeout(_START_S)
         try:
             said, *why = self._channel.receive()
-        except (Ended, OSError) as error:
+        except (PeerGone, OSError) as error:
             said, why = "refused", [f"its processes do not start: {error!r}"]
         if said != "ready":
             raise RewardUnavailable(f"run_python: {why[0]}")
@@ -144,7 +144,7 @@ class _Trial:
             return said, detail
         except TimeoutError:
             return "timeout", "took too long, and blocked the tests' process"
-        except (Ended, OSError):
+        except (PeerGone, OSError):
             return "ended", "the tests' process ended"
 
     def __exit__(self, *_: object) -> None:

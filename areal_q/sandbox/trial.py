@@ -24,7 +24,7 @@ from areal_q.sandbox.confine import NotIsolated, confine
 from areal_q.sandbox.plain_data import (
     MOST_DIGITS,
     Channel,
-    Ended,
+    PeerGone,
     decoded,
     encoded,
     error_of,
@@ -60,7 +60,7 @@ def main(kind: str, memory_mib: str, timeout_s: str, site_packages: str) -> None
         caller.send(["ready"])
         try:
             asked = caller.receive()
-        except Ended:
+        except PeerGone:
             return
         signal.setitimer(signal.ITIMER_REAL, left_s)
         if kind == "tests":
@@ -88,7 +88,7 @@ class _Forked:
         self.channel = Channel(ours)
         try:
             said, *why = self.channel.receive()
-        except Ended:
+        except PeerGone:
             said, why = "raised", [self.end()]
         self.refused = "" if said == "ready" else ": ".join(why)
 
@@ -108,7 +108,7 @@ class _Forked:
             return _error(error_of(name, message), "")
         except (ValueError, TypeError, RecursionError) as error:
             return _error(error, "its process said ")
-        except Ended:
+        except PeerGone:
             end = self.end()
         finally:
             os.close(self._input)
@@ -171,7 +171,7 @@ class Trial:
             scope = self._scope(self._said(["run", code])[0], names)
             self._asked = 0
             exec(compiled, scope | {"__name__": "tests", "__builtins__": builtins})
-        except Ended:
+        except PeerGone:
             return ["ended", self._code.end() or "it ended its process"]
         except BaseException as error:  # of the code or the tests, which may raise anything
             return _error(error, _line(error))
@@ -225,10 +225,10 @@ class Trial:
     def _refer(self, kind: str, number: int) -> Any:
         if kind != "object":
             raise TypeError(f"the code gave a {kind}")
-        return Remote(self.ask, number)
+        return RemoteObject(self.ask, number)
 
     def _number(self, value: Any) -> list[Any]:
-        if isinstance(value, Remote):
+        if isinstance(value, RemoteObject):
             return ["object", value._number]
         if not callable(value):
             raise TypeError(
@@ -238,7 +238,7 @@ class Trial:
         return ["function", len(self._functions) - 1]
 
 
-class Remote:
+class RemoteObject:
     """A function, a class or an object of the code's. It equals no data, whatever it says itself; only two such
     objects are compared by the code's own `__eq__` and `__lt__`."""
 
@@ -278,10 +278,10 @@ class Remote:
         return self._ask("str", self)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Remote) and self._ask("eq", self, other) is True
+        return isinstance(other, RemoteObject) and self._ask("eq", self, other) is True
 
     def __lt__(self, other: object) -> bool:
-        return isinstance(other, Remote) and self._ask("lt", self, other) is True
+        return isinstance(other, RemoteObject) and self._ask("lt", self, other) is True
 
     def __hash__(self) -> int:
         return hash(self._number)

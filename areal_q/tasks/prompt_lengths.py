@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from areal_q.errors import TaskError
 from areal_q.tasks.base import Problem, Task, Tokenizer
 from areal_q.tasks.lazy import Lazy
-from areal_q.tasks.ordering.mixture import Joined, parts_of
+from areal_q.tasks.ordering.mixture import MixedProblems, parts_of
 
 logger = logging.getLogger(__name__)
 SLACK = 64
@@ -47,9 +47,9 @@ def short(problems: Sequence[Problem], tokenizer: Tokenizer, longest: int) -> Se
     """Returns the problems whose prompts have at most `longest` tokens; generated ones as they are."""
     if isinstance(problems, Lazy):
         return problems
-    if isinstance(problems, Joined):
+    if isinstance(problems, MixedProblems):
         parts = {name: short(part, tokenizer, longest) for name, part in problems.parts.items()}
-        return Joined(parts, problems.weights)
+        return MixedProblems(parts, problems.weights)
     many = sum(map(_bytes, problems)) > FEW
     size = _size_at_most(problems, tokenizer, longest) if many else None
 

@@ -1,7 +1,7 @@
 """Shuffling without memory: pseudo-random permutations of range(size), by index and key."""
 
 from areal_q.tasks.base import Problem, Task
-from areal_q.tasks.ordering.mixture import Joined
+from areal_q.tasks.ordering.mixture import MixedProblems
 
 ROUNDS = 6
 MASK = (1 << 64) - 1
@@ -32,7 +32,7 @@ def problem_at(task: Task, number: int, seed: int) -> Problem:
     """Returns problem `number` of an endless sequence, in which each epoch has all of `task.train` in another
     order; of a mixture that of the task whose turn it is."""
     problems = task.train
-    if isinstance(problems, Joined):
+    if isinstance(problems, MixedProblems):
         source, number = problems.turn(number)
         problems = problems.parts[source]
     return problems[shuffled(number, len(problems), seed)]

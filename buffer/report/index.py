@@ -16,7 +16,7 @@ from areal_q.system.files import by_number
 from buffer.logs.parquet_log import open_part, step_of
 from buffer.logs.token_log import TOKEN_LOG_FORMAT
 from buffer.logs.trajectory_schema import TRAJECTORY_LOG_FORMAT
-from buffer.report.listed import CAUSES, Arrays, Listed, Located, Part, Scores
+from buffer.report.listed import CAUSES, Arrays, Listed, Located, LogPart, Scores
 
 _SPANS = ["place", "admitted", "spans.list.element.version", "spans.list.element.tokens"]
 Stamp = tuple[str, int, int]
@@ -120,7 +120,7 @@ def _beside(one: StepIndex, tokens: Located | None) -> StepIndex:
 
 def _read_part(path: Path, scores: Scores) -> Iterator[StepIndex]:
     """Yields the steps of a part of the trajectory log, in its order."""
-    part = Part(path, TRAJECTORY_LOG_FORMAT, _SPANS)
+    part = LogPart(path, TRAJECTORY_LOG_FORMAT, _SPANS)
     spans = part.table["spans"].combine_chunks()
     version, tokens = (spans.flatten().field(name).to_numpy() for name in ("version", "tokens"))
     offsets = spans.offsets.to_numpy() - spans.offsets[0].as_py()

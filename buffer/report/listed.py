@@ -38,7 +38,7 @@ class Located:
             return file.read_row_group(self.row_group, columns, use_threads=False)
 
 
-class Part:
+class LogPart:
     """Columns of one part of a log, read as a whole, since it would take many times as long step by step."""
 
     def __init__(self, path: Path, format: LogFormat, columns: list[str]) -> None:
@@ -64,7 +64,7 @@ class Scores:
     order."""
 
     def __init__(self) -> None:
-        self._part: Part | None = None
+        self._part: LogPart | None = None
 
     def forget(self) -> None:
         """Forgets the part, which a resumed run may have rewritten."""
@@ -77,7 +77,7 @@ class Scores:
             missing = np.full(len(number), np.nan, np.float32)
             return {"gap": missing, "marked": missing}
         if self._part is None or self._part.path != where.path:
-            self._part = Part(where.path, TOKEN_LOG_FORMAT, _SCORES)
+            self._part = LogPart(where.path, TOKEN_LOG_FORMAT, _SCORES)
         rows, part = self._part.rows(where), self._part
         row = matching(number, index, part.array("number")[rows], part.array("index")[rows])
         gap, marked = (part.array(name, np.float32)[rows] for name in ("largest_gap", "marked"))
@@ -92,7 +92,7 @@ def _picked(values: np.ndarray, row: np.ndarray) -> np.ndarray:
 class Listed:
     """What the list says of the trajectories in one part; `first` is the row of each group's first one."""
 
-    def __init__(self, part: Part, first: np.ndarray, scores: Scores) -> None:
+    def __init__(self, part: LogPart, first: np.ndarray, scores: Scores) -> None:
         self._path, self._starts = part.path, part.starts.tolist()
         self._first, self._scores = first, scores
         self._groups = np.searchsorted(first, part.starts).tolist()
@@ -100,7 +100,7 @@ class Listed:
     @cached_property
     def _part(self) -> tuple[list[str], np.ndarray, Arrays]:
         """Prompt and ticket's number of each group, and the columns of its trajectories"""
-        part = Part(self._path, TRAJECTORY_LOG_FORMAT, _LISTED)
+        part = LogPart(self._path, TRAJECTORY_LOG_FORMAT, _LISTED)
         prompts = part.table["prompt"].take(self._first).to_pylist()
         columns = {
             "index": part.array("index", np.int32),

@@ -10,7 +10,7 @@ from areal_q.messages import Array, Trajectory
 from learner.data.packing import Sample
 
 
-class Piece(msgspec.Struct, frozen=True, array_like=True):
+class SentSample(msgspec.Struct, frozen=True, array_like=True):
     """A Sample in the form in which rank 0 sends it to the other ranks."""
 
     ticket: int
@@ -27,7 +27,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     masked: bool
 
     @classmethod
-    def of(cls, s: Sample) -> "Piece":
+    def of(cls, s: Sample) -> "SentSample":
         prompt, lag = Array.of(s.prompt_ids, "int32"), Array.of(s.lag, "int64")
         advantage = s.advantage
         if isinstance(advantage, np.ndarray):
@@ -62,7 +62,7 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
 class Step(msgspec.Struct, frozen=True, tag="step"):
     """Makes all ranks learn from these samples together."""
 
-    pieces: list[Piece]
+    pieces: list[SentSample]
 
 
 class Collect(msgspec.Struct, frozen=True, tag="collect"):

@@ -79,7 +79,7 @@ class Worth(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Row:
+class RescoredStep:
     """The responses of one step, of one task where there are several. Means are over those that both rewards
     could score, and nan without any."""
 
@@ -103,7 +103,7 @@ class Row:
 class Rescored:
     """A log under another reward."""
 
-    rows: list[Row] = field(default_factory=list)
+    rows: list[RescoredStep] = field(default_factory=list)
     most: list[Worth] = field(default_factory=list)
     """The responses that differ most, the largest difference first"""
     failure: str = ""
@@ -186,7 +186,7 @@ async def _rescored(
     log: Iterable[tuple[int, list[Group]]],
     problem_of: Callable[[Ticket], Problem],
 ) -> Rescored:
-    rows, most, failure = list[Row](), list[Worth](), ""
+    rows, most, failure = list[RescoredStep](), list[Worth](), ""
     await reward.start()
     try:
         for step, groups in log:
@@ -224,10 +224,10 @@ async def _worths(
     ]
 
 
-def _row(step: int, source: str, groups: Sequence[Sequence[Worth]]) -> Row:
+def _row(step: int, source: str, groups: Sequence[Sequence[Worth]]) -> RescoredStep:
     each = [worth for group in groups for worth in group]
     both = [worth for worth in each if not math.isnan(worth.gap)]
-    return Row(
+    return RescoredStep(
         step=step,
         source=source,
         responses=len(each),

@@ -24,7 +24,7 @@ from areal_q.tasks.datasets.conversations import problem_of
 from areal_q.tasks.datasets.jsonl_rows import kept_for_training
 from areal_q.tasks.datasets.row_files import is_columnar, read_objects
 from areal_q.tasks.lazy import Lazy
-from areal_q.tasks.ordering.mixture import Joined, parts_of
+from areal_q.tasks.ordering.mixture import MixedProblems, parts_of
 from areal_q.tasks.shuffle import shuffled
 from learner.data.packing import Sample
 
@@ -35,7 +35,7 @@ TELL_EVERY = 1000
 """Rows from one such call to the next"""
 
 
-class Row(Problem, frozen=True):
+class DemonstrationRow(Problem, frozen=True):
     where: str = ""
     """File and line, for messages"""
 
@@ -92,14 +92,14 @@ def _row(row: dict[str, Any], cfg: Sft, where: str) -> Problem:
         if not any(m["role"] == "assistant" and (m["content"] or len(m) > 2) for m in messages):
             raise TaskError(f"{where}: `messages` has none of the assistant: nothing to learn")
         talk = {"messages": messages, "tools": _tools(row, where)}
-        return Row("", "", columns=columns_of(talk, where), where=where)
+        return DemonstrationRow("", "", columns=columns_of(talk, where), where=where)
     given = row.get(cfg.prompt)
     answer = text_of(row, cfg.answer, where)
     if not answer:
         raise TaskError(f"{where}: field `{cfg.answer}` is empty: nothing to learn")
     prompt = given if isinstance(given, list) else text_of(row, cfg.prompt, where)
     asked = problem_of(prompt, answer, cfg.template, where, table="sft")
-    return Row(asked.prompt, asked.answer, asked.messages, where=where)
+    return DemonstrationRow(asked.prompt, asked.answer, asked.messages, where=where)
 
 
 def _message(entry: Any, where: str) -> Message:
@@ -232,7 +232,7 @@ class Demonstrations:
         """Returns sample `number` of an endless sequence, in which each pass has all rows in another order; of
         a mixture that of the task whose turn it is (areal_q/tasks/shuffle.py, `problem_at`)."""
         train = self._rows.train
-        name, turn = train.turn(number) if isinstance(train, Joined) else ("", number)
+        name, turn = train.turn(number) if isinstance(train, MixedProblems) else ("", number)
         rows = self._parts[name]
         row = rows[shuffled(turn, len(rows), self._seed)]
         if isinstance(row, Problem):

@@ -20,8 +20,8 @@ from areal_q.models import Decoder
 from areal_q.tasks import Tokenizer, build_tokenizer, without_end
 from rollout import engines
 from rollout.engines.base import Completion, Engine, Request
-from rollout.evaluation.asked import settings_of
 from rollout.evaluation.generate import as_published, load_model
+from rollout.evaluation.questions import settings_of
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
 """A text, a conversation, or token ids"""

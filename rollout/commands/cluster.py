@@ -33,7 +33,7 @@ LATE_S = 1.0
 """Seconds by which a worker's event loop may be late before `areal-q status` warns"""
 
 
-class Cluster(msgspec.Struct, frozen=True, kw_only=True):
+class ClusterStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The document that `areal-q status --json` prints."""
 
     run: str
@@ -55,7 +55,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
 
 def gather(
     client: redis.Redis, run: str, source: WeightSource, silent_s: float, held: bool = False
-) -> Cluster:
+) -> ClusterStatus:
     """Returns the state of run `run`, whose directory may be `held` by processes of it. `silent_s` is how many
     seconds without news count as a fault. Raises redis.RedisError if Redis does not answer, and ConfigError for
     CURVE keys that cannot be used."""
@@ -68,7 +68,7 @@ def gather(
     since = None if newest is None else max(0.0, time.time() - newest.published_s)
     led_s = _led_s(client, run)
     starting = held and newest is None if led_s is None else led_s <= silent_s
-    return Cluster(
+    return ClusterStatus(
         run=run,
         version=newest.version if newest else None,
         starting=starting,
@@ -150,7 +150,7 @@ def _wrong(
         yield f"redis may lose groups: maxmemory-policy is {buffer.policy}"
 
 
-def screen(found: Cluster) -> RenderableType:
+def screen(found: ClusterStatus) -> RenderableType:
     return Group(
         _head(found),
         _worker_table(found),
@@ -160,7 +160,7 @@ def screen(found: Cluster) -> RenderableType:
     )
 
 
-def _head(found: Cluster) -> Text:
+def _head(found: ClusterStatus) -> Text:
     if found.version is None:
         return Text("learner: starting" if found.starting else "learner: no answer")
     delta = "" if found.delta_bytes is None else f", delta {size(found.delta_bytes)}"
@@ -171,7 +171,7 @@ def _head(found: Cluster) -> Text:
     )
 
 
-def _worker_table(found: Cluster) -> Table:
+def _worker_table(found: ClusterStatus) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("worker", "version", "behind", "tok/s", "idle", "active", "groups", "waiting"):
         table.add_column(name, justify="left" if name == "worker" else "right")

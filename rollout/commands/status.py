@@ -25,13 +25,13 @@ from areal_q.system.credentials import no_password
 from areal_q.system.run_dir import METRICS_FILE
 
 if TYPE_CHECKING:
-    from rollout.commands.cluster import Cluster
+    from rollout.commands.cluster import ClusterStatus
 
 SILENT_S = 120.0
 """Seconds without a new version after which the learner is said to be stuck; `--silent-s` sets it."""
 
 
-class Ended(msgspec.Struct, frozen=True):
+class EndedRun(msgspec.Struct, frozen=True):
     """The document that `areal-q status --json` prints of a run that has ended."""
 
     run: str
@@ -55,7 +55,7 @@ def _end_if_ended(directory: Path, json: bool) -> None:
     if not directory.is_dir():
         raise ConfigError(f"{directory}: no such run")
     if told := how_it_ended(directory):
-        said = msgspec.json.encode(Ended(directory.name, *told)).decode()
+        said = msgspec.json.encode(EndedRun(directory.name, *told)).decode()
         typer.echo(said if json else f"{directory}: {told[0]}")
         raise typer.Exit(0 if told[1] else 1)
     _tell_supervised(directory, json)
@@ -144,7 +144,7 @@ def _goes_on_without_redis(held: bool) -> Iterator[None]:
         typer.echo(f"redis: {error}; looks again, as the run has not ended", err=True)
 
 
-def _show(found: "Cluster", json: bool, clear: bool) -> None:
+def _show(found: "ClusterStatus", json: bool, clear: bool) -> None:
     from rollout.commands.cluster import screen
 
     if json:

@@ -16,7 +16,7 @@ from rollout.engines.base import Completion
 from rollout.environments.base import Response
 
 
-class State(NamedTuple):
+class TurnState(NamedTuple):
     """What an agent had sent and received of an episode when a turn had ended. Of text and messages the one
     that it did not use is None."""
 
@@ -40,14 +40,16 @@ def path_of(response: Response, prompt: list[int], number: int) -> list[int]:
     return [*path_of(response, prompt, branch.parent)[: branch.at], *branch.ids]
 
 
-def give_reward(response: Response, prompt: list[int], state: State, reward: float) -> None:
+def give_reward(response: Response, prompt: list[int], state: TurnState, reward: float) -> None:
     """Gives the turn that ended with `state` a reward, in place of an earlier one. `prompt` is the ticket's."""
     path = response.paths[state.path]
     before = path.at if state.path else len(path_of(response, prompt, 0)) - len(path.ids)
     path.turn_rewards[state.length - 1 - before] = reward
 
 
-def record(response: Response, prompt: list[int], context: list[int], done: Completion) -> State:
+def record(
+    response: Response, prompt: list[int], context: list[int], done: Completion
+) -> TurnState:
     """Adds a turn that was drawn after the tokens `context` to the episode, and returns where it is, as a state
     of no text. `prompt` is the ticket's; the first turn may have been drawn after another one."""
     if not response.ids:
@@ -65,7 +67,7 @@ def record(response: Response, prompt: list[int], context: list[int], done: Comp
     path.add_given(context[shared:], path.spans[-1] if path.spans else done.spans[0])
     # Those of the tokens that a branch shares are its parent's.
     path.add_drawn(done if done.routes is None else replace(done, routes=done.routes[path.at :]))
-    return State(number, len(context) + len(done.response_ids), None)
+    return TurnState(number, len(context) + len(done.response_ids), None)
 
 
 def _nearest(response: Response, prompt: list[int], context: list[int]) -> tuple[int, int, bool]:

@@ -31,7 +31,7 @@ from areal_q.tasks.base import Message, Tool
 from rollout.engines.base import Completion, TokenCallback
 from rollout.environments.base import Environment, Response
 from rollout.environments.engine_client import EngineClient
-from rollout.environments.episode_tree import State, give_reward, path_of, record
+from rollout.environments.episode_tree import TurnState, give_reward, path_of, record
 
 EPISODE = "ep-"
 """Beginning of every episode's id, which tells it from other keys"""
@@ -61,7 +61,7 @@ class Episode:
     id: str = ""
     response: Response = field(default_factory=Response)
     """What the learner trains on"""
-    states: list[State] = field(default_factory=list)
+    states: list[TurnState] = field(default_factory=list)
     """The same content as the agent has sent and received it: one state for each turn, in the order of their
     ends"""
     begun: int = 0
@@ -80,7 +80,7 @@ class Episode:
         """The ticket's"""
         return self.ticket.prompt_ids.numpy().tolist()
 
-    def ids(self, state: State) -> list[int]:
+    def ids(self, state: TurnState) -> list[int]:
         """Returns all tokens up to the end of a state's turn."""
         return path_of(self.response, self.prompt, state.path)[: state.length]
 
@@ -250,7 +250,7 @@ class Episodes(Environment):
         done: Completion,
         view: Callable[[Completion], Message] | None,
     ) -> dict[str, Any]:
-        """Returns what the agent has sent and received once it has the turn, as fields of a State."""
+        """Returns what the agent has sent and received once it has the turn, as fields of a TurnState."""
         tokenizer = self._client.tokenizer
         drawn = done.response_ids.tolist()
         reply = tokenizer.decode([i for i in drawn if i not in tokenizer.special_ids])

@@ -32,7 +32,7 @@ _CLOSE_S = 5.0
 """Seconds that the user's `close` may take"""
 
 
-class Ready(msgspec.Struct, frozen=True):
+class EnvironmentReady(msgspec.Struct, frozen=True):
     """The first frame: what the user's class is, or why it cannot be used."""
 
     steps: bool = False
@@ -41,7 +41,7 @@ class Ready(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-class Begin(msgspec.Struct, frozen=True, tag="begin"):
+class BeginAsked(msgspec.Struct, frozen=True, tag="begin"):
     problem: Problem
     seed: int
 
@@ -51,19 +51,19 @@ class Call(msgspec.Struct, frozen=True, tag="call"):
     arguments: str
 
 
-class Step(msgspec.Struct, frozen=True, tag="step"):
+class StepAsked(msgspec.Struct, frozen=True, tag="step"):
     text: str
 
 
-class Judge(msgspec.Struct, frozen=True, tag="judge"):
+class JudgeAsked(msgspec.Struct, frozen=True, tag="judge"):
     problem: Problem
     completed: Completed
 
 
-Question = Begin | Call | Step | Judge
+Question = BeginAsked | Call | StepAsked | JudgeAsked
 
 
-class Reply(msgspec.Struct, frozen=True):
+class EnvironmentReply(msgspec.Struct, frozen=True):
     """The answer to a question, or, with a cause, why there is none."""
 
     text: str = ""
@@ -83,10 +83,10 @@ def main(path: str, settings: str, memory_mib: str) -> None:
     try:
         own = load_environment(path, msgspec.json.decode(settings))
     except (ConfigError, TaskError) as error:
-        worker.sendall(frame(Ready(error=str(error))))
+        worker.sendall(frame(EnvironmentReady(error=str(error))))
         return
     tools = [tool.described for tool in own.tools.values()]
-    worker.sendall(frame(Ready(own.steps, own.scores, tools)))
+    worker.sendall(frame(EnvironmentReady(own.steps, own.scores, tools)))
     sys.stdout.flush()  # what the file has printed is not printed again by each episode
     episodes: dict[int, int] = {}
     while True:
@@ -131,14 +131,14 @@ def _play(
         while size := questions.read(4):
             question = _questions.decode(questions.read(int.from_bytes(size, "little")))
             try:
-                if isinstance(question, Begin):
+                if isinstance(question, BeginAsked):
                     _seed(question.seed)
                     episode = OwnEpisode(own, settings)
                 assert episode is not None
                 reply = _answer(episode, question)
             except RAISED as error:
                 said, cause = failure_of(error, own.path)
-                reply = Reply(said, cause=cause)
+                reply = EnvironmentReply(said, cause=cause)
             worker.sendall(frame(reply))
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, _CLOSE_S)
@@ -152,17 +152,17 @@ def _play(
     os._exit(0)
 
 
-def _answer(episode: OwnEpisode, question: Question) -> Reply:
+def _answer(episode: OwnEpisode, question: Question) -> EnvironmentReply:
     match question:
-        case Begin(problem, seed):
-            return Reply(episode.reset(problem, seed))
+        case BeginAsked(problem, seed):
+            return EnvironmentReply(episode.reset(problem, seed))
         case Call(name, arguments):
-            return Reply(episode.call(name, arguments))
-        case Step(text):
+            return EnvironmentReply(episode.call(name, arguments))
+        case StepAsked(text):
             found = episode.step(text)
-            return Reply(found.observation, found.done, found.reward, found.score)
-        case Judge(problem, completed):
-            return Reply(score=episode.reward(problem, completed))
+            return EnvironmentReply(found.observation, found.done, found.reward, found.score)
+        case JudgeAsked(problem, completed):
+            return EnvironmentReply(score=episode.reward(problem, completed))
 
 
 def _seed(seed: int) -> None:

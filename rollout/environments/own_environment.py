@@ -22,7 +22,7 @@ from areal_q.tasks.environments.tools import check_tools
 from rollout.engines.base import Completion
 from rollout.environments.base import Environment, Response
 from rollout.environments.engine_client import EngineClient
-from rollout.environments.own_child import Begin, Call, Judge, Ready, Step
+from rollout.environments.own_child import BeginAsked, Call, EnvironmentReady, JudgeAsked, StepAsked
 from rollout.environments.own_process import EpisodeFailed, OwnProcess, OwnProcesses
 from rollout.reply_formats.reader import ReplyReader
 
@@ -39,7 +39,7 @@ class OwnTurns(Environment):
         self._chat = chat = chat_of(run.task)
         self._reader = ReplyReader(client.tokenizer, chat.reply_format if chat else "auto")
         self._reward = run.reward
-        self._own, self._processes = Ready(), OwnProcesses(cfg)
+        self._own, self._processes = EnvironmentReady(), OwnProcesses(cfg)
         self._failures = 0
 
     async def start(self) -> None:
@@ -87,7 +87,7 @@ class OwnTurns(Environment):
         self, ticket: Ticket, index: int, response: Response, process: OwnProcess
     ) -> None:
         problem, most = Problem.of_ticket(ticket), ticket.sampling.max_tokens
-        said = (await process.ask(Begin(problem, ticket.seed + index))).text
+        said = (await process.ask(BeginAsked(problem, ticket.seed + index))).text
         too_much = RecordError(f"{self._cfg.path}: reset gave more than max_given_tokens")
         if len(said) > LONGEST_TOKEN * self._cfg.max_given_tokens:
             raise too_much
@@ -115,7 +115,7 @@ class OwnTurns(Environment):
             response.add_given(given, response.spans[-1])
         if self._own.scores and not self._own.steps:
             completed = response.completed(self._tokenizer, ticket.sampling)
-            response.score = (await process.ask(Judge(problem, completed))).score
+            response.score = (await process.ask(JudgeAsked(problem, completed))).score
 
     def _prompt(self, ticket: Ticket, said: str) -> list[int] | None:
         """Returns the prompt with the tools and what `reset` gave: behind a text, or in the last message of a
@@ -141,7 +141,7 @@ class OwnTurns(Environment):
         drawn = done.response_ids.tolist()
         if self._own.steps:
             turn = Response(ids=drawn, mask=[1] * len(drawn))
-            reply = await process.ask(Step(turn.text(self._tokenizer, ticket.sampling)))
+            reply = await process.ask(StepAsked(turn.text(self._tokenizer, ticket.sampling)))
             response.score = reply.score
             response.turn_rewards[len(response.ids) - 1] = reply.reward
             goes_on &= not reply.done

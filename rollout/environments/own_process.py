@@ -25,12 +25,17 @@ from areal_q.messages import FailureCause
 from areal_q.system.processes import die_with_parent, supervised_command
 from areal_q.tasks.grading.child_process import frame
 from areal_q.tasks.grading.reward_process import MAX_FRAME, TIMED_OUT
-from rollout.environments.own_child import NUMBER_BYTES, Question, Ready, Reply
+from rollout.environments.own_child import (
+    NUMBER_BYTES,
+    EnvironmentReady,
+    EnvironmentReply,
+    Question,
+)
 
 _START_S = 60.0
 """Seconds that the imports of an environment may take, which do not count against its timeout"""
-_readiness = msgspec.msgpack.Decoder(Ready)
-_replies = msgspec.msgpack.Decoder(Reply)
+_readiness = msgspec.msgpack.Decoder(EnvironmentReady)
+_replies = msgspec.msgpack.Decoder(EnvironmentReply)
 
 
 class EpisodeFailed(Exception):
@@ -53,7 +58,7 @@ class OwnProcesses:
         self._loader: tuple[subprocess.Popen[bytes], socket.socket] | None = None
         """The process, and the socket to it"""
 
-    async def start(self) -> Ready:
+    async def start(self) -> EnvironmentReady:
         """Returns what the user's class is. Raises TaskError for one that cannot be used."""
         ours, theirs = socket.socketpair()
         settings = msgspec.json.encode(self._cfg.settings).decode()
@@ -74,7 +79,7 @@ class OwnProcesses:
                 ready = _readiness.decode(await _received(ours, size))
         except (TimeoutError, OSError, EOFError, msgspec.MsgspecError) as error:
             why = in_words(error) or f"it took more than {_START_S:.0f} s"
-            ready = Ready(error=f"{self._cfg.path}: cannot be started: {why}")
+            ready = EnvironmentReady(error=f"{self._cfg.path}: cannot be started: {why}")
         ours.setblocking(True)
         if ready.error:
             await self.close()
@@ -136,7 +141,7 @@ class OwnProcess:
     ) -> None:
         self._reader, self._writer, self._timeout_s = reader, writer, timeout_s
 
-    async def ask(self, question: Question) -> Reply:
+    async def ask(self, question: Question) -> EnvironmentReply:
         """Returns the reply. Raises EpisodeFailed if the user's code raises or takes too long, or its process
         ends."""
         try:

@@ -24,8 +24,9 @@ from areal_q.observability.progress_bar import progress_of
 from areal_q.observability.run_summary import plural
 from areal_q.system.files import write_whole
 from areal_q.tasks import Problem, Tokenizer, build_tokenizer
-from rollout.evaluation.asked import (
-    Asked,
+from rollout.evaluation.kept_rows import SAMPLES, WantedRows, wanted_rows, write_rows
+from rollout.evaluation.questions import (
+    EvalQuestions,
     as_evaluated,
     asked_problems,
     check_format,
@@ -34,7 +35,6 @@ from rollout.evaluation.asked import (
     set_of,
     settings_of,
 )
-from rollout.evaluation.kept_rows import SAMPLES, WantedRows, wanted_rows, write_rows
 
 INTERRUPTED = 130
 
@@ -111,7 +111,7 @@ def main(
     found = asked_problems(run, whole, wanted is not None)
     found = found[: problems or (None if data or wanted else 512)]
     served = serve_at, serve_token
-    asked = Asked(run, path, found, greedy, chosen, served, of_set is not None)
+    asked = EvalQuestions(run, path, found, greedy, chosen, served, of_set is not None)
     if wanted or out is None:
         out = default_out(model, of_set or ("train" if wanted else task), format, preset)
     named = {"model": str(model), "data": str(data) if data else None, "preset": preset}
@@ -120,7 +120,11 @@ def main(
 
 
 def evaluate(
-    asked: Asked, named: dict[str, Any], show: int, out: Path | None, wanted: WantedRows | None
+    asked: EvalQuestions,
+    named: dict[str, Any],
+    show: int,
+    out: Path | None,
+    wanted: WantedRows | None,
 ) -> Evaluation:
     """Asks the model for answers, prints `show` of them and the accuracies, and writes both to `out` and beside
     it; of the problems the rows that are `wanted` as well. Returns what the file beside the answers says, with
@@ -175,7 +179,7 @@ def _print_results(rows: Sequence[Answered], about: Evaluation, show: int) -> No
 
 
 async def _collect(
-    asked: Asked,
+    asked: EvalQuestions,
     problems: Mapping[int, Problem],
     tokenizer: Tokenizer,
     write: Callable[[Answered], Any],

@@ -32,7 +32,7 @@ ROWS = 256
 
 
 @dataclass(frozen=True)
-class Text:
+class AnsweredText:
     """Token ids of a prompt and its answer, of which the first `prompt` are the prompt's."""
 
     ids: list[int]
@@ -55,7 +55,7 @@ class Error(Struct, frozen=True, kw_only=True):
 class Reference:
     """A model in full precision on some texts, to compare formats with."""
 
-    def __init__(self, model: Decoder, texts: Sequence[Text]) -> None:
+    def __init__(self, model: Decoder, texts: Sequence[AnsweredText]) -> None:
         self.model = model
         self.prompts = [text.ids[: text.prompt] for text in texts]
         self.ids = torch.tensor([i for text in texts for i in text.ids])

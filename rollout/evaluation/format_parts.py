@@ -13,7 +13,7 @@ from areal_q.models.low_bit.quantized_forward import linears
 from rollout.evaluation.format_error import Error, Reference, quantize_only
 
 
-class Part(Struct, frozen=True):
+class PartError(Struct, frozen=True):
     """The error of a model of which only some linears are in the format."""
 
     name: str
@@ -34,7 +34,9 @@ class Outlier(Struct, frozen=True):
     """The median of the rows' largest magnitudes"""
 
 
-def parts(reference: Reference, format: str, smoothing: Smoothing | None = None) -> Iterator[Part]:
+def parts(
+    reference: Reference, format: str, smoothing: Smoothing | None = None
+) -> Iterator[PartError]:
     """Yields the error of each kind of linear alone in the format, then of each layer alone, smoothed if there
     are settings for it."""
     folds = reference.folds(format, smoothing)
@@ -46,7 +48,7 @@ def parts(reference: Reference, format: str, smoothing: Smoothing | None = None)
         layers[f"layer {name.partition('layers.')[2].partition('.')[0]}"].append(name)
     for part, names in {**members, **layers}.items():
         quantize_only(policy, reference.model, names, folds)
-        yield Part(part, reference.error_of(policy))
+        yield PartError(part, reference.error_of(policy))
 
 
 @torch.no_grad()

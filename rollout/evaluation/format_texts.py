@@ -18,7 +18,7 @@ from areal_q.tasks.datasets.row_files import read_objects
 from areal_q.weights.version import WeightVersion, pack_version
 from rollout.engines import build_engine
 from rollout.engines.base import Engine, Request
-from rollout.evaluation.format_error import Text
+from rollout.evaluation.format_error import AnsweredText
 
 PROMPTS = (
     "What is 59 + 37? Answer with just the number.",
@@ -35,7 +35,7 @@ TOKENS = 16
 """Tokens that each of SLOTS responses draws when the pace is measured"""
 
 
-def read_conversations(path: Path, tokenizer: Tokenizer, most: int) -> list[Text]:
+def read_conversations(path: Path, tokenizer: Tokenizer, most: int) -> list[AnsweredText]:
     """Returns the prompts of a JSONL file, with their answers where they have one: lines with `prompt`, a text
     or messages, or with `messages`, whose last one may be the assistant's. Raises TaskError, which names the
     line."""
@@ -50,34 +50,34 @@ def read_conversations(path: Path, tokenizer: Tokenizer, most: int) -> list[Text
             raise TaskError(f"{where}: neither a prompt nor messages")
         ids = tokenizer.encode_prompt(asked)
         reply = [*tokenizer.encode(answer), tokenizer.eos_id] if answer else []
-        found.append(Text([*ids, *reply], len(ids)))
+        found.append(AnsweredText([*ids, *reply], len(ids)))
     if not found:
         raise TaskError(f"{path}: no line")
     return found
 
 
 def answered(
-    model: Decoder, texts: Sequence[Text], stops: frozenset[int], tokens: int
-) -> list[Text]:
+    model: Decoder, texts: Sequence[AnsweredText], stops: frozenset[int], tokens: int
+) -> list[AnsweredText]:
     """Returns the texts; those without an answer get the model's own, at most `tokens` long, drawn at
     temperature 1 as rollouts draw. Raises ConfigError if a prompt leaves no room for it."""
     room = model.config.max_positions - tokens
     if not all(len(t.ids) > t.prompt or t.prompt <= room for t in texts):
         raise ConfigError(f"--tokens {tokens}: a prompt has more than {room} tokens")
 
-    async def draw() -> list[Text]:
+    async def draw() -> list[AnsweredText]:
         engine = await _started(_version(model, quantize_state(model.state_dict(), "bf16"), "bf16"))
         try:
             return await asyncio.gather(*(one(engine, seed, t) for seed, t in enumerate(texts)))
         finally:
             await engine.close()
 
-    async def one(engine: Engine, seed: int, text: Text) -> Text:
+    async def one(engine: Engine, seed: int, text: AnsweredText) -> AnsweredText:
         if len(text.ids) > text.prompt:
             return text
         request = _request(text.ids, 1, tokens, seed, stops)
         done = await engine.generate(request)
-        return Text([*text.ids, *done[0].response_ids.tolist()], text.prompt)
+        return AnsweredText([*text.ids, *done[0].response_ids.tolist()], text.prompt)
 
     return asyncio.run(draw())
 

@@ -24,10 +24,10 @@ from areal_q.quant import FORMATS
 from areal_q.quant.state_dict import rest_in_bf16
 from areal_q.system.files import write_whole
 from areal_q.tasks import Tokenizer, build_task, build_tokenizer, load_tokenizer
-from rollout.evaluation.asked import settings_of
-from rollout.evaluation.format_error import Error, Reference, Text
-from rollout.evaluation.format_parts import Outlier, Part, outliers, parts
+from rollout.evaluation.format_error import AnsweredText, Error, Reference
+from rollout.evaluation.format_parts import Outlier, PartError, outliers, parts
 from rollout.evaluation.format_texts import PROMPTS, answered, decoding_pace, read_conversations
+from rollout.evaluation.questions import settings_of
 
 SMALL_NATS = 0.03
 """Error or noise below which a format needs no remedy: the default of learner.fidelity.bound_nats"""
@@ -49,7 +49,7 @@ noise: what float32's own rounding becomes, which no kernel and no alignment rem
 learnt: accuracy of SmolLM2-135M after training on such rollouts, less that with bf16 (docs/stability.md)"""
 
 
-class Row(Struct, frozen=True, kw_only=True):
+class FormatRow(Struct, frozen=True, kw_only=True):
     """One format; `error` is None where `says` is why the model cannot take it."""
 
     format: str
@@ -75,9 +75,9 @@ class Report(Struct, frozen=True, kw_only=True):
     model: str
     texts: int
     tokens: int
-    formats: list[Row]
+    formats: list[FormatRow]
     layers: str | None
-    parts: list[Part]
+    parts: list[PartError]
     outliers: list[Outlier]
 
 
@@ -132,11 +132,11 @@ def main(
 
 
 def _enough(
-    decoder: Decoder, asked: Sequence[Text], more: int, stops: frozenset[int], tokens: int
-) -> tuple[list[Text], int]:
+    decoder: Decoder, asked: Sequence[AnsweredText], more: int, stops: frozenset[int], tokens: int
+) -> tuple[list[AnsweredText], int]:
     """Returns the first `more` of `asked` with the model's answers of at most so many tokens, and further ones
     until there is enough to judge by; and the number of tokens of all answers."""
-    texts, count = list[Text](), 0
+    texts, count = list[AnsweredText](), 0
     while asked and count < ENOUGH:
         texts += answered(decoder, asked[:more], stops, tokens)
         asked, more = asked[more:], len(texts)
@@ -146,7 +146,7 @@ def _enough(
     return texts, count
 
 
-def _show_formats(reference: Reference, speed: bool) -> list[Row]:
+def _show_formats(reference: Reference, speed: bool) -> list[FormatRow]:
     """Prints a row for each format as it is measured, then what each would take. Returns the rows."""
     rows = []
     for row in measured(reference, speed):
@@ -161,7 +161,9 @@ def _show_formats(reference: Reference, speed: bool) -> list[Row]:
     return rows
 
 
-def prepared(model: Path, data: Path | None, problems: int) -> tuple[Path, Tokenizer, list[Text]]:
+def prepared(
+    model: Path, data: Path | None, problems: int
+) -> tuple[Path, Tokenizer, list[AnsweredText]]:
     """Returns the model's directory, its tokenizer, and texts: those of `data`, else held-out problems of the
     run, else PROMPTS."""
     if any((d / "config.toml").is_file() for d in (model, model.parent)):
@@ -177,7 +179,7 @@ def prepared(model: Path, data: Path | None, problems: int) -> tuple[Path, Token
     if data:
         return path, tokenizer, read_conversations(data, tokenizer, problems)
     ids = [tokenizer.encode_prompt(one) for one in asked]
-    return path, tokenizer, [Text(one, len(one)) for one in ids]
+    return path, tokenizer, [AnsweredText(one, len(one)) for one in ids]
 
 
 def named_rows() -> dict[str, tuple[str, Smoothing | None]]:
@@ -190,7 +192,7 @@ def named_rows() -> dict[str, tuple[str, Smoothing | None]]:
     return rows
 
 
-def measured(reference: Reference, speed: bool) -> Iterator[Row]:
+def measured(reference: Reference, speed: bool) -> Iterator[FormatRow]:
     """Yields a row for each format, and for each that may be smoothed a second one."""
     refused = ""
     for format, smoothing in named_rows().values():
@@ -199,11 +201,11 @@ def measured(reference: Reference, speed: bool) -> Iterator[Row]:
         try:
             published = reference.published(format, reference.folds(format, smoothing))
         except QuantizationError as error:
-            yield Row(format=format, says=f"not for this model: {error}")
+            yield FormatRow(format=format, says=f"not for this model: {error}")
             refused = format
             continue
         timed = speed and smoothing is None
-        yield Row(
+        yield FormatRow(
             format=format,
             smoothed=smoothing is not None,
             error=reference.error_of(reference.policy(published, format)),
@@ -213,12 +215,12 @@ def measured(reference: Reference, speed: bool) -> Iterator[Row]:
         )
 
 
-def advised(rows: Sequence[Row]) -> list[Row]:
+def advised(rows: Sequence[FormatRow]) -> list[FormatRow]:
     """Returns the rows with what each format would take, which depends on the others."""
     return [msgspec.structs.replace(row, says=_advice(row, rows)) for row in rows]
 
 
-def _advice(row: Row, rows: Sequence[Row]) -> str:
+def _advice(row: FormatRow, rows: Sequence[FormatRow]) -> str:
     e = row.error
     if e is None:
         return row.says
@@ -234,7 +236,7 @@ def _advice(row: Row, rows: Sequence[Row]) -> str:
     return f"{text}; {row.says}" if row.says else text
 
 
-def will_do(row: Row) -> bool:
+def will_do(row: FormatRow) -> bool:
     """Returns True if a pretrained model may be expected to learn with the format of `row` what it learns with
     bf16: it is so near, or SmolLM2-135M did and this one is no further off."""
     e = row.error
@@ -245,7 +247,7 @@ def will_do(row: Row) -> bool:
     return e.error_mean <= bound and (learnt or e.noise_mean <= bound)
 
 
-def to_take(rows: Sequence[Row]) -> Iterator[str]:
+def to_take(rows: Sequence[FormatRow]) -> Iterator[str]:
     """Yields what to set for a format of eight bits and for one of four, the nearest first: all that will do as
     they are, or else the one whose error an aligned learner closes and is least."""
     for bits in ("8", "4"):
@@ -258,12 +260,12 @@ def to_take(rows: Sequence[Row]) -> Iterator[str]:
             yield f"to take in {bits} bits, the nearest first: {', or '.join(fit)}"
 
 
-def _settings(row: Row) -> str:
+def _settings(row: FormatRow) -> str:
     smoothing = f" {SMOOTH}" if row.smoothed else ""
     return f"rollout.format={row.format}{smoothing}"
 
 
-def _better(row: Row, e: Error, rows: Sequence[Row]) -> Iterator[str]:
+def _better(row: FormatRow, e: Error, rows: Sequence[FormatRow]) -> Iterator[str]:
     """Yields the settings that mend a noisy `row` of error `e`, each with what it leaves: smoothing if it pays,
     and the nearest format without noise, of those of no more bytes if there is one."""
     yield from _smoothed(row, e, rows)
@@ -274,7 +276,7 @@ def _better(row: Row, e: Error, rows: Sequence[Row]) -> Iterator[str]:
         yield f"{_settings(other)} ({found.error_mean:.2g} off, no noise)"
 
 
-def _smoothed(row: Row, e: Error, rows: Sequence[Row]) -> Iterator[str]:
+def _smoothed(row: FormatRow, e: Error, rows: Sequence[FormatRow]) -> Iterator[str]:
     """Yields the setting that smooths `row` of error `e`, with what it leaves, if that pays."""
     for other in rows:
         smoothed = other.error
@@ -284,7 +286,7 @@ def _smoothed(row: Row, e: Error, rows: Sequence[Row]) -> Iterator[str]:
             yield f"{SMOOTH} ({smoothed.error_mean:.2g} off)"
 
 
-def shown(row: Row) -> str:
+def shown(row: FormatRow) -> str:
     e = row.error
     if e is None:
         return f"{row.name:<22}{row.says}"
@@ -303,7 +305,7 @@ def _figures(e: Error) -> str:
 
 def _show_layers(
     reference: Reference, name: str, tokenizer: Tokenizer
-) -> tuple[list[Part], list[Outlier]]:
+) -> tuple[list[PartError], list[Outlier]]:
     typer.echo(f"{name} in these linears alone, all else in full precision; nats a token")
     typer.echo(HEAD[: HEAD.index("     MB")])
     found = []

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from areal_q.config import Run, Sampling, TorchEngine
 from areal_q.config.run import ROUNDS_ACTIVATIONS, WEIGHT_SCALES
 from areal_q.errors import ConfigError
-from areal_q.evaluation.estimates import Answered, Reply
+from areal_q.evaluation.estimates import Answered, ScoredReply
 from areal_q.messages import Array
 from areal_q.models import Decoder, load_model
 from areal_q.models.shape import config_at
@@ -24,13 +24,13 @@ from rollout.build import EndpointAddress, build_endpoint
 from rollout.environments.base import Environment, Response, scored
 from rollout.environments.engine_client import EngineClient
 from rollout.environments.registry import build_environment
-from rollout.evaluation.asked import Asked
+from rollout.evaluation.questions import EvalQuestions
 
 TELL_EVERY_S = 10.0
 """Seconds without an agent after which a line says that they are waited for, and from one line to the next"""
 
 
-def fitting(asked: Asked, tokenizer: Tokenizer) -> dict[int, Problem]:
+def fitting(asked: EvalQuestions, tokenizer: Tokenizer) -> dict[int, Problem]:
     """Returns the problems whose prompts leave room for an answer in the model's positions, by their places
     among all that are asked. Raises ConfigError if there are none."""
     rollout = replace(asked.run.rollout, sampling=asked.sampling)
@@ -47,7 +47,7 @@ def fitting(asked: Asked, tokenizer: Tokenizer) -> dict[int, Problem]:
 
 
 async def answered(
-    asked: Asked,
+    asked: EvalQuestions,
     problems: Mapping[int, Problem],
     tokenizer: Tokenizer,
     tell: Callable[[str], object],
@@ -102,7 +102,7 @@ async def _tell_of_agents(plays: Environment, url: str, tell: Callable[[str], ob
 
 class _Answering:
     def __init__(
-        self, asked: Asked, environment: Environment, tokenizer: Tokenizer, reward: Reward
+        self, asked: EvalQuestions, environment: Environment, tokenizer: Tokenizer, reward: Reward
     ) -> None:
         self._asked, self._tokenizer, self._reward = asked, tokenizer, reward
         self._environment, run = environment, asked.run
@@ -126,7 +126,7 @@ class _Answering:
 
     async def _replies(
         self, index: int, problem: Problem, count: int, sampling: Sampling
-    ) -> list[Reply]:
+    ) -> list[ScoredReply]:
         if count == 0:
             return []
         ticket = problem.ticket(
@@ -147,7 +147,7 @@ class _Answering:
         scores = await scored(self._reward, ticket, responses, self._tokenizer)
         completed = [response.completed(self._tokenizer, sampling) for response in responses]
         return [
-            Reply(
+            ScoredReply(
                 response=response.text,
                 given=self._given.get(problem.source, str.strip)(response.text),
                 correct=score.correct,

@@ -15,7 +15,7 @@ from areal_q.evaluation.estimates import Answered
 from areal_q.observability.run_summary import plural
 from areal_q.system.files import write_whole
 from areal_q.tasks import Problem
-from rollout.evaluation.asked import Asked
+from rollout.evaluation.questions import EvalQuestions
 
 SAMPLES = 8
 """Answers to each problem where --samples names no other number"""
@@ -47,7 +47,7 @@ def wanted_rows(keep: str, out: Path | None) -> WantedRows:
     return WantedRows(*bounds, out)
 
 
-def write_rows(asked: Asked, rows: Sequence[Answered], wanted: WantedRows) -> None:
+def write_rows(asked: EvalQuestions, rows: Sequence[Answered], wanted: WantedRows) -> None:
     """Writes the rows of those of the problems whose pass rate is kept, with all their columns, and says how
     many. A problem none of whose answers could be scored is left out. Raises ConfigError if the file cannot be
     written."""

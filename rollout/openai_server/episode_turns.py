@@ -10,7 +10,7 @@ from areal_q.decode_errors import fitted
 from areal_q.errors import RecordError
 from areal_q.tasks import Tokenizer
 from areal_q.tasks.base import Message, Variables
-from rollout.environments.episode_tree import State
+from rollout.environments.episode_tree import TurnState
 from rollout.environments.external import Episode, Talk
 from rollout.openai_server.schema import ChatBody, CompletionBody
 
@@ -59,7 +59,7 @@ def context_of_messages(
     return tokenizer.encode_messages(tokenizer.opened(messages), variables, talk.tools)
 
 
-def _longest(states: Iterable[State]) -> State | None:
+def _longest(states: Iterable[TurnState]) -> TurnState | None:
     """Returns the state that says the most, the newest of several."""
     found = [*states][::-1]
     return max(found, key=lambda s: len(s.text or s.messages or ""), default=None)

@@ -24,7 +24,7 @@ from rollout.openai_server.schema import (
     usage,
 )
 from rollout.openai_server.schema import Message as SentMessage
-from rollout.reply_formats.base import Asked, Parser, Part, joined
+from rollout.reply_formats.base import Parser, ReplyPart, ReplyRequest, joined
 from rollout.reply_formats.reader import PROMPT_TAIL
 from rollout.reply_formats.table import ReplyFormat
 
@@ -57,7 +57,7 @@ class Reply:
         called = isinstance(body, ChatBody) and body.tool_choice != "none" and body.tools
         tools = [tool.plain() for tool in called or ()]
         tail = prompt[-PROMPT_TAIL:] if self._chat else []
-        self._asked = Asked(tools, tokenizer.decode(tail))
+        self._asked = ReplyRequest(tools, tokenizer.decode(tail))
         self._parsers: dict[int, Parser] = {}
         self._calls: dict[int, int] = {}
         self._prompt, self._tokenizer = prompt, tokenizer
@@ -112,7 +112,7 @@ class Reply:
             "assistant", told.said("content"), tool_calls=calls, reasoning_content=thought
         ).plain()
 
-    def _parts(self, parser: Parser, text: str, ended: bool) -> list[Part]:
+    def _parts(self, parser: Parser, text: str, ended: bool) -> list[ReplyPart]:
         """Returns the parts of a chat that are certain after `text`."""
         if not self._chat:
             return []

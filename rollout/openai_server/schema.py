@@ -15,7 +15,7 @@ from areal_q.messages.tokens import LARGEST_REWARD
 from areal_q.messages.trajectories import FailureCause, Name, Sentence
 from areal_q.tasks.base import Message as PlainMessage
 from areal_q.tasks.base import Tool
-from rollout.reply_formats.base import Part, arguments_of
+from rollout.reply_formats.base import ReplyPart, arguments_of
 
 _Stop = Annotated[str, Meta(min_length=1, max_length=LONGEST_STOP)]
 _Stops = _Stop | Annotated[list[_Stop], Meta(max_length=MOST_STOPS)] | None
@@ -215,7 +215,7 @@ class Told(Struct, frozen=True, kw_only=True):
     routes: np.ndarray | None = None
     sampling_mask: list[np.ndarray] | None = None
     """Both are those of the Completion, with the whole of a choice"""
-    parts: list[Part] = []
+    parts: list[ReplyPart] = []
     """The text of a chat, or what is new of it, as its parser reads it"""
     calls: int = 0
     """Number of calls that were sent before"""

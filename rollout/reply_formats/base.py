@@ -25,7 +25,7 @@ _KINDS = {
 """A JSON schema's names of what a value is"""
 
 
-class Part(NamedTuple):
+class ReplyPart(NamedTuple):
     """A part of a reply, in the order of the reply. Neighbours of one kind, calls apart, are one text."""
 
     kind: Literal["content", "reasoning", "call"]
@@ -38,16 +38,16 @@ class Part(NamedTuple):
 class Parser(Protocol):
     """Reads one reply. However its text is split, the parts are the same."""
 
-    def feed(self, text: str) -> list[Part]:
+    def feed(self, text: str) -> list[ReplyPart]:
         """Returns the parts that are certain after `text`, the next piece of the reply."""
         ...
 
-    def end(self) -> list[Part]:
+    def end(self) -> list[ReplyPart]:
         """Returns what is left once the reply has ended. A call that has not been closed is content."""
         ...
 
 
-class Asked(NamedTuple):
+class ReplyRequest(NamedTuple):
     """What a parser knows of the request."""
 
     tools: Sequence[Tool] = ()
@@ -64,12 +64,12 @@ class Asked(NamedTuple):
         return {}
 
 
-def joined(parts: Iterable[Part]) -> list[Part]:
+def joined(parts: Iterable[ReplyPart]) -> list[ReplyPart]:
     """Returns the parts, neighbours of one kind as one, but every call by itself."""
-    out: list[Part] = []
+    out: list[ReplyPart] = []
     for part in parts:
         if out and out[-1].kind == part.kind != "call":
-            out[-1] = Part(part.kind, out[-1].text + part.text)
+            out[-1] = ReplyPart(part.kind, out[-1].text + part.text)
         else:
             out.append(part)
     return out
@@ -81,7 +81,7 @@ class _JsonCall(msgspec.Struct):
     parameters: msgspec.Raw = msgspec.Raw()
 
 
-def call_of_json(text: str | msgspec.Raw) -> Part | None:
+def call_of_json(text: str | msgspec.Raw) -> ReplyPart | None:
     """Returns the call `{"name": …, "arguments": {…}}`, whose arguments may be named `parameters`; None for any
     other text."""
     try:
@@ -101,13 +101,15 @@ def arguments_of(text: str) -> dict[str, Any] | None:
         return None
 
 
-def call(name: str, arguments: str) -> Part | None:
+def call(name: str, arguments: str) -> ReplyPart | None:
     """Returns the call of `name`; None if there is no name, or the arguments are not a JSON object."""
     sound = name.strip() and arguments_of(arguments) is not None
-    return Part("call", arguments.strip(), name.strip()) if sound else None
+    return ReplyPart("call", arguments.strip(), name.strip()) if sound else None
 
 
-def call_of_texts(name: str, texts: Iterable[tuple[str, str]], asked: Asked) -> Part | None:
+def call_of_texts(
+    name: str, texts: Iterable[tuple[str, str]], asked: ReplyRequest
+) -> ReplyPart | None:
     """Returns the call of `name` with arguments that were written as bare texts: values in JSON, or Python's
     True, False and None; a text where the tool declares one and no other type that the value has, or where it
     is neither."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from areal_q.tasks.base import Tokenizer, Tool
 from areal_q.tasks.encoding.reply_signs import check_calls_are_read
-from rollout.reply_formats.base import Asked, Part, joined
+from rollout.reply_formats.base import ReplyPart, ReplyRequest, joined
 from rollout.reply_formats.table import format_of
 
 PROMPT_TAIL = 16
@@ -30,9 +30,11 @@ class ReplyReader:
         """Raises TaskError if calls of tools would come back as text and the settings do not ask for that."""
         check_calls_are_read(self._tokenizer.template, self._name)
 
-    def parts(self, ids: Sequence[int], prompt: Sequence[int], tools: Sequence[Tool]) -> list[Part]:
+    def parts(
+        self, ids: Sequence[int], prompt: Sequence[int], tools: Sequence[Tool]
+    ) -> list[ReplyPart]:
         """Returns the parts of a whole reply to a prompt with these tools."""
         tail = self._tokenizer.decode(prompt[-PROMPT_TAIL:])
-        parser = self.format.parser(Asked(tools, tail))
+        parser = self.format.parser(ReplyRequest(tools, tail))
         text = self._tokenizer.decode([i for i in ids if i not in self.no_text])
         return joined([*parser.feed(text), *parser.end()])

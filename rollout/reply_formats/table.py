@@ -7,15 +7,15 @@ from typing import NamedTuple
 
 from areal_q.tasks.base import Tokenizer
 from areal_q.tasks.encoding.reply_signs import reply_format_of
-from rollout.reply_formats.base import Asked, Parser
+from rollout.reply_formats.base import Parser, ReplyRequest
 from rollout.reply_formats.tagged import Tagged, glm, hermes, mistral, qwen_xml
-from rollout.reply_formats.untagged import Harmony, LlamaJson, Text
+from rollout.reply_formats.untagged import Harmony, LlamaJson, Untagged
 
 
 class ReplyFormat(NamedTuple):
     """How a family of models writes replies."""
 
-    parser: Callable[[Asked], Parser]
+    parser: Callable[[ReplyRequest], Parser]
     shown: tuple[str, ...] = ()
     """Special tokens that the parser reads; the others are no text to it"""
     ends: tuple[str, ...] = ()
@@ -38,7 +38,7 @@ FORMATS: dict[str, ReplyFormat] = {
         partial(Tagged, read=hermes), ("<tool_call>", "</tool_call>", "<think>", "</think>")
     ),
     "llama-json": ReplyFormat(LlamaJson, ("<|python_tag|>",), ("<|eom_id|>",)),
-    "text": ReplyFormat(Text),
+    "text": ReplyFormat(Untagged),
 }
 """The formats by name"""
 

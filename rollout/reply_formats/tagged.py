@@ -7,14 +7,14 @@ import msgspec
 
 from rollout.engines.stop_conditions import held_back
 from rollout.reply_formats.base import (
-    Asked,
-    Part,
+    ReplyPart,
+    ReplyRequest,
     call,
     call_of_json,
     call_of_texts,
 )
 
-ReadCalls = Callable[[str, Asked], list[Part | None]]
+ReadCalls = Callable[[str, ReplyRequest], list[ReplyPart | None]]
 """Function from the text between a call's tags to the calls in it, None for one that cannot be read"""
 _ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.S)
 _FUNCTION = re.compile(r"\s*<function=([^>]+)>(.*)</function>\s*", re.S)
@@ -27,7 +27,7 @@ class Tagged:
 
     def __init__(
         self,
-        asked: Asked,
+        asked: ReplyRequest,
         read: ReadCalls,
         call: tuple[str, str] = ("<tool_call>", "</tool_call>"),
         think: tuple[str, str] = ("<think>", "</think>"),
@@ -39,14 +39,14 @@ class Tagged:
         self._state = "reasoning" if self._begun else "content"
         self._rest = ""
 
-    def feed(self, text: str) -> list[Part]:
+    def feed(self, text: str) -> list[ReplyPart]:
         self._rest += text
-        out: list[Part] = []
+        out: list[ReplyPart] = []
         while self._call_ends(out) if self._state == "call" else self._text_ends(out):
             pass
         return out
 
-    def end(self) -> list[Part]:
+    def end(self) -> list[ReplyPart]:
         rest, out = self._rest, []
         if self._state == "call":
             self._add_calls(out, rest, "")
@@ -54,7 +54,7 @@ class Tagged:
             self._add(out, rest)
         return out
 
-    def _text_ends(self, out: list[Part]) -> bool:
+    def _text_ends(self, out: list[ReplyPart]) -> bool:
         """Takes what is certain of a content or thought; returns True if a tag has ended it."""
         if self._after_tag or not self._begun:
             bare = self._rest.lstrip()
@@ -83,7 +83,7 @@ class Tagged:
         self._rest = self._rest[len(certain) :]
         return False
 
-    def _call_ends(self, out: list[Part]) -> bool:
+    def _call_ends(self, out: list[ReplyPart]) -> bool:
         """Takes a call if it is whole; returns whether it was."""
         open_, close = self._call
         body, found, after = self._rest.partition(close or open_)
@@ -92,36 +92,36 @@ class Tagged:
             self._enter("content" if close else "call", after)
         return bool(found)
 
-    def _add_calls(self, out: list[Part], body: str, close: str) -> None:
+    def _add_calls(self, out: list[ReplyPart], body: str, close: str) -> None:
         whole = bool(close) or not self._call[1]
         calls = self._read(body, self._asked) if whole else []
         sound = [part for part in calls if part is not None]
         if sound and len(sound) == len(calls):
             out += sound
         else:
-            out.append(Part("content", self._call[0] + body + close))
+            out.append(ReplyPart("content", self._call[0] + body + close))
 
-    def _add(self, out: list[Part], text: str) -> None:
+    def _add(self, out: list[ReplyPart], text: str) -> None:
         if text:
-            out.append(Part("reasoning" if self._state == "reasoning" else "content", text))
+            out.append(ReplyPart("reasoning" if self._state == "reasoning" else "content", text))
             self._after_tag = False
 
     def _enter(self, state: str, rest: str) -> None:
         self._state, self._rest, self._begun, self._after_tag = state, rest, True, True
 
 
-def hermes(body: str, asked: Asked) -> list[Part | None]:
+def hermes(body: str, asked: ReplyRequest) -> list[ReplyPart | None]:
     """Reads `{"name": "f", "arguments": {"n": 1}}`."""
     return [call_of_json(body)]
 
 
-def qwen_xml(body: str, asked: Asked) -> list[Part | None]:
+def qwen_xml(body: str, asked: ReplyRequest) -> list[ReplyPart | None]:
     """Reads `<function=f><parameter=n>1</parameter></function>`, with a line for each tag and value."""
     found = _FUNCTION.fullmatch(body)
     return [call_of_texts(found[1], _PARAMETER.findall(found[2]), asked) if found else None]
 
 
-def glm(body: str, asked: Asked) -> list[Part | None]:
+def glm(body: str, asked: ReplyRequest) -> list[ReplyPart | None]:
     """Reads `f<arg_key>n</arg_key><arg_value>1</arg_value>`, with a line for each."""
     name = body.partition("<arg_key>")[0]
     texts = _ARGUMENT.findall(body[len(name) :])
@@ -130,7 +130,7 @@ def glm(body: str, asked: Asked) -> list[Part | None]:
     return [call_of_texts(name, texts, asked)]
 
 
-def mistral(body: str, asked: Asked) -> list[Part | None]:
+def mistral(body: str, asked: ReplyRequest) -> list[ReplyPart | None]:
     """Reads `[{"name": "f", "arguments": {"n": 1}}, …]`, and the newer `f[ARGS]{"n": 1}`."""
     if body.lstrip().startswith("["):
         try:

@@ -4,7 +4,7 @@ import json
 import re
 
 from rollout.engines.stop_conditions import held_back
-from rollout.reply_formats.base import Asked, Part, call, call_of_json
+from rollout.reply_formats.base import ReplyPart, ReplyRequest, call, call_of_json
 
 _PYTHON = "<|python_tag|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
@@ -12,16 +12,16 @@ _TO = re.compile(r"to=(?:functions\.)?([^\s<]+)")
 _MAY_BE_TO = re.compile(r"\s*(t|to|to=\S*)?\s*")
 
 
-class Text:
+class Untagged:
     """A Parser of replies without thoughts and calls."""
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: ReplyRequest) -> None:
         pass
 
-    def feed(self, text: str) -> list[Part]:
-        return [Part("content", text)] if text else []
+    def feed(self, text: str) -> list[ReplyPart]:
+        return [ReplyPart("content", text)] if text else []
 
-    def end(self) -> list[Part]:
+    def end(self) -> list[ReplyPart]:
         return []
 
 
@@ -29,23 +29,23 @@ class LlamaJson:
     """A Parser of replies that are nothing but calls, `{"name": "f", "parameters": {"n": 1}}`, with `;` between
     them, or else content."""
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: ReplyRequest) -> None:
         self._rest, self._held = "", bool(asked.tools)
 
-    def feed(self, text: str) -> list[Part]:
+    def feed(self, text: str) -> list[ReplyPart]:
         self._rest += text
         bare = self._rest.lstrip()
         self._held &= bare.startswith(("{", _PYTHON)) or _PYTHON.startswith(bare)
         return [] if self._held else self._content()
 
-    def end(self) -> list[Part]:
+    def end(self) -> list[ReplyPart]:
         return (self._calls() if self._held else None) or self._content()
 
-    def _content(self) -> list[Part]:
+    def _content(self) -> list[ReplyPart]:
         rest, self._rest = self._rest, ""
-        return [Part("content", rest)] if rest else []
+        return [ReplyPart("content", rest)] if rest else []
 
-    def _calls(self) -> list[Part] | None:
+    def _calls(self) -> list[ReplyPart] | None:
         """Returns the calls that the reply consists of; None if it does not."""
         text, out = self._rest.strip().removeprefix(_PYTHON), []
         while text := text.strip(" \n\t;"):
@@ -63,25 +63,25 @@ class Harmony:
     `final` content, and `<|channel|>commentary to=functions.f<|message|>{"n": 1}<|call|>` a call. Its recipient
     may stand before the channel, too: the prompt has begun the header of a reply's first message."""
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: ReplyRequest) -> None:
         self._tools, self._rest = bool(asked.tools), ""
         self._unsaid = True
         """True until a text is certain"""
         self._head: str | None = ""
         """The header of the message whose text comes; "" before the first, None inside a header"""
 
-    def feed(self, text: str) -> list[Part]:
+    def feed(self, text: str) -> list[ReplyPart]:
         self._rest += text
-        out: list[Part] = []
+        out: list[ReplyPart] = []
         while self._header_ends() if self._head is None else self._message_ends(out):
             pass
         return out
 
-    def end(self) -> list[Part]:
+    def end(self) -> list[ReplyPart]:
         if self._head is None or not self._rest:
             return []
         kind = "reasoning" if self._is_thought else "content"
-        return [Part(kind, self._rest)]
+        return [ReplyPart(kind, self._rest)]
 
     def _header_ends(self) -> bool:
         head, found, after = self._rest.partition("<|message|>")
@@ -89,7 +89,7 @@ class Harmony:
             self._head, self._rest = head, after
         return bool(found)
 
-    def _message_ends(self, out: list[Part]) -> bool:
+    def _message_ends(self, out: list[ReplyPart]) -> bool:
         """Takes what is certain of a message; returns True if it has ended."""
         ends = _ENDS if self._head else (*_ENDS, "<|channel|>")
         places = [(place, end) for end in ends if (place := self._rest.find(end)) >= 0]
@@ -110,13 +110,13 @@ class Harmony:
                 self._rest = self._rest[len(certain) :]
         return bool(places)
 
-    def _parts(self, said: str) -> list[Part]:
+    def _parts(self, said: str) -> list[ReplyPart]:
         if not said:
             return []
         self._unsaid = False
         if self._function is not None:
-            return [call(self._function, said) or Part("content", said)]
-        return [Part("reasoning" if self._is_thought else "content", said)]
+            return [call(self._function, said) or ReplyPart("content", said)]
+        return [ReplyPart("reasoning" if self._is_thought else "content", said)]
 
     @property
     def _is_thought(self) -> bool:

@@ -7,7 +7,7 @@ from areal_q.config import Smoothing
 from areal_q.models import Decoder, DecoderConfig, init_weights
 from areal_q.quant import dequantize_state, is_quantized
 from bench.learner.sixteen_bits import random_rows, random_weights
-from rollout.evaluation.format_error import Reference, Text
+from rollout.evaluation.format_error import AnsweredText, Reference
 
 CONFIG = DecoderConfig(
     family="llama", vocab_size=32, width=64, layers=1, heads=4, kv_heads=2, head_dim=16, mlp=96,
@@ -19,7 +19,7 @@ CONFIG = DecoderConfig(
 def test_random_weights_are_neighbours_and_right_in_the_mean(format: str):
     model = Decoder(CONFIG).requires_grad_(False)
     init_weights(model, seed=3)
-    reference = Reference(model, [Text([3, 4, 5, 6, 7, 8, 9], 3)])
+    reference = Reference(model, [AnsweredText([3, 4, 5, 6, 7, 8, 9], 3)])
     folds = reference.folds(format, Smoothing())
     drawn = [
         dequantize_state(random_weights(reference, format, folds, seed), format)

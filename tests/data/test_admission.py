@@ -20,7 +20,7 @@ from areal_q.errors import BufferFull, RecordError, TaskError
 from areal_q.messages import Array, Ticket, decode_ticket, encode
 from areal_q.system.run_dir import differences, with_digests
 from areal_q.tasks import Problem, build_task, build_tokenizer, columns_for, problem_at
-from areal_q.tasks.ordering.pass_rates import Drawn
+from areal_q.tasks.ordering.pass_rates import DrawnProblem
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
 from learner import checkpoint
 from learner.build import build_admission
@@ -246,7 +246,7 @@ class History:
         self.asked: dict[int, int] = {}
 
     @property
-    def drawn(self) -> dict[int, Drawn]:
+    def drawn(self) -> dict[int, DrawnProblem]:
         return self.admission.order._pools[""].drawn
 
     def work(self, count: int) -> None:

@@ -25,7 +25,7 @@ from areal_q.config import (
 )
 from areal_q.messages import Array, Branch, Group, VersionSpan, parts
 from buffer.sampling.replay_pool import SampledGroups
-from learner.backends.messages import Piece
+from learner.backends.messages import SentSample
 from learner.backends.single_device import token_logprobs
 from learner.data.packing import Sample, pack_samples, samples_of, unlearnt_samples
 from learner.data.staleness import VersionHistory
@@ -79,7 +79,7 @@ def test_each_token_is_in_one_sample_behind_its_path(group: Group) -> None:
     for place, (sample, (before, own)) in enumerate(zip(samples, expected, strict=True)):
         assert sample.prompt_ids.tolist() == before.tolist()
         assert sample.trajectory == own and len(sample.lag) == own.num_tokens
-        assert Piece.of(sample).sample().share == sample.share
+        assert SentSample.of(sample).sample().share == sample.share
         if not sample.branch:
             assert sample.shared == 0
             continue

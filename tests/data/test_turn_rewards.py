@@ -37,7 +37,7 @@ from bench import records
 from buffer.admin.tables import group_facts, group_view
 from buffer.logs.trajectory_schema import groups_from_table, groups_to_table
 from buffer.sampling.replay_pool import SampledGroups
-from learner.backends.messages import Piece
+from learner.backends.messages import SentSample
 from learner.data.packing import Sample, pack_samples, samples_of
 from learner.data.staleness import VersionHistory
 from learner.data.turn_rewards import is_uniform, returns_of
@@ -312,7 +312,7 @@ def test_penalties_come_off_the_episodes_own_reward(
     """π_prox / π_ref is e at every token: 0.1 for each that counts, at every turn."""
     group = group_of(episode([1, 1]), episode([0, 1, 0]))
     samples = [
-        Piece.of(s).sample()
+        SentSample.of(s).sample()
         for s in samples_of(SampledGroups([group], [2.0]), DrGrpo(), VersionHistory(4), 1)
     ]
     batch = pack_samples(samples)
@@ -335,7 +335,7 @@ def test_a_masked_episode_stays_in_the_baseline(make_run: Callable[..., Run], cf
     cut = replace(episode([2, 0, 1]), finish_reason="length")
     group = group_of(episode([1, 1, 1]), cut)
     samples = [
-        Piece.of(s).sample()
+        SentSample.of(s).sample()
         for s in samples_of(SampledGroups([group]), cfg, VersionHistory(4), 1, mask=("length",))
     ]
     batch = pack_samples(samples)

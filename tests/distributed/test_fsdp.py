@@ -21,7 +21,7 @@ from areal_q.errors import CheckpointError
 from areal_q.messages import Array
 from learner import checkpoint
 from learner.backends.data_parallel import ALONE, KINDS, Ranks, decoded, encoded, shares
-from learner.backends.messages import Piece
+from learner.backends.messages import SentSample
 from learner.backends.single_device import TorchPolicy
 from learner.build import of_whole
 from learner.checkpoint.files import State
@@ -389,13 +389,15 @@ def test_sample_arrives_as_sent_and_a_filler_counts_for_nothing(
     make_samples: MakeSamples,
 ):
     for sample in make_samples(5):
-        sent = msgspec.msgpack.decode(msgspec.msgpack.encode(Piece.of(sample)), type=Piece).sample()
+        sent = msgspec.msgpack.decode(
+            msgspec.msgpack.encode(SentSample.of(sample)), type=SentSample
+        ).sample()
         assert (sent.ticket, sent.advantage, sent.weight) == (sample.ticket, sample.advantage, 1.0)
         assert sent.trajectory == sample.trajectory
         assert np.array_equal(sent.prompt_ids, sample.prompt_ids)
         assert np.array_equal(sent.lag, sample.lag)
         none = masked(sample)
-        assert not none.counted.any() and Piece.of(none).sample().masked
+        assert not none.counted.any() and SentSample.of(none).sample().masked
 
 
 def test_every_kind_of_metric_arrives_as_it_was_sent():

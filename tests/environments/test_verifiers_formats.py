@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from helpers.openai_server.verifiers_place import PYTHON, with_verifiers
 
-from rollout.reply_formats.base import Asked, joined
+from rollout.reply_formats.base import ReplyRequest, joined
 from rollout.reply_formats.table import FORMATS
 
 RENDERERS = {
@@ -89,7 +89,7 @@ def test_calls_that_verifiers_writes_are_read_back(format: str, name: str) -> No
     lines = [json.loads(line) for line in ran.stdout.splitlines()]
     tools: Any = [{"type": "function", "function": function} for function in functions]
     for some, (prompt, text, end) in zip(calls, lines, strict=True):
-        parser = FORMATS[format].parser(Asked(tools, prompt))
+        parser = FORMATS[format].parser(ReplyRequest(tools, prompt))
         parts = joined([*parser.feed(text + end * (end == "</tool_call>")), *parser.end()])
         found = [(part.name, json.loads(part.text)) for part in parts if part.kind == "call"]
         assert found == some, (text, parts)

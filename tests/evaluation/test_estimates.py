@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from areal_q.evaluation.estimates import (
     Answered,
-    Reply,
+    ScoredReply,
     estimates,
     estimates_by_source,
     interval,
@@ -21,8 +21,8 @@ from areal_q.evaluation.estimates import (
 )
 
 
-def reply(given: str | None, correct: bool = False) -> Reply:
-    return Reply(
+def reply(given: str | None, correct: bool = False) -> ScoredReply:
+    return ScoredReply(
         response=given or "", given=given, correct=correct, reward=0.0, tokens=1, finished=True
     )
 
@@ -99,8 +99,8 @@ def test_bootstrap_holds_the_mean_about_95_times_in_100():
 
 
 def test_answers_that_could_not_be_scored_are_left_out():
-    def reply(correct: bool, failed: bool = False) -> Reply:
-        return Reply(
+    def reply(correct: bool, failed: bool = False) -> ScoredReply:
+        return ScoredReply(
             response="",
             given="1",
             correct=correct,

@@ -20,16 +20,16 @@ from areal_q.quant.smoothing import SmoothingScales
 from areal_q.tasks import CharTokenizer
 from learner.backends.single_device import TorchPolicy
 from learner.publishing.version_builder import VersionBuilder
-from rollout.evaluation.format_error import Error, Reference, Text, quantize_only
+from rollout.evaluation.format_error import AnsweredText, Error, Reference, quantize_only
 from rollout.evaluation.format_parts import outliers, parts
 from rollout.evaluation.format_texts import answered, read_conversations
-from rollout.evaluation.formats import Row, advised, main, measured, shown, to_take
+from rollout.evaluation.formats import FormatRow, advised, main, measured, shown, to_take
 
 CONFIG = DecoderConfig(
     family="llama", vocab_size=CharTokenizer().vocab_size, width=64, layers=2, heads=4, kv_heads=2,
     head_dim=16, mlp=96, max_positions=64, eos_ids=(1,),
 )  # fmt: skip
-TEXTS = [Text([3, 4, 5, 6, 7, 8, 9], 3), Text([9, 8, 7, 6, 5], 2)]
+TEXTS = [AnsweredText([3, 4, 5, 6, 7, 8, 9], 3), AnsweredText([9, 8, 7, 6, 5], 2)]
 
 
 @pytest.fixture
@@ -172,16 +172,16 @@ def error(mean: float, noise: float) -> Error:
 def test_the_advice_names_quiet_formats_and_what_was_learnt():
     rows = advised(
         [
-            Row(format="bf16", error=error(0.002, 1e-5), bytes=200),
-            Row(format="int8", error=error(0.28, 0.27), bytes=100),
-            Row(format="int8", smoothed=True, error=error(0.15, 0.12), bytes=100),
-            Row(format="weight-only", error=error(0.06, 1e-5), bytes=101),
-            Row(format="fp8", error=error(0.3, 0.2), bytes=100),
-            Row(format="fp8", smoothed=True, error=error(0.29, 0.2), bytes=100),
-            Row(format="four bits", error=error(0.9, 0.2), bytes=50),
-            Row(format="int4", error=error(0.9, 1e-5), bytes=90),
-            Row(format="int4", smoothed=True, error=error(0.5, 1e-5), bytes=90),
-            Row(format="refused", says="not for this model: …"),
+            FormatRow(format="bf16", error=error(0.002, 1e-5), bytes=200),
+            FormatRow(format="int8", error=error(0.28, 0.27), bytes=100),
+            FormatRow(format="int8", smoothed=True, error=error(0.15, 0.12), bytes=100),
+            FormatRow(format="weight-only", error=error(0.06, 1e-5), bytes=101),
+            FormatRow(format="fp8", error=error(0.3, 0.2), bytes=100),
+            FormatRow(format="fp8", smoothed=True, error=error(0.29, 0.2), bytes=100),
+            FormatRow(format="four bits", error=error(0.9, 0.2), bytes=50),
+            FormatRow(format="int4", error=error(0.9, 1e-5), bytes=90),
+            FormatRow(format="int4", smoothed=True, error=error(0.5, 1e-5), bytes=90),
+            FormatRow(format="refused", says="not for this model: …"),
         ]
     )
     bf16, int8, smoothed, weight_only, fp8, _, four, int4, awq, refused = (r.says for r in rows)
@@ -198,13 +198,13 @@ def test_the_advice_names_quiet_formats_and_what_was_learnt():
 @pytest.mark.parametrize(("nats", "will"), [(0.19, True), (0.21, False)])
 def test_what_was_learnt_elsewhere_holds_no_further_off(nats: float, will: bool):
     rows = [
-        Row(format="int8", smoothed=True, error=error(nats, 0.1), bytes=100),
-        Row(format="fp8", error=error(0.01, 1e-3), bytes=100),
-        Row(format="int8-weight", error=error(0.3, 1e-5), bytes=100),
-        Row(format="nf4", error=error(0.7, 1e-5), bytes=50),
-        Row(format="int4", smoothed=True, error=error(0.5, 1e-5), bytes=50),
-        Row(format="int4-fp8", error=error(0.4, 0.2), bytes=50),
-        Row(format="nvfp4", says="not for this model: …"),
+        FormatRow(format="int8", smoothed=True, error=error(nats, 0.1), bytes=100),
+        FormatRow(format="fp8", error=error(0.01, 1e-3), bytes=100),
+        FormatRow(format="int8-weight", error=error(0.3, 1e-5), bytes=100),
+        FormatRow(format="nf4", error=error(0.7, 1e-5), bytes=50),
+        FormatRow(format="int4", smoothed=True, error=error(0.5, 1e-5), bytes=50),
+        FormatRow(format="int4-fp8", error=error(0.4, 0.2), bytes=50),
+        FormatRow(format="nvfp4", says="not for this model: …"),
     ]
     eight, four = to_take(rows)
     smoothed = ", or rollout.format=int8 rollout.smoothing.alpha=0.5" * will

@@ -25,7 +25,7 @@ from areal_q.launch import cli, ray_job, role, sky, slurm
 from areal_q.launch.cluster import Cluster
 from areal_q.launch.place import (
     PASSWORD,
-    Endpoint,
+    RunAddresses,
     prepared,
     read_ended,
     read_endpoint,
@@ -455,7 +455,7 @@ def test_roles_take_the_environment_that_setup_made(
     """As `areal-q run` does."""
     place = prepared(load(config, [f"root={tmp_path}"]))
     at = {"host": "h", "redis": "redis://h:1", "announce": 2, "fetch": 3, "ranks": 4, "start": ""}
-    write_endpoint(place, Endpoint(**at))
+    write_endpoint(place, RunAddresses(**at))
     monkeypatch.setattr(f"areal_q.launch.role.{name}_python", lambda run: f"/{name}/python")
     assert run_here("role", role.main, f"{name}-once", str(place)).returncode == 0
     ((python, command),) = begun
@@ -480,7 +480,7 @@ def test_a_second_learner_leaves_the_first_alone(
 ):
     """The other hosts of its start end too, which would wait for it in vain."""
     place = prepared(load(config, [f"root={tmp_path}"]))
-    first = Endpoint(host="h", redis="redis://h:1", announce=2, fetch=3, ranks=4, start="one")
+    first = RunAddresses(host="h", redis="redis://h:1", announce=2, fetch=3, ranks=4, start="one")
     write_endpoint(place, first)
     monkeypatch.setattr(role, "_GIVE_UP_S", 0.0)
     monkeypatch.setattr(role, "answers", lambda url: True)

@@ -34,7 +34,7 @@ from learner.policy_update import update_policy
 from learner.publishing.version_builder import VersionBuilder
 from rollout.engines.base import Completion
 from rollout.engines.reference.inference_model import InferenceModel
-from rollout.engines.reference.kv_cache import KVCache, Piece, PrefillAttention
+from rollout.engines.reference.kv_cache import KVCache, PrefillAttention, PromptPiece
 from rollout.engines.reference.ops import TorchOps
 
 QARL = "learner.precision=qarl"
@@ -79,7 +79,7 @@ def gap_to_plain_engine(weights: WeightVersion, samples: list[Sample]) -> np.nda
         response = torch.tensor(s.trajectory.response_ids.numpy()).long()
         ids = torch.cat((torch.from_numpy(s.prompt_ids).long(), response))
         cache = KVCache(model.config, "cpu")
-        piece = Piece(ids.numpy(), 0, cache.take(pages_of(len(ids))))
+        piece = PromptPiece(ids.numpy(), 0, cache.take(pages_of(len(ids))))
         prefill = PrefillAttention(cache, [piece])
         logits = model.logits(model.forward(ids, torch.arange(len(ids)), prefill))
         logp = logits[len(s.prompt_ids) - 1 : -1].log_softmax(-1)

@@ -111,8 +111,8 @@ def test_no_completion_request_reaches_the_next_one(served: Served, body: dict[s
 SAID: dict[str, Any] = {"messages": [{"role": "user", "content": "1+2="}], "max_tokens": 4}
 CHATS: dict[str, tuple[Any, dict[str, Any]]] = {
     "/chat/completions": (ChatBody, SAID),
-    "/responses": (responses.Asked, {"input": "1+2=", "max_output_tokens": 4}),
-    "/messages": (messages.Asked, SAID),
+    "/responses": (responses.ResponsesRequest, {"input": "1+2=", "max_output_tokens": 4}),
+    "/messages": (messages.MessagesRequest, SAID),
 }
 
 

@@ -109,8 +109,8 @@ def test_every_field_of_a_message_is_decided(role: str, kind: Any) -> None:
 SOUND: dict[type, dict[str, Any]] = {
     **{kind: said for kind, (said, _) in BODIES.items()},
     TokensBody: {"prompt": [1]},
-    responses.Asked: {"input": "?"},
-    messages.Asked: {"messages": [], "max_tokens": 5},
+    responses.ResponsesRequest: {"input": "?"},
+    messages.MessagesRequest: {"messages": [], "max_tokens": 5},
     messages.Counted: {"messages": []},
     RewardBody: {"reward": 1.0},
     BeginEpisode: {},

@@ -23,7 +23,7 @@ from areal_q.tasks import (
     problem_at,
 )
 from areal_q.tasks.lazy import Lazy
-from areal_q.tasks.ordering.mixture import Joined, turn, turns
+from areal_q.tasks.ordering.mixture import MixedProblems, turn, turns
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any))
@@ -55,7 +55,7 @@ def mixed(*settings: str) -> Run:
 
 def test_a_task_gets_its_problems_in_its_own_epochs():
     task = build_task(mixed().task)
-    assert isinstance(task.train, Joined) and list(task.train.parts) == ["down", "sums"]
+    assert isinstance(task.train, MixedProblems) and list(task.train.parts) == ["down", "sums"]
     sums = task.train.parts["sums"]
 
     drawn = [problem_at(task, number, seed=7) for number in range(4 * len(sums))]
@@ -69,7 +69,7 @@ def test_a_task_gets_its_problems_in_its_own_epochs():
 
 
 def test_joined_is_the_sequence_of_its_parts():
-    joined = Joined(
+    joined = MixedProblems(
         {
             "b": [Problem("3", ""), Problem("4", "")],
             "a": Lazy(lambda i: Problem(str(i), ""), range(3)),

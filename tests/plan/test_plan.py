@@ -28,11 +28,11 @@ from areal_q.models import DecoderConfig, Experts
 from areal_q.observability.metrics_log import read_metrics
 from areal_q.plan import cli
 from areal_q.plan.calibration import measured
-from areal_q.plan.estimate import Estimate, estimate
+from areal_q.plan.estimate import RunEstimate, estimate
 from areal_q.plan.hardware import CPU_SHARES, GPUS, Device, Hardware, hardware, on_gpus, processor
 from areal_q.plan.speed import (
+    HardwareSplit,
     Load,
-    Split,
     expected_lag,
     learner_flop,
     learner_seconds,
@@ -176,7 +176,7 @@ def test_workers_were_busy_as_expected_within_15_percent(
     """For a step and its part of an evaluation, on two cores with AVX512-BF16 and VNNI: docs/sizing.md."""
     run = load(ROOT / "configs" / f"{config}.toml", [*settings, "learner.dtype=bfloat16"])
     device = replace(cpu(245).device, bfloat16=490e9, eight_bits=980e9, bandwidth=20e9)
-    found = speed(run, shape, load_, Hardware(device, 1), Split(1, 1))
+    found = speed(run, shape, load_, Hardware(device, 1), HardwareSplit(1, 1))
     assert found.workers_s == pytest.approx(seconds, rel=0.15)
 
 
@@ -217,7 +217,7 @@ def test_evaluations_and_the_longest_response_take_workers_time():
 
 def test_a_step_takes_what_both_need_of_the_cores():
     run = load(None, [*SUMS, "learner.threads=2", "eval.every=1000"])
-    made = speed(run, SMOLLM2, Load(Lengths(46, 19)), cpu(33.4), Split(1, 1))
+    made = speed(run, SMOLLM2, Load(Lengths(46, 19)), cpu(33.4), HardwareSplit(1, 1))
     assert made.step_s == pytest.approx((2 * made.learner_s + made.workers_s) / 2)
     assert made.step_s > max(made.learner_s, made.workers_s)
 
@@ -283,7 +283,7 @@ def test_staleness_follows_from_who_is_slower(
 
 def test_idle_shares_are_those_of_the_slower_side():
     run = load(None, SUMS)
-    made = speed(run, SMOLLM2, Load(Lengths(46, 19), 0.3), cpu(33.4), Split(1, 1))
+    made = speed(run, SMOLLM2, Load(Lengths(46, 19), 0.3), cpu(33.4), HardwareSplit(1, 1))
     assert made.step_s == max(made.learner_s, made.workers_s) == made.workers_s
     assert (
         made.learner_idle == pytest.approx(1 - made.learner_s / made.workers_s)
@@ -294,7 +294,7 @@ def test_idle_shares_are_those_of_the_slower_side():
         SMOLLM2,
         Load(Lengths(46, 19)),
         cpu(33.4),
-        Split(1, 1),
+        HardwareSplit(1, 1),
     )
     assert alone.step_s == pytest.approx(alone.learner_s + alone.workers_s)
 
@@ -398,7 +398,7 @@ def test_a_gpu_of_an_engine_on_several_has_to_hold_its_part():
     served = ["rollout.engine.tensor_parallel=2", "rollout.engine.slots=512"]
     run = gpu_run(*served, *FRUGAL, "rollout.sampling.max_tokens=3000")
 
-    def with_room(nbytes: float) -> Estimate:
+    def with_room(nbytes: float) -> RunEstimate:
         on = hardware("mine:8", 100, 1000, nbytes / 1e9)
         return estimate(run, SEVEN_BILLION, Load(Lengths(200, 1024)), on, 6)
 
@@ -413,7 +413,7 @@ def test_a_gpu_of_an_engine_on_several_has_to_hold_its_part():
 def test_what_shares_a_gpu_has_to_fit_together():
     """Either of the two would fit alone."""
 
-    def with_room(nbytes: float) -> Estimate:
+    def with_room(nbytes: float) -> RunEstimate:
         on = hardware("mine", 100, 1000, nbytes / 1e9)
         return estimate(gpu_run(*FRUGAL), SEVEN_BILLION, Load(Lengths(200, 1024)), on)
 
@@ -453,7 +453,7 @@ def test_threads_of_all_processes_compute_a_step():
 def test_processes_of_the_learner_are_its_gpus():
     on, work = hardware("h100:8", 0, 0, 0), Load(Lengths(200, 1024))
     made = estimate(gpu_run("learner.processes=3"), SEVEN_BILLION, work, on)
-    assert made.speed.split == Split(3, 5) and not made.others
+    assert made.speed.split == HardwareSplit(3, 5) and not made.others
 
 
 def test_more_workers_are_advised_where_the_learner_would_wait():
@@ -488,7 +488,7 @@ def logged_run(directory: Path, steps: int, on: Hardware | None = None, gpus: in
     run = load(None, [*SUMS, "name=logged", f"root={directory.parent}"])
     load_, on = Load(Lengths(46, 19), 0.5), on or cpu(33.4)
     busy = 2 * learner_seconds(run, SMOLLM2, load_, on, gpus)[0]
-    rate = speed(run, SMOLLM2, load_, on, Split(gpus, 1)).worker_tokens_s / 2
+    rate = speed(run, SMOLLM2, load_, on, HardwareSplit(gpus, 1)).worker_tokens_s / 2
     directory.mkdir()
     (directory / "config.toml").write_text(dump_toml(run))
     records = [

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from areal_q.config import Lora, Run, dump_toml
 from areal_q.observability.metrics_log import MetricsLog
 from areal_q.tasks import build_task, build_tokenizer
-from learner.backends.messages import Piece
+from learner.backends.messages import SentSample
 from learner.backends.single_device import TorchPolicy
 from learner.build_policy import build_policy
 from learner.policy_update import update_policy
@@ -36,7 +36,7 @@ from learner import checkpoint
 from learner.build_policy import build_model
 from learner.checkpoint.async_writer import CheckpointWriter
 from learner.publishing.version_builder import VersionBuilder, new_ranges
-from learner.backends.messages import Piece
+from learner.backends.messages import SentSample
 from learner.policy_update import SingleProcessUpdater, update_policy
 from learner.backends.single_device import TorchPolicy
 
@@ -51,7 +51,7 @@ if checkpoint.steps(checkpoints):
 builder = VersionBuilder(run, policy.sticky)
 writer = CheckpointWriter(checkpoints, run.checkpoint)
 policy.readers.append(writer.wait_until_read)
-steps = msgspec.msgpack.decode((directory / "samples").read_bytes(), type=list[list[Piece]])
+steps = msgspec.msgpack.decode((directory / "samples").read_bytes(), type=list[list[SentSample]])
 while True:
     print(step, builder.build(policy.model, step).manifest.digest, flush=True)
     if step == killed_at:
@@ -88,7 +88,7 @@ def test_killed_learner_goes_on_to_publish_the_same_versions(
     make_run: MakeRun, make_samples: MakeSamples, tmp_path: Path
 ):
     run = make_run(*SETTINGS, "rollout.format=nvfp4")
-    pieces = [[Piece.of(s) for s in make_samples(6, seed, vocab=13)] for seed in range(STEPS)]
+    pieces = [[SentSample.of(s) for s in make_samples(6, seed, vocab=13)] for seed in range(STEPS)]
     for name in ("whole", "broken"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.toml").write_text(dump_toml(run))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from areal_q.config import Chat
 from areal_q.tasks import CharTokenizer, load_tokenizer
 from areal_q.tasks.encoding.reply_signs import OF_CALLS
-from rollout.reply_formats.base import Asked, Part, joined
+from rollout.reply_formats.base import ReplyPart, ReplyRequest, joined
 from rollout.reply_formats.table import FORMATS, format_of
 
 
@@ -27,33 +27,33 @@ HERE = '<tool_call>\n{"name": "f", "arguments": {"n": 1, "s": "2"}}\n</tool_call
 XML = "<function=f>\n<parameter=n>\n1\n</parameter>\n<parameter=s>\n2\n</parameter>\n</function>"
 GLM = "f\n<arg_key>n</arg_key>\n<arg_value>1</arg_value>\n<arg_key>s</arg_key>\n<arg_value>2</arg_value>\n"
 TO_F = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"n": 1, "s": "2"}'
-F, G = Part("call", '{"n": 1, "s": "2"}', "f"), Part("call", "{}", "g")
+F, G = ReplyPart("call", '{"n": 1, "s": "2"}', "f"), ReplyPart("call", "{}", "g")
 BROKEN = "<tool_call>\n{'name': f}\n</tool_call>"
 NUMBER = '<tool_call>{"name": "f", "arguments": 3}</tool_call>'
 JSON_F = '{"name": "f", "arguments": {"n": 1, "s": "2"}, "id": "a23456789"}'
 LLAMA_F = '{"name": "f", "parameters": {"n": 1, "s": "2"}}'
-HM, SO = Part("reasoning", "hm"), Part("content", "so")
+HM, SO = ReplyPart("reasoning", "hm"), ReplyPart("content", "so")
 NEXT = "<|end|><|start|>assistant"
 ANALYSIS = "<|channel|>analysis<|message|>hm"
 ODD = ("NaN", "-Infinity", "1e999", '"\\ud800"')
 """What Python's JSON reads and the standard does not know"""
-REPLIES: dict[str, list[tuple[str, list[Part]]]] = {
+REPLIES: dict[str, list[tuple[str, list[ReplyPart]]]] = {
     "hermes": [
         (HERE, [F]),
         (f'so\n{HERE}\n<tool_call>\n{{"name": "g"}}\n</tool_call>', [SO, F, G]),
         (f"<think>\nhm\n</think>\n\nso\n{HERE}", [HM, SO, F]),
-        (f"<think>\n{HERE}\n</think>\n\nno", [Part("reasoning", HERE), Part("content", "no")]),
-        ("<think>\n\n</think>\n\nyes\n", [Part("content", "yes\n")]),
-        ("so <think>", [Part("content", "so <think>")]),
-        (BROKEN, [Part("content", BROKEN)]),
-        (HERE[:-3], [Part("content", HERE[:-3])]),
-        (NUMBER, [Part("content", NUMBER)]),
-        (" < so <tool", [Part("content", " < so <tool")]),
+        (f"<think>\n{HERE}\n</think>\n\nno", [ReplyPart("reasoning", HERE), ReplyPart("content", "no")]),
+        ("<think>\n\n</think>\n\nyes\n", [ReplyPart("content", "yes\n")]),
+        ("so <think>", [ReplyPart("content", "so <think>")]),
+        (BROKEN, [ReplyPart("content", BROKEN)]),
+        (HERE[:-3], [ReplyPart("content", HERE[:-3])]),
+        (NUMBER, [ReplyPart("content", NUMBER)]),
+        (" < so <tool", [ReplyPart("content", " < so <tool")]),
     ],
     "qwen-xml": [
         (f"<think>\nhm\n</think>\n\n<tool_call>\n{XML}\n</tool_call>", [HM, F]),
         ("<tool_call>\n<function=g>\n</function>\n</tool_call>", [G]),
-        ("<tool_call>\nf(1)\n</tool_call>", [Part("content", "<tool_call>\nf(1)\n</tool_call>")]),
+        ("<tool_call>\nf(1)\n</tool_call>", [ReplyPart("content", "<tool_call>\nf(1)\n</tool_call>")]),
     ],
     "glm": [
         (f"<think>hm</think>\nso\n<tool_call>{GLM}</tool_call>", [HM, SO, F]),
@@ -64,27 +64,27 @@ REPLIES: dict[str, list[tuple[str, list[Part]]]] = {
         ('[TOOL_CALLS] [' + JSON_F + ', {"name": "g", "arguments": {}}]', [F, G]),
         ('so[TOOL_CALLS]f[ARGS]{"n": 1, "s": "2"}[TOOL_CALLS]g[CALL_ID]a23456789[ARGS]{}', [SO, F, G]),
         ("[THINK]hm[/THINK]so", [HM, SO]),
-        ("[TOOL_CALLS]f(1)", [Part("content", "[TOOL_CALLS]f(1)")]),
+        ("[TOOL_CALLS]f(1)", [ReplyPart("content", "[TOOL_CALLS]f(1)")]),
     ],
     "llama-json": [
         (LLAMA_F, [F]),
         (f'<|python_tag|>{LLAMA_F}; {{"name": "g", "parameters": {{}}}}', [F, G]),
-        ("{so", [Part("content", "{so")]),
-        ('so {"name": "g"}', [Part("content", 'so {"name": "g"}')]),
+        ("{so", [ReplyPart("content", "{so")]),
+        ('so {"name": "g"}', [ReplyPart("content", 'so {"name": "g"}')]),
     ],
     "gpt-oss": [
         (f"{ANALYSIS}{NEXT}{TO_F}<|call|>", [HM, F]),
         (f"{ANALYSIS}{NEXT}<|channel|>final<|message|>so", [HM, SO]),
         (f"{TO_F}<|call|>", [F]),
         ('<|start|>assistant to=functions.g<|channel|>commentary json<|message|>{}<|call|>', [G]),
-        (TO_F, [Part("content", '{"n": 1, "s": "2"}')]),
+        (TO_F, [ReplyPart("content", '{"n": 1, "s": "2"}')]),
         (' to=functions.g<|channel|>commentary json<|message|>{}<|call|>', [G]),
         ("to=g <|channel|>commentary<|message|>{}<|call|>", [G]),
-        (" to=g", [Part("content", " to=g")]),
-        ("so to=g<|channel|>final<|message|>.", [Part("content", "so to=g.")]),
+        (" to=g", [ReplyPart("content", " to=g")]),
+        ("so to=g<|channel|>final<|message|>.", [ReplyPart("content", "so to=g.")]),
         ("so", [SO]),
     ],
-    "text": [(f"<think>{HERE}", [Part("content", f"<think>{HERE}")])],
+    "text": [(f"<think>{HERE}", [ReplyPart("content", f"<think>{HERE}")])],
 }  # fmt: skip
 CASES = [(name, *case) for name, cases in REPLIES.items() for case in cases]
 OF_JSON = [
@@ -98,25 +98,26 @@ OF_TEXTS = [
     ("glm", "<tool_call>f<arg_key>n</arg_key><arg_value>%s</arg_value></tool_call>"),
 ]
 for odd in ODD:
-    CASES += [(name, text % odd, [Part("content", text % odd)]) for name, text in OF_JSON]
+    CASES += [(name, text % odd, [ReplyPart("content", text % odd)]) for name, text in OF_JSON]
     CASES += [
-        (name, text % odd, [Part("call", json.dumps({"n": odd}), "f")]) for name, text in OF_TEXTS
+        (name, text % odd, [ReplyPart("call", json.dumps({"n": odd}), "f")])
+        for name, text in OF_TEXTS
     ]
     as_json = f'{{"n": {odd}}}'
     CASES.append(
-        ("gpt-oss", f"{TO_F[: -len(F.text)]}{as_json}<|call|>", [Part("content", as_json)])
+        ("gpt-oss", f"{TO_F[: -len(F.text)]}{as_json}<|call|>", [ReplyPart("content", as_json)])
     )
 
 
-WITH_TOOLS = Asked(TOOLS)
+WITH_TOOLS = ReplyRequest(TOOLS)
 
 
-def parsed(name: str, pieces: Sequence[str], asked: Asked = WITH_TOOLS) -> list[Part]:
+def parsed(name: str, pieces: Sequence[str], asked: ReplyRequest = WITH_TOOLS) -> list[ReplyPart]:
     parser = FORMATS[name].parser(asked)
     return joined([part for piece in pieces for part in parser.feed(piece)] + parser.end())
 
 
-def comparable(parts: Sequence[Part]) -> list[Any]:
+def comparable(parts: Sequence[ReplyPart]) -> list[Any]:
     """With arguments as values, since a call that was written as XML has JSON of ours."""
     return [(p.kind, p.name, json.loads(p.text) if p.kind == "call" else p.text) for p in parts]
 
@@ -126,7 +127,7 @@ def test_every_format_has_replies() -> None:
 
 
 @pytest.mark.parametrize(("name", "text", "parts"), CASES)
-def test_a_reply_is_read_in_every_split(name: str, text: str, parts: list[Part]) -> None:
+def test_a_reply_is_read_in_every_split(name: str, text: str, parts: list[ReplyPart]) -> None:
     """Whole, in two pieces wherever one may cut, and character by character."""
     splits = [[text], [*text], *([text[:i], text[i:]] for i in range(1, len(text)))]
     for pieces in splits:
@@ -165,17 +166,17 @@ def test_any_text_is_read_alike_in_any_split(name: str, data: st.DataObject) -> 
     whole = parsed(name, [text])
     assert parsed(name, pieces) == whole == parsed(name, [*text])
     if name == "text":
-        assert whole == [Part("content", text)] * bool(text)
+        assert whole == [ReplyPart("content", text)] * bool(text)
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != "text"])
 def test_without_tools_no_call_is_looked_for(name: str) -> None:
     for _, text, _ in (case for case in CASES if case[0] == name):
-        assert all(part.kind != "call" for part in parsed(name, [text], Asked()))
+        assert all(part.kind != "call" for part in parsed(name, [text], ReplyRequest()))
 
 
 def test_a_prompt_may_have_begun_the_thought() -> None:
-    asked = Asked(TOOLS, "<|im_start|>assistant\n<think>\n")
+    asked = ReplyRequest(TOOLS, "<|im_start|>assistant\n<think>\n")
     found = parsed("hermes", ["hm\n</think>\n\nso"], asked)
     assert found == [HM, SO]
     assert parsed("hermes", ["hm"], asked) == [HM]
@@ -209,7 +210,7 @@ def test_a_bare_text_is_of_the_type_that_the_tool_declares(schema: Any, text: st
     parameters = {"type": "object", "properties": {"x": schema}}
     tools: Any = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     call = f"<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>"
-    found = json.loads(parsed("glm", [call], Asked(tools))[0].text)["x"]
+    found = json.loads(parsed("glm", [call], ReplyRequest(tools))[0].text)["x"]
     assert (found, type(found)) == (value, type(value))
 
 
@@ -242,7 +243,7 @@ def test_qwen_s_own_template_is_read_back(calls: list[tuple[str, dict[str, Any]]
     if any("<|im_end|>" in json.dumps(a) or "</tool_call>" in json.dumps(a) for _, a in calls):
         return
     found = joined(
-        [*(parser := format_of(tokenizer).parser(Asked(TOOLS))).feed(text), *parser.end()]
+        [*(parser := format_of(tokenizer).parser(ReplyRequest(TOOLS))).feed(text), *parser.end()]
     )
     assert [(p.name, json.loads(p.text)) for p in found] == calls
 

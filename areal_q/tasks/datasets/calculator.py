@@ -8,7 +8,7 @@ from decimal import Decimal
 from areal_q.config.tasks import Calculator
 from areal_q.errors import TaskError
 from areal_q.tasks.base import Problem, Score
-from areal_q.tasks.datasets.jsonl_rows import Row, read_rows, split_heldout
+from areal_q.tasks.datasets.jsonl_rows import WorkedRow, read_rows, split_heldout
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def parse_number(text: str) -> Decimal | None:
 
 
 class _Annotations:
-    def __init__(self, rows: Sequence[Row]) -> None:
+    def __init__(self, rows: Sequence[WorkedRow]) -> None:
         self.problems: dict[str, Problem] = {}
         self.skipped = 0
         for problem in (p for row in rows for p in _parse(row.answer)):

@@ -9,7 +9,7 @@ from areal_q.config.tasks import Gsm8k
 from areal_q.errors import TaskError
 from areal_q.tasks.base import Problem, Score
 from areal_q.tasks.datasets.calculator import plain_number
-from areal_q.tasks.datasets.jsonl_rows import Row, read_rows
+from areal_q.tasks.datasets.jsonl_rows import WorkedRow, read_rows
 from areal_q.tasks.grading.boxed import join_digits, last_boxed
 
 _PROMPTS = {
@@ -155,7 +155,7 @@ def answer(response: str) -> str | None:
     return None if value is None else plain_number(value)
 
 
-def _problem(row: Row, template: str) -> Problem:
+def _problem(row: WorkedRow, template: str) -> Problem:
     _, mark, answer = row.answer.rpartition("####")
     if not mark or stated(answer) is None:
         raise TaskError(f"{row.where}: the answer does not end with a line `#### number`")

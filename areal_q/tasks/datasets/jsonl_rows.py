@@ -12,7 +12,7 @@ from areal_q.tasks.datasets.row_files import converted, read_objects
 T = TypeVar("T")
 
 
-class Row(msgspec.Struct, frozen=True):
+class WorkedRow(msgspec.Struct, frozen=True):
     """A question and its worked answer, such as "Natalia sold 48/2 = <<48/2=24>>24 …\\n#### 72"."""
 
     where: str
@@ -28,12 +28,12 @@ class _Line(msgspec.Struct, frozen=True):
     answer: str
 
 
-def read_rows(path: str) -> list[Row]:
+def read_rows(path: str) -> list[WorkedRow]:
     """Returns the rows of what row_files.py reads. Raises TaskError naming file and line, and ConfigError if
     the Hub needs an extra that is not installed."""
     rows = read_objects(path)
     return [
-        Row(where, line.question, line.answer, columns_of(row, where))
+        WorkedRow(where, line.question, line.answer, columns_of(row, where))
         for (where, row), (_, line) in zip(rows, converted(rows, _Line), strict=True)
     ]
 

@@ -18,7 +18,7 @@ Render = Callable[[Sequence[Message], bool], str]
 """A function of messages and of whether the beginning of a reply to them is to follow; returns their text"""
 
 
-class Part(NamedTuple):
+class TextSpan(NamedTuple):
     """The place of a part in the text, in characters."""
 
     start: int
@@ -31,7 +31,7 @@ def assistant_parts(
     prefills: Sequence[str],
     special: re.Pattern[str],
     ends: re.Pattern[str],
-) -> tuple[str, list[Part]]:
+) -> tuple[str, list[TextSpan]]:
     """Returns the text of the conversation, and what its assistant wrote: thoughts, contents, calls of tools,
     and the token that ends each message.
 
@@ -59,7 +59,7 @@ def _part(
     prefills: Sequence[str],
     special: re.Pattern[str],
     ends: re.Pattern[str],
-) -> Part:
+) -> TextSpan:
     prompt = render(messages[:place], True)
     shorter = (prompt.removesuffix(prefill) for prefill in ("", *prefills))
     start = next((len(before) for before in shorter if text.startswith(before)), None)
@@ -71,9 +71,9 @@ def _part(
     so_far = render(messages[: place + 1], False)
     if text.startswith(so_far):
         found = [*special.finditer(text, start, len(so_far))]
-        return Part(start, found[-1].end() if found else len(so_far))
+        return TextSpan(start, found[-1].end() if found else len(so_far))
     # A template that writes a last message otherwise than an earlier one, such as with an empty thought.
     end = ends.search(text, start)
     if end is None:
         raise TaskError(f"message {place + 1}: the chat template ends it with no special token")
-    return Part(start, end.end())
+    return TextSpan(start, end.end())

@@ -32,7 +32,7 @@ from areal_q.decode_errors import in_words
 from areal_q.errors import ConfigError, TaskError
 from areal_q.messages.trajectories import FailureCause
 from areal_q.tasks.base import Completed, Problem, Score
-from areal_q.tasks.grading.reward_process import TIMED_OUT, Ask, Graded, Ready, RewardProcess
+from areal_q.tasks.grading.reward_process import TIMED_OUT, Ask, Graded, RewardProcess, RewardReady
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Isolated:
         self._lock = threading.Lock()
         self._children: set[RewardProcess] = set()
         self._closed = False
-        self._ready = Ready()
+        self._ready = RewardReady()
         self.errors = 0
         """Number of scores that failed or took too long since the start"""
         self.failure = ""

@@ -26,7 +26,7 @@ from areal_q.tasks.grading.child_process import failure_of, frame, private_socke
 from areal_q.tasks.grading.graders import GRADERS, check_extra, is_confined
 from areal_q.tasks.grading.judge import AskedJudge
 from areal_q.tasks.grading.own_reward import Scorer, load_reward, scores_of
-from areal_q.tasks.grading.reward_process import TIMED_OUT, Answer, Ask, Graded, Ready
+from areal_q.tasks.grading.reward_process import TIMED_OUT, Answer, Ask, Graded, RewardReady
 
 _asks = msgspec.msgpack.Decoder(Ask)
 
@@ -37,7 +37,7 @@ def main(kind: str, name: str, function: str, memory_mib: str, timeout_s: str) -
     try:
         scorer = SCORERS[kind](name, function)
     except (ConfigError, TaskError) as error:
-        ready = Ready(error=str(error), extra_missing=isinstance(error, ConfigError))
+        ready = RewardReady(error=str(error), extra_missing=isinstance(error, ConfigError))
         parent.sendall(frame(ready))
         return
     if is_confined((kind, name, function)):
@@ -47,11 +47,13 @@ def main(kind: str, name: str, function: str, memory_mib: str, timeout_s: str) -
         try:
             confine(int(memory_mib), None, site_packages=True)
         except (NotIsolated, OSError) as error:
-            parent.sendall(frame(Ready(error=f"grader {name!r}: {error}")))
+            parent.sendall(frame(RewardReady(error=f"grader {name!r}: {error}")))
             return
     else:
         limit_memory(int(memory_mib) << 20)
-    ready = Ready(ids=scorer.ids, group=scorer.group, at_once=scorer.at_once, whole=scorer.whole)
+    ready = RewardReady(
+        ids=scorer.ids, group=scorer.group, at_once=scorer.at_once, whole=scorer.whole
+    )
     parent.sendall(frame(ready))
     if scorer.at_once:
         asyncio.run(_many(scorer, parent, float(timeout_s)))

@@ -54,7 +54,7 @@ class Answer(msgspec.Struct, frozen=True):
     that are open have their answers, and they with it"""
 
 
-class Ready(msgspec.Struct, frozen=True):
+class RewardReady(msgspec.Struct, frozen=True):
     """A process's first frame: it can score, or why it cannot."""
 
     error: str = ""
@@ -68,7 +68,7 @@ class Ready(msgspec.Struct, frozen=True):
 
 
 _answers = msgspec.msgpack.Decoder(Answer)
-_readiness = msgspec.msgpack.Decoder(Ready)
+_readiness = msgspec.msgpack.Decoder(RewardReady)
 
 
 class RewardProcess:
@@ -77,7 +77,7 @@ class RewardProcess:
 
     def __init__(self, source: tuple[str, str, str], memory_mib: int, timeout_s: float) -> None:
         """Starts the process, whose first frame says whether it is ready."""
-        self.ready, self.over = Ready(), False
+        self.ready, self.over = RewardReady(), False
         """What it said, and whether it has ended or is about to"""
         self.open_at_end = 0
         """Number of questions that were open when its listener noticed the end"""
@@ -101,7 +101,7 @@ class RewardProcess:
         """Number of questions that were posted and have no reply."""
         return len(self._open)
 
-    def begin(self, deadline: float) -> Ready:
+    def begin(self, deadline: float) -> RewardReady:
         """Returns the first frame, and listens from then on if the process scores many at once; `deadline` is
         in monotonic seconds. Raises what `ask` raises."""
         self.ready = _readiness.decode(self._frame(deadline))

@@ -19,7 +19,7 @@ from areal_q.tasks.base import Problem, Task
 from areal_q.tasks.lazy import Lazy, without
 
 
-class Joined(Sequence[Problem]):
+class MixedProblems(Sequence[Problem]):
     """The problems of several tasks, one task after the other by name. Each problem names its own."""
 
     def __init__(self, parts: Mapping[str, Sequence[Problem]], weights: Mapping[str, int]) -> None:
@@ -62,12 +62,12 @@ class Mixture:
         self.heldout: Sequence[Problem] = tuple(p for p in in_turn if p is not None)
         kept = {problem.prompt for problem in self.heldout}
         train = {name: _without(kept, task.train, name) for name, task in tasks.items()}
-        self.train: Sequence[Problem] = Joined(train, weights)
+        self.train: Sequence[Problem] = MixedProblems(train, weights)
 
 
 def parts_of(problems: Sequence[Problem]) -> Mapping[str, Sequence[Problem]]:
     """Returns the problems of each task by its name, which is "" where there is one."""
-    return problems.parts if isinstance(problems, Joined) else {"": problems}
+    return problems.parts if isinstance(problems, MixedProblems) else {"": problems}
 
 
 def turn(weights: tuple[int, ...], number: int) -> tuple[int, int]:

@@ -20,8 +20,8 @@ from areal_q.errors import RecordError, TaskError
 from areal_q.messages import Group, Ticket
 from areal_q.plugins import load_function, place_of, user_code
 from areal_q.tasks.base import Problem
-from areal_q.tasks.ordering.mixture import Joined, parts_of
-from areal_q.tasks.ordering.pass_rates import Drawn, Pools, PoolsState
+from areal_q.tasks.ordering.mixture import MixedProblems, parts_of
+from areal_q.tasks.ordering.pass_rates import DrawnProblem, Pools, PoolsState
 from areal_q.tasks.shuffle import shuffled
 
 _load = cache(lambda path, digest: load_function(path, "order"))
@@ -114,7 +114,7 @@ class Order:
         name, _ = self._turn(number)
         pools = self._pools[name]
         if number not in pools.drawn and 0 <= problem < len(self._parts[name]):
-            pools.take_up(number, Drawn(problem, why))
+            pools.take_up(number, DrawnProblem(problem, why))
 
     def done(self, group: Group) -> None:
         """Ends a ticket whose group is finished, and counts the right answers among those that were scored."""
@@ -130,7 +130,11 @@ class Order:
             self._pools[self._turn(number)[0]].lost([number])
 
     def _turn(self, number: int) -> tuple[str, int]:
-        return self._problems.turn(number) if isinstance(self._problems, Joined) else ("", number)
+        return (
+            self._problems.turn(number)
+            if isinstance(self._problems, MixedProblems)
+            else ("", number)
+        )
 
 
 def try_out(cfg: OrderConfig, problems: Sequence[Problem], seed: int) -> None:

@@ -32,7 +32,7 @@ NEWEST = 0.5
 """Share of the newest group in a pass rate"""
 
 
-class Drawn(NamedTuple):
+class DrawnProblem(NamedTuple):
     """The problem of a ticket, as its place among those of its task, and why it was drawn."""
 
     problem: int
@@ -66,7 +66,7 @@ class Pools:
         }
         """Ordered sets"""
         self._walked = state.walked if state else 0
-        self.drawn = {n: Drawn(*it) for n, it in state.drawn.items()} if state else {}
+        self.drawn = {n: DrawnProblem(*it) for n, it in state.drawn.items()} if state else {}
         """What each ticket drew that is not finished"""
         self._asked = Counter(it.problem for it in self.drawn.values())
         """Number of such tickets by problem"""
@@ -79,7 +79,7 @@ class Pools:
             drawn={number: (it.problem, it.why) for number, it in self.drawn.items()},
         )
 
-    def draw(self, number: int, turn: int) -> Drawn:
+    def draw(self, number: int, turn: int) -> DrawnProblem:
         """Returns what ticket `number` asks for, which has `turn` tickets of its task before it: what it drew
         already, or now the problem whose turn it is."""
         if number not in self.drawn:
@@ -87,14 +87,14 @@ class Pools:
             chosen = next(filter(self._has, (pool, *POOLS)), None)
             if chosen is None:
                 again = "all problems are being asked"
-                self.take_up(number, Drawn(shuffled(turn, self._size, self._seed), again))
+                self.take_up(number, DrawnProblem(shuffled(turn, self._size, self._seed), again))
             else:
                 problem = next(iter(self._pools[chosen]), None)
                 problem = self._at(self._walked) if problem is None else problem
-                self.take_up(number, Drawn(problem, self._why(chosen, pool, problem)))
+                self.take_up(number, DrawnProblem(problem, self._why(chosen, pool, problem)))
         return self.drawn[number]
 
-    def take_up(self, number: int, drawn: Drawn) -> None:
+    def take_up(self, number: int, drawn: DrawnProblem) -> None:
         """Notes what a ticket drew, so that nobody else draws it before the ticket is finished."""
         self.drawn[number] = drawn
         self._asked[drawn.problem] += 1

@@ -5,7 +5,7 @@ import numpy as np
 from areal_q.checks.format_advice import instead, learnt_with, name_of
 from areal_q.config import PretrainedModel, Run
 from learner.doctor.diagnosis.findings import Case, Finding, Rule
-from learner.doctor.diagnosis.token_ratios import Split, by_position, split_by_term
+from learner.doctor.diagnosis.token_ratios import GapTerm, by_position, split_by_term
 
 _LARGE_RMS = 0.05
 """Root mean square of log w, in nats, below which w is within about ±10 % for 95 % of the tokens, which does no
@@ -169,13 +169,13 @@ def _ess(case: Case) -> float:
     return float(w.sum() ** 2 / (len(w) * (w * w).sum()))
 
 
-def _large(case: Case) -> list[Split]:
+def _large(case: Case) -> list[GapTerm]:
     """Returns the terms of the gap, or none if the gap is too small to matter."""
     total = float(np.sqrt(np.mean(case.tokens.log_w**2))) if len(case.tokens) else 0.0
     return split_by_term(case.tokens) if total >= _LARGE_RMS else []
 
 
-def _main(case: Case, term: str) -> Split | None:
+def _main(case: Case, term: str) -> GapTerm | None:
     found = [x for x in _large(case) if x.term == term]
     return next((x for x in found if x.share >= _MAIN_SHARE and x.rms >= _LARGE_RMS), None)
 

@@ -69,7 +69,7 @@ class TokenTable:
 
 
 @dataclass(frozen=True)
-class Split:
+class GapTerm:
     """The contribution of one term."""
 
     term: str
@@ -81,7 +81,7 @@ class Split:
     """The term's share of mean(log² w), negative if it works against the others."""
 
 
-def split_by_term(tokens: TokenTable) -> list[Split]:
+def split_by_term(tokens: TokenTable) -> list[GapTerm]:
     """Returns the contribution of each term, over the tokens whose terms are known; empty if there are none."""
     known = tokens.where(tokens.known)
     if not len(known):
@@ -90,7 +90,7 @@ def split_by_term(tokens: TokenTable) -> list[Split]:
     total = known.terms.sum(-1)
     square = float((total**2).mean())
     return [
-        Split(
+        GapTerm(
             term,
             rms(known.terms[:, i]),
             float(-known.terms[:, i].mean()),

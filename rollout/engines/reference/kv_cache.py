@@ -188,7 +188,7 @@ class States(NamedTuple):
         return States(self.inputs[place], self.memory[place])
 
 
-class Piece(NamedTuple):
+class PromptPiece(NamedTuple):
     """Tokens of a prompt that follow one another, to be computed in one forward pass."""
 
     ids: np.ndarray
@@ -205,7 +205,7 @@ class Piece(NamedTuple):
 class PrefillAttention:
     """Causal attention of the tokens of N pieces, one behind the other, to all before them in their prompts."""
 
-    def __init__(self, cache: KVCache, pieces: Sequence[Piece]) -> None:
+    def __init__(self, cache: KVCache, pieces: Sequence[PromptPiece]) -> None:
         self.cache, self.pieces = cache, pieces
         counts = np.array([len(piece.ids) for piece in pieces])
         starts = np.array([piece.start for piece in pieces])

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from areal_q.config.engines import PAGE, pages_of
 from rollout.engines.reference.async_engine import Job
-from rollout.engines.reference.kv_cache import KVCache, Piece, States
+from rollout.engines.reference.kv_cache import KVCache, PromptPiece, States
 
 
 @dataclass(eq=False)
@@ -32,10 +32,10 @@ class Pass:
 
     def __init__(self, most_tokens: int) -> None:
         self.most_tokens = most_tokens
-        self.pieces: list[Piece] = []
+        self.pieces: list[PromptPiece] = []
         self._widest = self._furthest = 0
 
-    def takes(self, piece: Piece) -> bool:
+    def takes(self, piece: PromptPiece) -> bool:
         """Adds `piece` if there is room. Returns whether there was."""
         widest = max(self._widest, len(piece.ids))
         furthest = max(self._furthest, piece.start + len(piece.ids))
@@ -56,17 +56,17 @@ class PromptQueue:
         self.open: deque[Prompt] = deque()
         """Those that are not computed to their end, the next one first"""
 
-    def next_pieces(self, cache: KVCache) -> tuple[list[Piece], list[Prompt]]:
+    def next_pieces(self, cache: KVCache) -> tuple[list[PromptPiece], list[Prompt]]:
         """Returns the next pieces of as many prompts as fit into a forward pass, and those prompts that end
         with them, whose pieces come last. Prompts that do not end take turns."""
         together = Pass(self.most_tokens)
-        begun, ready = dict[Prompt, Piece](), dict[Prompt, Piece]()
+        begun, ready = dict[Prompt, PromptPiece](), dict[Prompt, PromptPiece]()
         while self.open:
             prompt = self.open[0]
             _reuse(cache, prompt)
             ids, start = prompt.job.request.prompt_ids, prompt.done
             end = min(len(ids), start + self.most_tokens)
-            piece = Piece(ids[start:end], start, prompt.pages, prompt.states)
+            piece = PromptPiece(ids[start:end], start, prompt.pages, prompt.states)
             if not together.takes(piece):
                 break
             self.open.popleft()

@@ -31,8 +31,8 @@ from rollout.engines.reference.delta_layer import DeltaPass
 from rollout.engines.reference.inference_model import InferenceModel
 from rollout.engines.reference.kv_cache import (
     KVCache,
-    Piece,
     PrefillAttention,
+    PromptPiece,
     States,
     combined_attention,
     places,
@@ -188,7 +188,9 @@ class TorchStepper:
         for slot, page in zip(slots, pages, strict=True):
             self.rows[slot].pages.append(page)
 
-    def _forward(self, model: InferenceModel, pieces: list[Piece], ready: list[Prompt]) -> Tensor:
+    def _forward(
+        self, model: InferenceModel, pieces: list[PromptPiece], ready: list[Prompt]
+    ) -> Tensor:
         """Computes the rows' last tokens and `pieces`, and gives rows to the prompts `ready`, whose pieces are
         the last ones. Returns the logits [R, V] of every row's next token."""
         old = len(self.rows)
@@ -398,7 +400,7 @@ class TorchStepper:
             shared = len(list(takewhile(computed.__contains__, pages))) if states is None else 0
             computed.update(pages)
             for start in range(shared * PAGE, len(ids), together.most_tokens):
-                piece = Piece(ids[start : start + together.most_tokens], start, pages, states)
+                piece = PromptPiece(ids[start : start + together.most_tokens], start, pages, states)
                 if not together.takes(piece):
                     self._compute(model, together.pieces)
                     together = Pass(together.most_tokens)
@@ -406,7 +408,7 @@ class TorchStepper:
         if together.pieces:
             self._compute(model, together.pieces)
 
-    def _compute(self, model: InferenceModel, pieces: list[Piece]) -> None:
+    def _compute(self, model: InferenceModel, pieces: list[PromptPiece]) -> None:
         prefill = PrefillAttention(self.cache, pieces)
         texts = DeltaPass(self.batch.states.at(slice(0)), prefill)
         model.forward(prefill.tokens, prefill.positions, prefill, None, texts)

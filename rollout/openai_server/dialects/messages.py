@@ -95,13 +95,13 @@ class Counted(Struct, kw_only=True):
     stream: bool | None = None
 
 
-class Asked(Counted, kw_only=True):
+class MessagesRequest(Counted, kw_only=True):
     """One that is answered."""
 
     max_tokens: Annotated[int, Meta(ge=1, lt=2**31)]
 
 
-def decoded_chat(data: bytes, type: type[Counted] = Asked) -> ChatBody:
+def decoded_chat(data: bytes, type: type[Counted] = MessagesRequest) -> ChatBody:
     """Returns the request in `data` as one for a chat. Raises RecordError for what is not valid or not
     implemented, by its name in this API."""
     found = decoded(data, dict[str, Raw])

@@ -80,7 +80,7 @@ class _Function(Struct, tag_field="type", tag="function"):
 _Item = _Message | _Call | _Output | _Reasoning
 
 
-class Asked(Struct):
+class ResponsesRequest(Struct):
     input: str | list[dict[str, Any]]
     model: str = ""
     instructions: str | None = None
@@ -99,8 +99,8 @@ def decoded_chat(data: bytes) -> ChatBody:
     """Returns the request in `data` as one for a chat. Raises RecordError for what is not valid or not
     implemented, by its name in this API."""
     found = decoded(data, dict[str, Raw])
-    refuse_others(found, {*Asked.__struct_fields__, *_WITHOUT_EFFECT}, _NEUTRAL)
-    asked = decoded(data, Asked)
+    refuse_others(found, {*ResponsesRequest.__struct_fields__, *_WITHOUT_EFFECT}, _NEUTRAL)
+    asked = decoded(data, ResponsesRequest)
     if "tools" in found:
         refuse_unread(anything(found["tools"]), asked.tools, "tools", _HARMLESS)
     if "message.output_text.logprobs" in (asked.include or ()):

@@ -36,7 +36,7 @@ from areal_q.tasks import (
 
 
 @dataclass(frozen=True)
-class Asked:
+class EvalQuestions:
     """Problems for a model, and how its answers are drawn."""
 
     run: Run
