@@ -2,7 +2,9 @@
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
+from unicodedata import normalize
 
 import pytest
 from helpers.paths import ROOT
@@ -214,7 +216,10 @@ def test_a_bare_text_is_of_the_type_that_the_tool_declares(schema: Any, text: st
     assert (found, type(found)) == (value, type(value))
 
 
-texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+# Qwen's tokenizer composes characters (NFC), as others do: what is not composed does not come back.
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20).map(
+    partial(normalize, "NFC")
+)
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | texts,
     lambda v: st.lists(v, max_size=3) | st.dictionaries(texts, v, max_size=3),
