@@ -180,6 +180,7 @@ PARTS = [
     [sums("naive", "int8", "smoothed"), sums("acr", "fp8-channel", "smoothed")],
     [sums("acr", "int4", "qarl")],
     [screen("tis", "bf16", "kv8"), screen("acr", "fp8", "jet"), screen("acr", "fp8")],
+    [screen(x, "int8", "smoothed") for x in ("ppo", "mis", "icepop", "tis")],
 ]
 """In the order of their run: all seeds of a part before the next part"""
 ARMS = [arm for part in PARTS for arm in part]
