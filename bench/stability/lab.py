@@ -16,7 +16,7 @@ bits.
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -150,10 +150,14 @@ def build_engines(run: Run) -> tuple[Engine, Engine]:
     return first, second
 
 
-async def train(run: Run, flaky: Reward | None = None) -> AsyncIterator[Values]:
+async def train(
+    run: Run,
+    flaky: Reward | None = None,
+    watch: Callable[[TorchPolicy, int], None] = lambda policy, version: None,
+) -> AsyncIterator[Values]:
     """Yields each step's metrics, with `eval/accuracy` of the learner's own policy (greedy, bf16 weights) on
     every `eval.every`-th and on the last. `flaky` scores what is trained on in place of the run's own
-    reward. Raises what its parts raise."""
+    reward; `watch` is called for each version that is published. Raises what its parts raise."""
     task, tokenizer, reward = (
         build_task(run.task),
         build_tokenizer(run.model, run.task),
@@ -185,6 +189,7 @@ async def train(run: Run, flaky: Reward | None = None) -> AsyncIterator[Values]:
 
     async def publish(version: int) -> None:
         kept.append(builders[0].build(policy.model, version))
+        watch(policy, version)
         history.add(version, kept[-1].manifest.digest)
         if len(kept) > run.learner.max_lag + 1:
             kept.pop(0)
