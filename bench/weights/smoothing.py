@@ -2,11 +2,12 @@
 
     python -m bench.weights.smoothing          # after `make real-model`; 9 GB
 
-The laboratory (bench/stability/lab.py) trains its arm "int8 acr smoothed" for STEPS steps. Every version is
-made twice more of the same weights, with smoothing's scales and without, TURNS times in turns, and so is its
-delta, which is applied and compared. CPU seconds of one thread, the least of a version's turns; medians over
-the versions, with the least and the largest. What is measured every so many steps, and the scales chosen
-from it, is a part of each step's version. Bytes beside those of all weights in bf16.
+The laboratory (bench/stability/lab.py) trains its arm "int8 acr smoothed" for STEPS steps. From step FIRST on,
+where the learning rate no longer rises, every version is made twice more of the same weights, with smoothing's
+scales and without, TURNS times in turns, and so is its delta, which is applied and compared. CPU seconds of one
+thread, the least of a version's turns; medians over the versions, with the least and the largest. Measuring is
+what choosing the scales takes, by the steps from one time to the next. Bytes are beside those of all weights
+in bf16. Versions after a step that changed nothing, since all of its rewards were equal, are left out.
 Prints a table, and writes it to runs/bench/smoothing.{md,json}.
 """
 
@@ -32,7 +33,7 @@ from bench.stability.run import sums
 from learner.backends.single_device import TorchPolicy
 from learner.publishing.version_builder import VersionBuilder
 
-STEPS, TURNS = 12, 3
+STEPS, FIRST, TURNS = 36, 16, 3
 SMOOTHED, PLAIN = "int8, smoothed", "int8"
 Figures = dict[str, list[float]]
 T = TypeVar("T")
@@ -64,6 +65,8 @@ class Watcher:
         }
 
     def __call__(self, policy: TorchPolicy, version: int) -> None:
+        if version < FIRST:
+            return
         if not self._builders:
             self.dense = 2 * sum(p.numel() for p in policy.model.parameters())
             self._builders = {
@@ -76,7 +79,7 @@ class Watcher:
             lambda: first_folds(policy.model, prompts, self._smoothing, self._run.rollout.format),
         )
         made, coded = {way: list[float]() for way in self._builders}, dict[str, list[float]]()
-        new: dict[str, WeightVersion] = {}
+        new, sizes = dict[str, WeightVersion](), dict[str, int]()
         for _turn in range(TURNS):
             for way, builder in self._builders.items():
                 new[way] = timed(made[way], lambda b=builder: b.build(policy.model, version))
@@ -85,14 +88,16 @@ class Watcher:
                         coded.setdefault(way, []), lambda o=base, n=new[way]: delta.diff(o, n)
                     )
                     assert body is not None
-                    bodies = self.figures[way]["bytes"]
-                    bodies[version - 1 :] = [len(body)]
+                    sizes[way] = len(body)
                     result = delta.apply(base, body, torch.empty_like(base.payload))
                     assert torch.equal(result.payload, new[way].payload)
-        for way in coded:  # the first version of all touches fresh memory, and has no delta
+        old, self._bases = self._bases, new
+        if not old or torch.equal(old[PLAIN].payload, new[PLAIN].payload):
+            return
+        for way in coded:
             self.figures[way]["made"].append(min(made[way]))
             self.figures[way]["delta"].append(min(coded[way]))
-        self._bases = new
+            self.figures[way]["bytes"].append(sizes[way])
         say(f"version {version}: " + ", ".join(f"{w} {self.row(w)}" for w in coded))
 
     def row(self, way: str) -> list[str]:
