@@ -216,7 +216,6 @@ def _check_megatron(cfg: LearnerConfig, backend: MegatronBackend, shape: Decoder
     for name, refused in {
         "learner.backend.tensor with learner.precision": backend.tensor > 1 and aligned,
         "learner.dtype": cfg.products == "bfloat16",
-        "learner.lora": cfg.lora is not None,
         "learner.recompute with learner.router_aux_coef": cfg.recompute and cfg.router_aux_coef > 0,
     }.items():
         if shape.sparse_layers and refused:

@@ -282,16 +282,36 @@ ADAPTED = {
     "data": ("llama", ["rollout.format=int4", *CRITIC, SHARED]),
     "context": ("qwen3", [*SHARE_TOKENS, "rollout.format=nf4", SHARES]),
 }
+ADAPTED_EXPERTS = {
+    "shared": ("moe", ["learner.backend.experts=2", *ROUTES, "rollout.format=nf4", SHARES]),
+    "tensor": ("sparse", ["learner.backend.tensor=2", *ROUTES, "rollout.format=nf4", *CRITIC]),
+    "tensor, shared": (
+        "qwen2_moe",
+        ["learner.backend={tensor=2, experts=2}", "learner.recompute=true", "rollout.format=bf16"],
+    ),
+    "data": ("qwen2_moe", ["rollout.format=nf4", *CRITIC, SHARED, SHARES]),
+    "pipeline, of attention": (
+        "moe",
+        [
+            "learner.backend.pipeline=2",
+            "learner.lora.targets=['q_proj', 'o_proj']",
+            "rollout.format=nf4",
+        ],
+    ),
+}
 
 
 @needs_megatron
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("layouts", [ADAPTED, ADAPTED_EXPERTS], ids=["dense", "experts"])
 def test_adapters_on_a_packed_base_learn_what_torch_does(
-    run_of: Callable[..., Run], make_samples, on_ranks, tmp_path: Path
+    run_of: Callable[..., Run], make_samples, on_ranks, tmp_path: Path, layouts: dict
 ):
-    steps = [rewarded(make_samples(15, seed), seed) for seed in range(3)]
     jobs, policies = {}, {}
-    for name, (shape, settings) in ADAPTED.items():
+    for name, (shape, settings) in layouts.items():
+        steps = [rewarded(make_samples(15, seed), seed) for seed in range(3)]
+        if layers := len(SHAPES[shape].sparse_layers):
+            steps = [with_routes(step, layers) for step in steps]
         run = run_of(shape, *LORA, *settings)
         policies[name] = alone(run)
         update_policy(policies[name], steps[0])

@@ -16,7 +16,7 @@ from helpers.policies import pack_state, save_at
 from msgspec.structs import replace as replaced
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from areal_q.checks.combinations import check_backend, check_family
+from areal_q.checks.combinations import check_family
 from areal_q.checks.model import check_experts
 from areal_q.config import LearnerConfig, TorchBackend, TorchEngine, load
 from areal_q.errors import ConfigError, RecordError
@@ -361,14 +361,12 @@ def test_settings_about_experts_need_experts(asked: str) -> None:
     ("setting", "reason"),
     [
         ("rollout.engine.type=vllm", r"rollout\.engine\.type = 'vllm': .*adapters of experts"),
-        ("learner.backend.type=megatron", r"learner\.lora: not with a mixture of experts on back"),
     ],
 )
 def test_adapters_on_experts_are_refused_by_name(setting: str, reason: str) -> None:
     run = load(None, ["model.experts=4", "learner.lora={}", "rollout.format=bf16", setting])
     with pytest.raises(ConfigError, match=reason):
         check_family(run, CONFIG)
-        check_backend(run, CONFIG)
 
 
 # The learner

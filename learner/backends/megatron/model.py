@@ -232,7 +232,7 @@ def _block(
     lora: AdapterSettings | None,
 ) -> TransformerBlockSubmodules:
     dense = _layer(shape, precision, None, lora)
-    sparse = _layer(shape, precision, shape.experts.count) if shape.experts else dense
+    sparse = _layer(shape, precision, shape.experts.count, lora) if shape.experts else dense
     layers = [sparse if i in shape.sparse_layers else dense for i in _layers(config, stage)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)
 
@@ -258,7 +258,9 @@ def _layer(
         mlps = [mlp.experts.submodules, mlp.shared_experts.submodules]
     if lora:
         for name, spec in specs(shape, lora).items():
-            setattr(attention if hasattr(attention, name) else mlp, name, spec)
+            for part in (attention, *mlps):
+                if hasattr(part, name):
+                    setattr(part, name, spec)
     elif precision != "full":
         attention.linear_qkv, attention.linear_proj = QuantizedColumn, QuantizedRow
         for mlp in mlps:

@@ -9,6 +9,9 @@
 Each source of a fused linear has its own adapter. The base is quantized as in rollouts, and whole on every rank
 of its stage, since scales and blocks extend over what several ranks compute; there is no float copy of it. A
 rank computes some of the base's outputs from all of its inputs, as in quantized_forward.py.
+
+An expert, its base and its adapters are whole on the rank that has it. Around a mixture each rank has a part of
+the tokens (Megatron's sequence parallelism), which a column gathers, and a row divides again.
 """
 # pyright: reportMissingImports=false
 
@@ -20,9 +23,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from megatron.core.parallel_state import get_expert_model_parallel_rank
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -73,19 +79,26 @@ class _Linear(nn.Module, ABC):
         sources: Mapping[str, int],
         on_base: AdapterSettings,
         bias: bool = False,
+        is_expert: bool = False,
         **_: Any,
     ) -> None:
-        """`ins` and `outs` count the inputs and outputs of all ranks, `sources` the outputs of each fused
-        linear by its name."""
+        """`ins` and `outs` count the inputs and outputs of all ranks; `sources` says in what proportion the
+        fused linears, by name, have the outputs. The group of an expert's linear is this rank alone."""
         super().__init__()
         lora, self.format = on_base
-        self.group, self.sources = tp_group, dict(sources)
+        self.group, parts = tp_group, sum(sources.values())
+        self.sources = {name: outs * part // parts for name, part in sources.items()}
+        """Number of outputs of each fused linear."""
+        self.divides_tokens = config.sequence_parallel and not is_expert
         self.scale, self.rank = lora.alpha / lora.rank, lora.rank
         self.ins, self.outs, self.n = ins, outs, tp_group.size()
         self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
         for name in sources:
             if name in lora.targets:
-                self.lora_A[name], self.lora_B[name] = self.factors(name)
+                self.lora_A[name], self.lora_B[name] = factors = self.factors(name)
+                for factor in factors if is_expert else ():
+                    # Ranks have other ranges of it, each of which counts in the gradient's norm.
+                    factor.tensor_model_parallel = True  # type: ignore[attr-defined]
         frozen = nn.Parameter(torch.empty(outs // self.n), requires_grad=False)
         self.bias = frozen if bias else None
 
@@ -102,7 +115,7 @@ class _Linear(nn.Module, ABC):
 
 
 class AdaptedColumn(_Linear):
-    """A linear whose outputs are divided among ranks: x [N, 1, ins] → [N, 1, this rank's outputs]."""
+    """A linear whose outputs are divided among ranks: x [..., ins] → [..., this rank's outputs]."""
 
     def factors(self, name: str) -> tuple[nn.Parameter, nn.Parameter]:
         outs = self.sources[name] // self.n
@@ -117,11 +130,15 @@ class AdaptedColumn(_Linear):
         """The position of each of this rank's outputs among these in the order of the stacked sources."""
 
     def forward(self, input_: Tensor, *_: Any) -> tuple[Tensor, None]:
-        x = copy_to_tensor_model_parallel_region(input_.squeeze(1), self.group)
+        if self.divides_tokens:
+            whole = gather_from_sequence_parallel_region(input_, group=self.group)
+        else:
+            whole = copy_to_tensor_model_parallel_region(input_, self.group)
+        x = whole.flatten(0, -2)
         y: Tensor = _Base.apply(x, self)  # type: ignore[assignment]
         if self.on and self.lora_A:
             y = y + self._adapters(x)[:, self._order] * self.scale
-        return y.unsqueeze(1), None
+        return y.view(*whole.shape[:-1], y.shape[-1]), None
 
     def _adapters(self, x: Tensor) -> Tensor:
         stacked = torch.cat([straight(a) for a in self.lora_A.values()])
@@ -145,7 +162,7 @@ class AdaptedColumn(_Linear):
 
 
 class AdaptedRow(_Linear):
-    """A linear whose inputs are divided among ranks: x [N, 1, this rank's inputs] → [N, 1, outs]. It has one
+    """A linear whose inputs are divided among ranks: x [..., this rank's inputs] → [..., outs]. It has one
     source and no bias."""
 
     def factors(self, name: str) -> tuple[nn.Parameter, nn.Parameter]:
@@ -161,13 +178,16 @@ class AdaptedRow(_Linear):
         self.inputs = entry.part([numbers], r, self.n).flatten()
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
-        x = input_.squeeze(1)
+        x = input_.flatten(0, -2)
         y: Tensor = _Base.apply(x, self)  # type: ignore[assignment]
         for name, a in self.lora_A.items() if self.on else ():
             low = F.linear(x, straight(a))
             low = reduce_from_tensor_model_parallel_region(low, self.group)
             y = y + F.linear(low, straight(self.lora_B[name])) * self.scale
-        return y.unsqueeze(1), None
+        y = y.view(*input_.shape[:-1], y.shape[-1])
+        if self.divides_tokens:
+            y = scatter_to_sequence_parallel_region(y, group=self.group)
+        return y, None
 
     # Of the base
 
@@ -240,13 +260,12 @@ def with_adapters(shapes: Mapping[str, torch.Size], lora: Lora | None) -> dict[s
 
 
 def specs(shape: DecoderConfig, on: AdapterSettings) -> dict[str, ModuleSpec]:
-    """Returns the specs of a layer's linears, by Megatron's names."""
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    """Returns the specs of the linears of attention, of an MLP and of an expert, by Megatron's names."""
     sources = {
-        "linear_qkv": {"q_proj": queries, "k_proj": keys, "v_proj": keys},
-        "linear_proj": {"o_proj": shape.width},
-        "linear_fc1": {"gate_proj": shape.mlp, "up_proj": shape.mlp},
-        "linear_fc2": {"down_proj": shape.width},
+        "linear_qkv": {"q_proj": shape.heads, "k_proj": shape.kv_heads, "v_proj": shape.kv_heads},
+        "linear_proj": {"o_proj": 1},
+        "linear_fc1": {"gate_proj": 1, "up_proj": 1},
+        "linear_fc2": {"down_proj": 1},
     }
     return {
         name: ModuleSpec(
@@ -272,20 +291,24 @@ def load_base(
             own = theirs[name.removesuffix(".weight")].parts if whole else {}
             data = save({k: v.cpu().contiguous() for k, v in own.items()}) if whole else b""
             found.append({k: v.to(device) for k, v in load(ranks.broadcast(data)).items()})
-        for module in modules if entry.stage == stage else ():
+        here = entry.stage == stage and entry.owner in (None, get_expert_model_parallel_rank())
+        for module in modules if here else ():
             linear = module.get_submodule(entry.name.removesuffix(".weight"))
             assert isinstance(linear, AdaptedColumn | AdaptedRow)
             linear.take(found, entry)
 
 
 @contextmanager
-def adapters_off(module: nn.Module) -> Iterator[None]:
-    """A context in which adapters are not applied, so that the model is the reference policy without a copy."""
-    linears = [m for m in module.modules() if isinstance(m, AdaptedColumn | AdaptedRow)]
+def adapters_off(model: Any) -> Iterator[None]:
+    """A context in which adapters are not applied and no routes are replayed, so that the MegatronModel is the
+    reference policy without a copy."""
+    linears = [m for m in model.modules() if isinstance(m, AdaptedColumn | AdaptedRow)]
+    replay, model.replay = model.replay, False
     for linear in linears:
         linear.on = False
     try:
         yield
     finally:
+        model.replay = replay
         for linear in linears:
             linear.on = True
