@@ -15,7 +15,7 @@ from areal_q.config import (
     TorchBackend,
     VllmEngine,
 )
-from areal_q.config.engines import HfEngine
+from areal_q.config.engines import ADDED, HfEngine, adds_exactly
 from areal_q.errors import ConfigError
 from areal_q.models import DecoderConfig
 from areal_q.models.rope_scaling import turned_by
@@ -109,8 +109,9 @@ def _unknown_experts(run: Run, shape: DecoderConfig) -> str:
     engine = run.rollout.engine
     if not shape.sparse_layers:
         return ""
-    if isinstance(engine, VllmEngine) and run.learner.lora:
-        return "its adapters of experts have not been tried; rollout.engine.type = 'torch'"
+    adapted = run.learner.lora is not None
+    if isinstance(engine, VllmEngine) and adapted and not adds_exactly(engine, run.rollout.format):
+        return f"{ADDED}; or rollout.engine.type = 'torch'"
     if isinstance(engine, VllmEngine) and shape.family == "qwen2_moe" and not shape.qkv_bias:
         return "vLLM gives q, k and v biases, which this one lacks; rollout.engine.type = 'torch'"
     if isinstance(engine, HfEngine):

@@ -150,10 +150,22 @@ VLLM_BASES = (
 """Formats to which vLLM adds adapters."""
 
 
+ADDED = (
+    "adapters are added to the weights there, which float32 alone does not round: "
+    "rollout.format = 'bf16' and rollout.engine.dtype = 'float32'"
+)
+
+
+def adds_exactly(engine: VllmEngine | SglangEngine, format: str) -> bool:
+    """Returns True if adapters that are added to weights in `format` are not rounded with these."""
+    return format == "bf16" and engine.dtype == "float32"
+
+
 def no_adapters(engine: EngineConfig, format: str, rank: int) -> str | None:
-    """Returns why `engine` does not run adapters of `rank` on a base in `format`."""
-    if isinstance(engine, SglangEngine):
-        return "learner.lora needs rollout.engine.type = 'torch', 'hf' or 'vllm', which add adapters to a base"
+    """Returns why `engine` does not run adapters of `rank` on a base in `format`. Those of a mixture of experts
+    in vLLM are checked where the model is known."""
+    if isinstance(engine, SglangEngine) and (engine.url or not adds_exactly(engine, format)):
+        return f"learner.lora with SGLang, a server of its own: {ADDED}"
     if not isinstance(engine, VllmEngine):
         return None
     if format not in VLLM_BASES:

@@ -16,6 +16,7 @@ from areal_q.checks.memory import trained_weights
 from areal_q.checks.model import check_model
 from areal_q.checks.settings import preflight
 from areal_q.config import HfEngine, HfModel, PretrainedModel, Run, TorchEngine, load
+from areal_q.config.engines import ADDED
 from areal_q.errors import ConfigError, UserError
 from areal_q.models import load_config, load_frozen
 from areal_q.models.shape import shape_of
@@ -279,6 +280,28 @@ def test_what_would_change_a_family_s_function_is_refused(
     assert check_model(run_of(tmp_path / family)).shape.sinks == (family == "gpt_oss")
     with pytest.raises(UserError, match=complaint):
         check_model(run_of(tmp_path / family, *setting.split()))
+
+
+ADAPTED = ["model.experts=4", "learner.lora={}", "rollout.format=bf16"]
+FLOAT32 = "rollout.engine.dtype=float32"
+
+
+@pytest.mark.parametrize("setting", ["rollout.format=int8", "rollout.engine.dtype=auto"])
+def test_adapters_of_a_mixture_are_added_in_float32(tmp_path: Path, setting: str) -> None:
+    """vLLM has no product for experts beside adapters. Its dense models, and SGLang, are other cases."""
+    vllm = "rollout.engine.type=vllm"
+    check_model(load(None, [*ADAPTED, vllm, FLOAT32]))
+    check_model(load(None, [*ADAPTED[1:], vllm, setting]))
+    check_model(load(None, [*ADAPTED, "rollout.engine.type=sglang", FLOAT32]))
+    run = load(None, [*ADAPTED, vllm, FLOAT32, setting])
+    (found, *_) = model_of(run)
+    assert found.level == "error" and ADDED in found.says
+    with pytest.raises(UserError) as late:
+        build_learner(
+            run, tmp_path, "redis://127.0.0.1:1", "tcp://127.0.0.1:*", "tcp://127.0.0.1:*", False,
+            threading.Event(),
+        )  # fmt: skip
+    assert late.value.lines() == [found.says]
 
 
 def test_what_feeds_gemma_s_further_norms_is_not_known(tmp_path: Path) -> None:

@@ -15,11 +15,21 @@ from helpers.policies import pack_state
 from msgspec.structs import replace
 from transformers import AutoModelForCausalLM
 
-from areal_q.config import HfEngine, Sampling, ScriptedEngine, SglangEngine, TorchEngine, VllmEngine
+from areal_q.config import (
+    HfEngine,
+    Lora,
+    Sampling,
+    ScriptedEngine,
+    SglangEngine,
+    TorchEngine,
+    VllmEngine,
+)
 from areal_q.config.run import EngineConfig
 from areal_q.errors import EngineDied, RecordError, WeightVersionError
 from areal_q.models import Decoder, DecoderConfig, Experts, PackedLayout, Routing, init_weights
 from areal_q.models.low_bit.engine_policy import engine_policy
+from areal_q.models.low_bit.lora import LORA_SCALE, adapt, adapted, adapters_off
+from areal_q.models.low_bit.published_state import published_state
 from areal_q.weights.version import pack_version
 from rollout.engines import ENGINES, build_engine
 from rollout.engines.base import Request
@@ -471,11 +481,7 @@ async def test_a_swapped_mixture_runs_the_published_experts(new_engine, kind, mi
         policy = engine_policy(config, weights.tensors, "bf16")
         for done in await new_engine.generate(request := ask(version, 4, 40)):
             ids = torch.tensor([*request.prompt_ids, *done.response_ids])
-            with torch.no_grad():
-                logits = policy.logits(
-                    policy(ids, PackedLayout.of([len(ids)]), routing := Routing())
-                )
-            drawn = logits[2:-1].log_softmax(-1).gather(1, ids[3:, None])[:, 0]
+            drawn = scored(policy, ids, routing := Routing())
             np.testing.assert_allclose(done.logprobs, drawn, 0, 1e-3, err_msg=f"version {version}")
             assert [span.version for span in done.spans] == [version]
             assert (done.routes is not None) == new_engine.capabilities.routes
@@ -483,6 +489,51 @@ async def test_a_swapped_mixture_runs_the_published_experts(new_engine, kind, mi
                 own = torch.stack([routing.own[layer] for layer in sorted(routing.own)], 1)[:-1]
                 assert done.routes.dtype == np.uint8
                 assert np.array_equal(np.sort(done.routes), own.sort(-1).values)
+
+
+@pytest.mark.parametrize(
+    ("shape", "targets"),
+    [
+        (replace(MIXTURE, family="qwen3", experts=None), Lora().targets),
+        (MIXTURE, Lora().targets),
+        (MIXTURE, ("q_proj", "o_proj")),
+        (SHARED, Lora().targets),
+    ],
+    ids=["dense", "experts", "attention", "shared"],
+)
+async def test_swapped_adapters_run_as_the_learner_s(new_engine, kind, shape, targets):
+    """Log-probs are those that the learner's own model has, whose base stays."""
+    if kind not in ("torch", "vllm", "sglang"):
+        pytest.skip("it has no weights, or none of such a model")
+    experts = shape.experts and replace(shape.experts, dense_layers=DENSE.get(kind, ()))
+    config = replace(shape, experts=experts)
+    init_weights(model := Decoder(config), 0)
+    model.load_state_dict({n: 2 * t if t.dim() == 2 else t for n, t in model.state_dict().items()})
+    adapt(model, "bf16", lora := Lora(rank=4, alpha=6.0, targets=targets), 0)
+    adapters = [linear for linear in adapted(model).values() if linear.has_adapter]
+    draw = torch.Generator().manual_seed(0)
+    for version in range(2):
+        for linear in adapters:
+            torch.nn.init.normal_(linear.lora_B.weight, std=0.1, generator=draw)
+        weights = pack_version(
+            published_state(model, "bf16"), run="r", epoch="e", version=version, format="bf16",
+            uaq_scale=1.0, model=config.to_hf(), published_s=0.0, extra={LORA_SCALE: lora.alpha / lora.rank},
+        )  # fmt: skip
+        await new_engine.load_weights(weights)
+        for done in await new_engine.generate(request := ask(version, 4, 40)):
+            ids = torch.tensor([*request.prompt_ids, *done.response_ids])
+            # Products of the torch engine may be of two bfloat16 numbers, not of float32.
+            tolerance = 1e-3 if kind == "torch" else 1e-4
+            np.testing.assert_allclose(done.logprobs, scored(model, ids), 0, tolerance)
+            with adapters_off(model):
+                assert np.abs(done.logprobs - scored(model, ids).numpy()).max() > 0.01
+
+
+@torch.no_grad()
+def scored(policy, ids, routing=None):
+    """Log-probs of the response in `ids`, after the prompt of `ask`."""
+    logits = policy.logits(policy(ids, PackedLayout.of([len(ids)]), routing))
+    return logits[2:-1].log_softmax(-1).gather(1, ids[3:, None])[:, 0]
 
 
 async def test_versions_may_change_at_every_step(engine, published):

@@ -16,7 +16,6 @@ from helpers.policies import pack_state, save_at
 from msgspec.structs import replace as replaced
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from areal_q.checks.combinations import check_family
 from areal_q.checks.model import check_experts
 from areal_q.config import LearnerConfig, TorchBackend, TorchEngine, load
 from areal_q.errors import ConfigError, RecordError
@@ -355,18 +354,6 @@ def test_settings_about_experts_need_experts(asked: str) -> None:
         ConfigError, match=f"learner.{asked.partition('=')[0]}: qwen3 has no experts"
     ):
         check_experts(dense, cfg)
-
-
-@pytest.mark.parametrize(
-    ("setting", "reason"),
-    [
-        ("rollout.engine.type=vllm", r"rollout\.engine\.type = 'vllm': .*adapters of experts"),
-    ],
-)
-def test_adapters_on_experts_are_refused_by_name(setting: str, reason: str) -> None:
-    run = load(None, ["model.experts=4", "learner.lora={}", "rollout.format=bf16", setting])
-    with pytest.raises(ConfigError, match=reason):
-        check_family(run, CONFIG)
 
 
 # The learner

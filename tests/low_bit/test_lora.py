@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from areal_q.config import Run, TorchEngine
+from areal_q.config.engines import ADDED
 from areal_q.errors import ConfigError
 from areal_q.models import Decoder, PackedLayout, load_decoder
 from areal_q.models.hf.adapters import save_adapted
@@ -294,7 +295,15 @@ def test_peft_takes_a_part_of_other_mixtures(
             ["learner.lora={targets=[]}"],
             r"learner\.lora\.targets = \[\]: must be a list of at least 1",
         ),
-        (["rollout.engine.type=sglang"], "rollout.engine.type = 'torch', 'hf' or 'vllm'"),
+        (["rollout.engine.type=sglang"], f"with SGLang, a server of its own: {ADDED}"),
+        (["rollout.engine={type='sglang', dtype='float32'}"], ADDED),
+        (
+            [
+                "rollout.engine={type='sglang', dtype='float32', url='http://h'}",
+                "rollout.format=bf16",
+            ],
+            ADDED,
+        ),
         (["rollout.engine.type=vllm", "rollout.format=nf4"], "mxfp4, int4-fp8, not 'nf4'"),
         (["rollout.engine.type=vllm", "learner.lora.rank=513"], "rank = 513: vLLM takes 512"),
         (["learner.reference_kl.path=x"], "no path"),

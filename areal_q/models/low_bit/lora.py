@@ -180,6 +180,18 @@ def adapter_of(tensors: Mapping[str, Tensor], linear: str) -> Adapter | None:
     return tensors[f"{linear}.{A}"].float(), tensors[f"{linear}.{B}"].float()
 
 
+def with_adapters_added(
+    tensors: Mapping[str, Tensor], extra: Mapping[str, Any]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields a version's tensors by name, those that have adapters in float32 with these added. `extra` is its
+    manifest's, and the base is not quantized."""
+    for name, tensor in tensors.items():
+        if pair := adapter_of(tensors, name.removesuffix(".weight")):
+            yield name, tensor.float() + pair[1] @ pair[0] * float(extra[LORA_SCALE])
+        elif not is_adapter(name):
+            yield name, tensor
+
+
 class AdaptedLinear:
     """A linear layer of the reference engine with adapters: y = base(x) + scale · (x · Aᵀ) · Bᵀ. If it fuses
     several linear layers, A stacks their adapters and B has them as blocks on its diagonal."""

@@ -27,6 +27,7 @@ from areal_q.config import SglangEngine
 from areal_q.errors import ConfigError, EngineDied, RecordError
 from areal_q.messages import Manifest
 from areal_q.models import DecoderConfig
+from areal_q.models.low_bit.lora import with_adapters_added
 from areal_q.system.credentials import secret
 from areal_q.weights.version import WeightVersion
 from rollout.engines.base import Capabilities, Request, check_fits
@@ -66,13 +67,14 @@ def handover_directory(config: SglangEngine) -> str:
     return str(MEMORY) if os.access(MEMORY, os.W_OK) else tempfile.gettempdir()
 
 
-def _with_head(weights: WeightVersion) -> WeightVersion:
-    """Returns `weights` with an output head: SGLang's mixtures know none that is tied to the embedding."""
+def _as_served(weights: WeightVersion) -> WeightVersion:
+    """Returns `weights` with adapters added to what they adapt, since SGLang's LoRA replaces none of requests
+    in flight, and with an output head: its mixtures know none that is tied to the embedding."""
+    tensors = dict(with_adapters_added(weights.tensors, weights.manifest.extra))
     model = DecoderConfig.from_hf(weights.manifest.model)
-    if not (model.sparse_layers and model.tied):
-        return weights
-    head = {"lm_head.weight": weights.tensors["model.embed_tokens.weight"].clone()}
-    return replace(weights, tensors={**weights.tensors, **head})
+    if model.sparse_layers and model.tied:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    return replace(weights, tensors=tensors)
 
 
 class SglangBackend:
@@ -164,7 +166,7 @@ class SglangBackend:
         self._unstage()
         self._staged = self._directory / weights.manifest.digest
         self._staged.mkdir()
-        await asyncio.to_thread(checkpoint_backend.write_version, _with_head(weights), self._staged)
+        await asyncio.to_thread(checkpoint_backend.write_version, _as_served(weights), self._staged)
 
     async def pause(self) -> None:
         client = self._running()

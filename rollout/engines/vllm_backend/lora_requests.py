@@ -5,6 +5,10 @@
 
 All requests name the same adapter, so that those in flight go on with its new tensors. The base stays; only its
 norms, which AQN draws anew, are loaded again with a version. The side of vLLM's worker is worker_lora.py.
+
+Of a mixture of experts adapters are added to the weights, in float32, all of which are loaded with a version:
+with its LoRA vLLM computes experts by Triton alone, also those that have no adapters (fused_moe/oracle/
+unquantized.py, `select_unquantized_moe_backend`), and none of its classes of experts for a CPU takes any.
 """
 
 # pyright: reportMissingImports=false
@@ -15,6 +19,7 @@ from typing import Any
 from areal_q.config.engines import VLLM_RANKS
 from areal_q.errors import WeightVersionError
 from areal_q.messages import Manifest
+from areal_q.models import DecoderConfig
 from areal_q.models.low_bit.lora import A, B, is_adapter
 from areal_q.quant.kv_scales import NAMES
 from areal_q.weights.version import WeightVersion
@@ -27,13 +32,18 @@ def has_adapters(manifest: Manifest) -> bool:
     return any(is_adapter(spec.name) for spec in manifest.tensors)
 
 
+def runs_apart(manifest: Manifest) -> bool:
+    """Returns True if there are adapters, and vLLM's LoRA runs them; else they are added to the weights."""
+    return has_adapters(manifest) and not DecoderConfig.from_hf(manifest.model).sparse_layers
+
+
 def engine_arguments(manifest: Manifest) -> dict[str, Any]:
     """Returns the fields of vLLM's AsyncEngineArgs for versions with the adapters of `manifest`. Raises
     WeightVersionError for a rank that vLLM does not support."""
     ranks = {
         s.name.removesuffix(f".{A}"): s.shape[0] for s in manifest.tensors if s.name.endswith(A)
     }
-    if not ranks:
+    if not runs_apart(manifest):
         return {}
     largest = max(ranks.values())
     if largest > VLLM_RANKS[-1]:
@@ -49,8 +59,8 @@ def engine_arguments(manifest: Manifest) -> dict[str, Any]:
 
 
 def lora_request(manifest: Manifest) -> Any:
-    """Returns the LoRARequest that goes with every request to vLLM; None if `manifest` has no adapters."""
-    if not has_adapters(manifest):
+    """Returns the LoRARequest that goes with every request to vLLM; None if its LoRA runs no adapters."""
+    if not runs_apart(manifest):
         return None
     from vllm.lora.request import LoRARequest
 

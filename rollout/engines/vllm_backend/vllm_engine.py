@@ -128,7 +128,7 @@ class VllmBackend:
             await self._connect(self._llm, self._stager, manifest.format)
             own.note_segments(self.pids)
             self._adapter = lora_requests.lora_request(manifest)
-            if self._adapter:  # the checkpoint is of the base alone
+            if lora_requests.has_adapters(manifest):  # the checkpoint is of the base alone
                 await self.stage(weights)
                 await self._swap(manifest)
             await self._stamp(manifest)

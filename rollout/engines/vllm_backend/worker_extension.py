@@ -39,6 +39,7 @@ from vllm.model_executor.model_loader.reload import (
 
 from areal_q import messages
 from areal_q.errors import RecordError, WeightVersionError
+from areal_q.models.low_bit.lora import with_adapters_added
 from areal_q.weights.version import PayloadPool, WeightVersion, check_version, unpack_version
 from rollout.engines.vllm_backend.worker_cpu import (
     draw_discarded_tokens_without_seed,
@@ -160,7 +161,8 @@ class ZmqTransfer(WeightTransferEngine[StagerAddress, Staged]):
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: Staged) -> None:
-        self.model.load_weights(iter(self.take(update_info.digest).tensors.items()))
+        version = self.take(update_info.digest)
+        self.model.load_weights(with_adapters_added(version.tensors, version.manifest.extra))
 
     def take(self, digest: str) -> WeightVersion:
         assert self._stage is not None
