@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from torch import Tensor
 
-from areal_q.config import Run, Sampling, VllmEngine
+from areal_q.config import HfEngine, Run, Sampling
 from areal_q.errors import ConfigError, RecordError
 from areal_q.messages import Array, Branch, Group
 from areal_q.messages.codec import decode_group, decode_partial, encode, encode_group
@@ -92,7 +92,8 @@ def test_hidden_states_in_bfloat16_are_summed_in_float32() -> None:
 def drawn(run: Run, model: Decoder) -> list[Completion]:
     """One response to each prompt."""
     asked = [replace(ask(prompt, 1, 7, **TRUNCATED), masked=True) for prompt in PROMPTS]
-    return [one for (one,) in generate(VersionBuilder(run).build(model, 0), *asked)]
+    weights = VersionBuilder(run).build(model, 0)
+    return [one for (one,) in generate(weights, *asked, config=run.rollout.engine)]
 
 
 def group_of(completions: list[Completion]) -> Group:
@@ -112,13 +113,22 @@ def samples_of(group: Group) -> list[Sample]:
     return [Sample(0, prompt, t, 1.0, np.zeros(t.num_tokens, np.int64)) for t in group.trajectories]
 
 
-@pytest.mark.parametrize("kind", ["small", "qwen2_moe, no biases"])
+SERVED = pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")
+
+
+@pytest.mark.parametrize(
+    "kind", ["small", "qwen2_moe, no biases", pytest.param("small, by vllm", marks=SERVED)]
+)
 def test_the_learner_scores_by_the_distribution_that_drew(
     make_run: MakeRun, tmp_path: Path, kind: str
 ) -> None:
     """On the same numbers, at lag 0: every ratio is 1; scored by the whole distribution it is not."""
     settings = ["rollout.format=bf16", "learner.precision=qarl", "learner.uaq=1"]
-    if kind != "small":
+    if kind == "small, by vllm":
+        pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
+        shape = ["model.width=64", "model.heads=2", "model.kv_heads=1"]
+        settings += ["rollout.engine.type=vllm", *shape]
+    elif kind != "small":
         write_foreign(tmp_path / "model", kind)
         settings.append(f"model={{type='pretrained', path='{tmp_path / 'model'}'}}")
     run = make_run(*settings)
@@ -264,4 +274,4 @@ def test_truncation_that_cannot_be_learnt_from_is_refused(
 def test_an_engine_that_does_not_tell_is_refused(make_run: MakeRun) -> None:
     asked = make_run("rollout.sampling={top_p=0.9, top_k=20}").rollout
     other = Capabilities(formats=frozenset({asked.format}), kv_on_update=frozenset({"keep"}))
-    assert "what tokens were drawn from" in (other.lacks(replace(asked, engine=VllmEngine())) or "")
+    assert "what tokens were drawn from" in (other.lacks(replace(asked, engine=HfEngine())) or "")

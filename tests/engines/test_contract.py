@@ -224,6 +224,28 @@ async def test_a_stop_may_begin_in_what_an_earlier_request_drew(engine):
     assert len((await engine.generate(stop_in_prompt))[0].response_ids) == 12
 
 
+async def test_who_asks_is_told_what_tokens_were_drawn_from(engine):
+    """Also up to a stop; whoever draws in the same batch and does not ask is told nothing."""
+    sampling = Sampling(max_tokens=40, temperature=0.9, top_k=4, top_p=0.95)
+    masked = replace(ask(9, 4), sampling=sampling, masked=engine.capabilities.sampling_mask)
+    told, untold = await asyncio.gather(
+        engine.generate(masked), engine.generate(ask(90, 4, temperature=0.0))
+    )
+    assert all(c.sampling_mask is None for c in untold)
+    if not engine.capabilities.sampling_mask:
+        return
+    stop = tuple(told[0].response_ids[20:22].tolist())
+    cut = await engine.generate(replace(masked, sampling=replace(sampling, stop=(stop,))))
+    for whole, done in zip(told, cut, strict=True):
+        assert len(whole.sampling_mask) == 40 and len(done.sampling_mask) == len(done.response_ids)
+        for token, ids in zip(whole.response_ids, whole.sampling_mask, strict=True):
+            assert ids.dtype == np.int32 and token in ids and len(ids) <= 4
+            assert (np.diff(ids) > 0).all()
+        for one, other in zip(whole.sampling_mask, done.sampling_mask, strict=False):
+            assert one.tolist() == other.tolist()
+    assert {len(ids) for c in told for ids in c.sampling_mask} > {4}
+
+
 async def test_strings_to_stop_at_without_a_tokenizer_are_refused(engine):
     with pytest.raises(RecordError, match="need a tokenizer"):
         await engine.generate(ask(stops=("x",)))

@@ -11,7 +11,18 @@ import signal
 import numpy as np
 import psutil
 import pytest
-from helpers.served_model import HANG_S, ask, gap, one_alive, packed, published, swapped_after
+from helpers.served_model import (
+    HANG_S,
+    PROMPT,
+    ask,
+    distribution,
+    gap,
+    one_alive,
+    packed,
+    published,
+    swapped_after,
+)
+from msgspec.structs import replace
 
 from areal_q.config import SglangEngine, VllmEngine
 from areal_q.errors import RecordError, WeightVersionError
@@ -70,10 +81,16 @@ async def test_log_probs_are_of_the_distribution_that_drew(live, name, sampling)
             await engine.generate(ask(**sampling))
         assert await engine.generate(ask())
         return
-    for completion in await engine.generate(ask(samples=4, **sampling)):
+    masked = "top_k" in sampling and engine.capabilities.sampling_mask
+    for completion in await engine.generate(replace(ask(samples=4, **sampling), masked=masked)):
         assert gap(completion, 0, **sampling, mass=MASS[name]) < 2e-4
         if sampling:
             assert gap(completion, 0) > 0.05
+        if masked:
+            ids = completion.response_ids.tolist()
+            left = distribution(0, "bf16", PROMPT, ids, **sampling) > -np.inf
+            wanted = [np.flatnonzero(row).tolist() for row in left]
+            assert [row.tolist() for row in completion.sampling_mask] == wanted
 
 
 async def test_kept_keys_are_stale_and_the_log_probs_say_so(live):

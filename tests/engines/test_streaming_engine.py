@@ -67,7 +67,8 @@ class Launches:
             if last:  # every token goes to the expert of its number
                 routes = np.array([*request.prompt_ids, *range(partial, token)], np.uint8)
                 routes = routes[:, None, None]
-            yield CompletionDelta(ids=[token], logprobs=[-1.0], routes=routes)
+            mask = [np.array([token])] if request.masked else []
+            yield CompletionDelta(ids=[token], logprobs=[-1.0], routes=routes, sampling_mask=mask)
         await self.ends.wait()
 
     async def ended(self) -> None:
@@ -108,16 +109,20 @@ def test_a_launch_that_fails_after_a_death_is_tried_again(make_version: MakeVers
 
 
 @pytest.mark.parametrize("dies_at", [None, 4])
-def test_routes_come_with_the_end_of_a_response(make_version: MakeVersion, dies_at: int | None):
-    """Those of tokens from before a death are of the stream after it, to which they are a prompt."""
+def test_routes_and_masks_are_of_every_token(make_version: MakeVersion, dies_at: int | None):
+    """Routes come with the end: those of tokens from before a death are of the stream after it, to which they
+    are a prompt. Masks come with their tokens."""
 
     async def body(engine: StreamingEngine, backend: Launches) -> None:
         (done,) = await engine.generate(REQUEST)
         assert done.routes is not None and done.routes.shape == (6, 1, 1)
         assert done.routes.flatten().tolist() == [3, 0, 1, 2, 3, 4]
-        sampling = Sampling(max_tokens=6, stop=((1, 2),))
-        (stopped,) = await engine.generate(replace(REQUEST, sampling=sampling))
+        assert done.sampling_mask is None
+        sampling = Sampling(max_tokens=6, top_k=1, stop=((1, 2),))
+        asked = replace(REQUEST, sampling=sampling, masked=True)
+        (stopped,) = await engine.generate(asked)
         assert stopped.response_ids.tolist() == [0, 1, 2] and stopped.routes is None
+        assert stopped.sampling_mask == [[0], [1], [2]]
 
     on_engine(lambda: Launches(dies_at=dies_at), make_version(0), body)
 

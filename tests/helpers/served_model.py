@@ -73,11 +73,11 @@ def as_the_engine_runs_it(run, input):
     return run(input.reshape(-1, input.shape[-1])).reshape(*input.shape[:-1], -1)
 
 
-def expected(
+def distribution(
     version, format, prompt, ids, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, mass="left"
 ):
-    """float32 [T]: log-probs of `ids` after `prompt`, from the distribution that is drawn from. top-p counts
-    the mass that top-k and min-p have "left", or that of "all" tokens."""
+    """float32 [T, V]: log-probs in the distributions that `ids` after `prompt` are drawn from, -inf outside of
+    them. top-p counts the mass that top-k and min-p have "left", or that of "all" tokens."""
     with torch.no_grad():
         tokens = torch.tensor([[*prompt, *ids]])
         logits = transformers_model(version, format)(tokens).logits[0, len(prompt) - 1 : -1]
@@ -90,12 +90,13 @@ def expected(
         probs /= probs.sum(-1, keepdim=True)
     beyond |= probs.cumsum(-1) - probs > top_p
     logits[torch.zeros_like(beyond).scatter(1, order, beyond)] = -torch.inf
-    return logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0].numpy()
+    return logits.log_softmax(-1).numpy()
 
 
 def gap(completion, version, format="bf16", first=0, last=None, **sampling):
     """Largest difference to transformers' log-probs over the tokens from `first` to `last`."""
-    reference = expected(version, format, PROMPT, completion.response_ids.tolist(), **sampling)
+    ids = completion.response_ids.tolist()
+    reference = distribution(version, format, PROMPT, ids, **sampling)[range(len(ids)), ids]
     return np.abs(completion.logprobs - reference)[first:last].max()
 
 

@@ -23,6 +23,8 @@ class CompletionDelta(Struct, frozen=True, kw_only=True):
     routes: np.ndarray | None = None
     """Experts of the tokens of prompt and stream, as in Completion.routes, with the last delta of a backend
     that records them"""
+    sampling_mask: list[np.ndarray] = []
+    """What each id was drawn from, as in Completion.sampling_mask; empty unless the request asks for it"""
 
 
 class GenerationBackend(Protocol):

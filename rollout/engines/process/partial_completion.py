@@ -30,6 +30,7 @@ class PartialCompletion:
     routes: np.ndarray | None = None
     """Experts of the tokens of prompt and response; None until its last stream has ended, and if none were
     recorded"""
+    sampling_mask: list[np.ndarray] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         request = self.request
@@ -45,6 +46,7 @@ class PartialCompletion:
         taken = next(ends, len(piece.ids))
         self.ids += piece.ids[:taken]
         self.logprobs += piece.logprobs[:taken]
+        self.sampling_mask += piece.sampling_mask[:taken]
         if piece.routes is not None:
             known = len(self.request.prompt_ids) + len(self.ids) - 1
             self.routes = piece.routes[:known]
@@ -88,4 +90,5 @@ class PartialCompletion:
             spans=self.spans,
             finish_reason=self.finish_reason,
             routes=self.routes,
+            sampling_mask=self.sampling_mask if self.request.masked else None,
         )

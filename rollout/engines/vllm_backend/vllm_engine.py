@@ -21,6 +21,7 @@ import numpy as np
 
 from areal_q.checks.packages import check_engine_packages
 from areal_q.config import VllmEngine
+from areal_q.config.run import LARGEST_MASK
 from areal_q.errors import ConfigError, EngineDied, RecordError
 from areal_q.messages import Manifest
 from areal_q.models import DecoderConfig
@@ -81,6 +82,7 @@ class VllmBackend:
             formats=_formats(),
             kv_on_update=frozenset({"keep", "recompute"}),
             kv_cache=frozenset({"auto", "fp8"}),
+            sampling_mask=True,
             of_experts=None if checkpoint_backend.has_gpu() else cpu_kernels.OF_EXPERTS,
         )
         self.slots, self.timeout_s = config.slots, config.timeout_s
@@ -163,6 +165,7 @@ class VllmBackend:
     async def stream(self, request: Request, seed: int) -> AsyncGenerator[CompletionDelta, None]:
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+        assert self._model is not None
         llm = self._running()
         self._requests += 1
         prompt: Any = {
@@ -172,14 +175,14 @@ class VllmBackend:
         }
         outputs = llm.generate(
             prompt,
-            sampling_params.vllm_sampling_params(request, seed),
+            sampling_params.vllm_sampling_params(request, seed, self._model.vocab_size),
             str(self._requests),
             lora_request=self._adapter,
         )
         try:
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
-                    yield sampling_params.vllm_delta(output.outputs[0])
+                    yield sampling_params.vllm_delta(output.outputs[0], request.masked)
         except (EngineDeadError, EngineGenerateError) as error:
             raise EngineDied(f"vLLM: {error}") from error
 
@@ -327,6 +330,7 @@ def _start_vllm(path: str, settings: dict[str, Any]) -> "AsyncLLM":
         AsyncEngineArgs(
             path,
             logprobs_mode="processed_logprobs",
+            max_logprobs=LARGEST_MASK,
             skip_tokenizer_init=True,
             disable_log_stats=True,
             worker_extension_cls=f"{EXTENSION}.WorkerExtension",

@@ -1,5 +1,5 @@
-"""Changes to vLLM's worker on a CPU: the kernel for INT8 on processors with AMX (cpu_kernels.py says why), and
-the seeded draws after prompts that take several steps."""
+"""Changes to vLLM's worker on a CPU: the kernel for INT8 on processors with AMX (cpu_kernels.py says why), the
+seeded draws after prompts that take several steps, and equal logits at the edge of the largest top_k."""
 
 # pyright: reportMissingImports=false
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import vllm.model_executor.kernels.linear.scaled_mm.cpu as scaled_mm
+import vllm.v1.sample.ops.topk_topp_sampler as topk_topp_sampler
 
 
 def keep_float32_off_sgl() -> None:
@@ -46,3 +47,24 @@ def draw_discarded_tokens_without_seed() -> None:
             batch.generators.update(aside)
 
     CPUModelRunner.sample_tokens = sample_tokens
+
+
+def keep_no_more_than_top_k() -> None:
+    """Makes vLLM's top_k keep k tokens where others have the logit of the k-th, as its kernel for a GPU does.
+
+    On a CPU it would keep all of those, and what a token was drawn from would not be among the k log-probs that
+    are asked for. Logits in bfloat16 are often equal.
+    """
+    cut = topk_topp_sampler.apply_top_k_top_p
+
+    def apply(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None) -> torch.Tensor:
+        if k is not None:
+            rows = (k < logits.shape[1]).nonzero().squeeze(1)
+            of = k[rows].long().unsqueeze(1)
+            largest, ids = logits[rows].topk(int(of.max()), 1)
+            largest[torch.arange(largest.shape[1]) >= of] = -torch.inf
+            left = torch.full_like(logits[rows], -torch.inf).scatter_(1, ids, largest)
+            logits[rows] = left
+        return cut(logits, None, p)
+
+    topk_topp_sampler.apply_top_k_top_p = apply

@@ -44,6 +44,7 @@ from areal_q.weights.version import PayloadPool, WeightVersion, check_version, u
 from rollout.engines.vllm_backend.worker_cpu import (
     draw_discarded_tokens_without_seed,
     keep_float32_off_sgl,
+    keep_no_more_than_top_k,
 )
 from rollout.engines.vllm_backend.worker_lora import load_adapters, model_has_adapters
 
@@ -181,6 +182,7 @@ WeightTransferEngineFactory.register_engine(BACKEND, ZmqTransfer)
 if not torch.cuda.is_available():
     keep_float32_off_sgl()
     draw_discarded_tokens_without_seed()
+    keep_no_more_than_top_k()
 
 
 class WorkerExtension:

@@ -24,6 +24,7 @@ from helpers.served_model import (
     ask,
     gap,
     one_alive,
+    packed,
     published,
     swapped_after,
 )
@@ -194,6 +195,19 @@ async def test_a_seed_draws_the_same_after_a_prompt_in_parts():
         assert engine.deaths == 0
         assert in_parts.response_ids.tolist() == at_once.response_ids.tolist()
         np.testing.assert_allclose(in_parts.logprobs, at_once.logprobs, atol=2e-4)
+
+
+async def test_equal_logits_leave_no_more_than_top_k(live):
+    """Every token has a twin, so that one of two equal logits is the fifth."""
+    engine = await live()
+    tensors = dict(published(0).tensors)
+    embedding = "model.embed_tokens.weight"
+    tensors[embedding] = tensors[embedding][::2].repeat_interleave(2, 0)
+    await engine.load_weights(packed(tensors, 1))
+    for top_p in (1.0, 0.9):
+        asked = replace(ask(samples=8, top_k=5, top_p=top_p), masked=True)
+        sizes = [len(i) for c in await engine.generate(asked) for i in c.sampling_mask]
+        assert max(sizes) == 5 and (min(sizes) == 5) == (top_p == 1)
 
 
 async def test_int8_stays_finite_and_right_after_many_reloads(live):
