@@ -43,7 +43,7 @@ test-vllm: $(VENV)-vllm/.installed
 
 # The tests of SGLang as the engine, in an environment of its own (1.4 GB on top of what is installed).
 test-sglang: $(VENV)-sglang/.installed
-	$(VENV)-sglang/bin/python -m pytest -m sglang tests/engines/test_served_engines.py tests/engines/test_sglang.py tests/engines/test_contract.py
+	$(VENV)-sglang/bin/python -m pytest -m sglang tests/engines/test_served_engines.py tests/engines/test_sglang.py tests/engines/test_contract.py tests/algorithms/test_sampling_masks.py
 
 # The objectives beside verl's, areal's and trl's: docs/agreement.md.
 test-peers: $(VENV)-peers/.installed

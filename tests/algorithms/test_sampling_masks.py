@@ -113,21 +113,23 @@ def samples_of(group: Group) -> list[Sample]:
     return [Sample(0, prompt, t, 1.0, np.zeros(t.num_tokens, np.int64)) for t in group.trajectories]
 
 
-SERVED = pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")
+WAITS = pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")
+SERVED = [
+    pytest.param("small, by vllm", marks=[pytest.mark.vllm, *WAITS]),
+    pytest.param("small, by sglang", marks=[pytest.mark.sglang, *WAITS]),
+]
 
 
-@pytest.mark.parametrize(
-    "kind", ["small", "qwen2_moe, no biases", pytest.param("small, by vllm", marks=SERVED)]
-)
+@pytest.mark.parametrize("kind", ["small", "qwen2_moe, no biases", *SERVED])
 def test_the_learner_scores_by_the_distribution_that_drew(
     make_run: MakeRun, tmp_path: Path, kind: str
 ) -> None:
     """On the same numbers, at lag 0: every ratio is 1; scored by the whole distribution it is not."""
     settings = ["rollout.format=bf16", "learner.precision=qarl", "learner.uaq=1"]
-    if kind == "small, by vllm":
-        pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
+    if engine := kind.partition(", by ")[2]:
+        pytest.importorskip(engine, reason=f"{engine} is not installed: make test-{engine}")
         shape = ["model.width=64", "model.heads=2", "model.kv_heads=1"]
-        settings += ["rollout.engine.type=vllm", *shape]
+        settings += [f"rollout.engine.type={engine}", *shape]
     elif kind != "small":
         write_foreign(tmp_path / "model", kind)
         settings.append(f"model={{type='pretrained', path='{tmp_path / 'model'}'}}")

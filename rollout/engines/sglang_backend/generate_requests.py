@@ -59,13 +59,15 @@ def check_end(chunk: Chunk, meta: Meta, request: Request) -> None:
 def sglang_delta(
     chunk: Chunk, meta: Meta, new: int, masked: bool, model: DecoderConfig
 ) -> CompletionDelta:
-    """Returns the last `new` tokens of a chunk. Raises EngineDied if it lacks their log-probs."""
-    start = len(chunk.output_ids) - new
+    """Returns the last `new` tokens of a chunk, which says what each was drawn from if it is `masked`. Raises
+    EngineDied if it lacks their log-probs, or that."""
+    start, mask = len(chunk.output_ids) - new, list[np.ndarray]()
     if masked:
         logprobs = meta.output_token_sampling_logprobs[start:]
+        mask = [np.sort(np.array(ids, np.int32)) for ids in meta.output_token_sampling_mask[start:]]
     else:
         logprobs = [np.nan if v is None else v for v, *_ in meta.output_token_logprobs[start:]]
-    if start < 0 or len(logprobs) != new:
+    if start < 0 or len(logprobs) != new or (masked and len(mask) != new):
         raise EngineDied(f"SGLang: {len(logprobs)} log-probs for {new} tokens")
     spans = [_span(s.version, s.end - s.start) for s in meta.weight_versions]
     return CompletionDelta(
@@ -73,6 +75,7 @@ def sglang_delta(
         logprobs=logprobs,
         spans=spans or None,
         routes=_routes(meta.routed_experts, model),
+        sampling_mask=mask,
     )
 
 

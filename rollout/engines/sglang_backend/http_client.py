@@ -34,6 +34,7 @@ class Meta(Struct, frozen=True):
     finish_reason: _Finish | None
     output_token_logprobs: list[tuple[float | None, int, str | None]] = []
     output_token_sampling_logprobs: list[float] = []
+    output_token_sampling_mask: list[list[int]] = []
     weight_versions: list[Span] = []
     routed_experts: str | None = None
     """int32 [tokens of prompt and response but the last, layers, experts a token] in base64, with the last

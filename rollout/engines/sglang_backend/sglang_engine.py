@@ -88,6 +88,7 @@ class SglangBackend:
         self.capabilities = Capabilities(
             formats=here,
             kv_on_update=frozenset(PAUSES),
+            sampling_mask=True,
             # A server at a URL would have to be started for it.
             routes=not config.url,
         )
