@@ -224,6 +224,11 @@ async def test_a_stop_may_begin_in_what_an_earlier_request_drew(engine):
     assert len((await engine.generate(stop_in_prompt))[0].response_ids) == 12
 
 
+async def test_a_stop_id_that_no_token_has_is_no_harm(engine):
+    for completion in await engine.generate(ask(5, 2, 12, stop=(4096,))):
+        assert len(completion.response_ids) == 12 and completion.finish_reason == "length"
+
+
 async def test_who_asks_is_told_what_tokens_were_drawn_from(engine):
     """Also up to a stop; whoever draws in the same batch and does not ask is told nothing."""
     sampling = Sampling(max_tokens=40, temperature=0.9, top_k=4, top_p=0.95)

@@ -33,7 +33,7 @@ def vllm_delta(output: Any, masked: bool) -> CompletionDelta:
 
 def vllm_sampling_params(request: Request, seed: int, vocab_size: int) -> Any:
     """Returns vLLM's form of the request. What each token was drawn from is asked for as the `top_k` largest
-    log-probs, of which those that are left are finite."""
+    log-probs, of which those that are left are finite. vLLM refuses stop ids that no token has."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -45,7 +45,7 @@ def vllm_sampling_params(request: Request, seed: int, vocab_size: int) -> Any:
         min_p=sampling.min_p,
         seed=seed & (2**63 - 1),
         max_tokens=sampling.max_tokens,
-        stop_token_ids=sorted(request.stop_ids),
+        stop_token_ids=sorted(i for i in request.stop_ids if i < vocab_size),
         ignore_eos=True,
         logprobs=min(sampling.top_k, vocab_size) if request.masked else 0,
         flat_logprobs=True,
