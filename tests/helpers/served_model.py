@@ -93,10 +93,14 @@ def distribution(
     return logits.log_softmax(-1).numpy()
 
 
+def expected(version, format, prompt, ids, **sampling):
+    """float32 [T]: log-probs of `ids` after `prompt`, from the distribution that is drawn from."""
+    return distribution(version, format, prompt, ids, **sampling)[range(len(ids)), ids]
+
+
 def gap(completion, version, format="bf16", first=0, last=None, **sampling):
     """Largest difference to transformers' log-probs over the tokens from `first` to `last`."""
-    ids = completion.response_ids.tolist()
-    reference = distribution(version, format, PROMPT, ids, **sampling)[range(len(ids)), ids]
+    reference = expected(version, format, PROMPT, completion.response_ids.tolist(), **sampling)
     return np.abs(completion.logprobs - reference)[first:last].max()
 
 
