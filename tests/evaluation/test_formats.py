@@ -190,7 +190,7 @@ def test_the_advice_names_quiet_formats_and_what_was_learnt():
     assert smoothed == bf16 == "as it is" and fp8 == quiet
     assert four == "take rollout.format=bf16 (0.002 off, no noise)"
     assert int4.endswith("close its error; rollout.smoothing.alpha=0.5 (0.5 off)")
-    assert awq.endswith("(learnt with qarl: -0.02)") and "qarl" in weight_only
+    assert awq.endswith("(learnt with qarl: -0.07)") and "qarl" in weight_only
     assert refused.startswith("not for")
     assert shown(rows[1]).endswith("  -0.05") and shown(rows[4]).endswith("  –")
 
