@@ -7,8 +7,8 @@ All requests name the same adapter, so that those in flight go on with its new t
 norms, which AQN draws anew, are loaded again with a version. The side of vLLM's worker is worker_lora.py.
 
 Of a mixture of experts adapters are added to the weights, in float32, all of which are loaded with a version:
-with its LoRA vLLM computes experts by Triton alone, also those that have no adapters (fused_moe/oracle/
-unquantized.py, `select_unquantized_moe_backend`), and none of its classes of experts for a CPU takes any.
+with its LoRA vLLM computes experts by Triton alone, also those that have no adapters
+(`select_unquantized_moe_backend`), and none of its classes of experts for a CPU takes any.
 """
 
 # pyright: reportMissingImports=false
