@@ -57,25 +57,26 @@ def check_end(chunk: Chunk, meta: Meta, request: Request) -> None:
 
 
 def sglang_delta(
-    chunk: Chunk, meta: Meta, new: int, masked: bool, model: DecoderConfig
+    chunk: Chunk, meta: Meta, new: int, request: Request, model: DecoderConfig
 ) -> CompletionDelta:
-    """Returns the last `new` tokens of a chunk, which says what each was drawn from if it is `masked`. Raises
-    EngineDied if it lacks their log-probs, or that."""
-    start, mask = len(chunk.output_ids) - new, list[np.ndarray]()
-    if masked:
+    """Returns the last `new` tokens of a chunk. Raises EngineDied if it lacks their log-probs, or where that is
+    asked for, what they were drawn from."""
+    start = len(chunk.output_ids) - new
+    masks = meta.output_token_sampling_mask[start:] if request.masked else []
+    if kept_tokens(request.sampling, model.vocab_size):
         logprobs = meta.output_token_sampling_logprobs[start:]
-        mask = [np.sort(np.array(ids, np.int32)) for ids in meta.output_token_sampling_mask[start:]]
     else:
         logprobs = [np.nan if v is None else v for v, *_ in meta.output_token_logprobs[start:]]
-    if start < 0 or len(logprobs) != new or (masked and len(mask) != new):
-        raise EngineDied(f"SGLang: {len(logprobs)} log-probs for {new} tokens")
+    if start < 0 or len(logprobs) != new or len(masks) != new * request.masked:
+        told = f"{len(logprobs)} log-probs and {len(masks)} sampling masks"
+        raise EngineDied(f"SGLang: {told} for {new} tokens")
     spans = [_span(s.version, s.end - s.start) for s in meta.weight_versions]
     return CompletionDelta(
         ids=chunk.output_ids[start:],
         logprobs=logprobs,
         spans=spans or None,
         routes=_routes(meta.routed_experts, model),
-        sampling_mask=mask,
+        sampling_mask=[np.sort(np.array(ids, np.int32)) for ids in masks],
     )
 
 

@@ -127,6 +127,8 @@ def server_settings(
         "sampling_mask_max_tokens": max(4096, model.vocab_size),
         "enable_return_routed_experts": bool(model.sparse_layers),
     }
+    if float32 and not cpu:
+        settings["attention_backend"] = "triton"  # FlashAttention takes no float32
     if cpu:
         token_bytes = 2 * model.layers * model.kv_heads * model.head_dim * (4 if float32 else 2)
         most = max(config.slots * positions, 4096)

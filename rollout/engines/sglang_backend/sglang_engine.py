@@ -67,14 +67,14 @@ def handover_directory(config: SglangEngine) -> str:
     return str(MEMORY) if os.access(MEMORY, os.W_OK) else tempfile.gettempdir()
 
 
-def _as_served(weights: WeightVersion) -> WeightVersion:
-    """Returns `weights` with adapters added to what they adapt, since SGLang's LoRA replaces none of requests
+def _write_served(weights: WeightVersion, directory: Path) -> None:
+    """Writes `weights` with adapters added to what they adapt, since SGLang's LoRA replaces none of requests
     in flight, and with an output head: its mixtures know none that is tied to the embedding."""
     tensors = dict(with_adapters_added(weights.tensors, weights.manifest.extra))
     model = DecoderConfig.from_hf(weights.manifest.model)
     if model.sparse_layers and model.tied:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    return replace(weights, tensors=tensors)
+    checkpoint_backend.write_version(replace(weights, tensors=tensors), directory)
 
 
 class SglangBackend:
@@ -167,7 +167,7 @@ class SglangBackend:
         self._unstage()
         self._staged = self._directory / weights.manifest.digest
         self._staged.mkdir()
-        await asyncio.to_thread(checkpoint_backend.write_version, _as_served(weights), self._staged)
+        await asyncio.to_thread(_write_served, weights, self._staged)
 
     async def pause(self) -> None:
         client = self._running()
@@ -214,7 +214,7 @@ class SglangBackend:
                     done = meta.finish_reason is not None
                     generate_requests.check_end(chunk, meta, request)
                     yield generate_requests.sglang_delta(
-                        chunk, meta, meta.completion_tokens - heard, kept > 0, self._model
+                        chunk, meta, meta.completion_tokens - heard, request, self._model
                     )
                     heard = meta.completion_tokens
         finally:
