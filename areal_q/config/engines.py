@@ -132,6 +132,11 @@ def pages_of_group(prompt: int, responses: int, tokens: int) -> int:
     return whole + responses * (pages_of(prompt + tokens - 1) - whole)
 
 
+def vllm_draws(temperature: float) -> bool:
+    """Returns True if vLLM draws at `temperature`; below 0.01 it would draw at 0.01."""
+    return temperature == 0 or 0.01 <= temperature <= 2
+
+
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of adapters that vLLM has room for; a smaller one is filled up with zeros."""
 VLLM_BASES = (

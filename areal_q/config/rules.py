@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from areal_q.config.buffer import LONGEST_CLAIM_S, SHORTEST_CLAIM_S, Prioritized
-from areal_q.config.engines import ScriptedEngine, SglangEngine, VllmEngine, no_adapters
+from areal_q.config.engines import ScriptedEngine, SglangEngine, VllmEngine, no_adapters, vllm_draws
 from areal_q.config.environments import SingleTurn, VerifiersEnvironment
 from areal_q.config.learner import MegatronBackend, PassRate, ServerTeacher
 from areal_q.config.objectives import BySource, Gae
@@ -223,8 +223,8 @@ def _engine(run: Run) -> Iterator[str]:
         f"eval.sets.{name}": one.temperature or 0 for name, one in run.eval.sets.items()
     }
     for place, temperature in temperatures.items():
-        if temperature > 2:
-            yield f"{place}.temperature = {temperature}: vLLM takes 2 at most"
+        if not vllm_draws(temperature):
+            yield f"{place}.temperature = {temperature}: vLLM takes 0, or 0.01 to 2"
     if engine.dtype == "float32" and rollout.format in ("int4", "int4-g32"):
         yield (
             f"rollout.engine.dtype = 'float32' with rollout.format = {rollout.format!r}: vLLM's INT4 product "

@@ -158,7 +158,7 @@ def test_sets_may_change_in_a_resumption_and_shares_not(
         (["eval.sets.a.samples=1000"], "eval.sets.a.samples = 1000 is above rollout.engine.slots"),
         (
             ["eval.sets.a={samples=2, temperature=3}", "rollout.engine.type=vllm"],
-            "eval.sets.a.temperature = 3.0: vLLM takes 2 at most",
+            "eval.sets.a.temperature = 3.0: vLLM takes 0, or 0.01 to 2",
         ),
         (["eval.sets.a.top_p=0.5"], "eval.sets.a.temperature and top_p are of samples"),
         (["eval.patience=2"], "eval.patience needs eval.best"),

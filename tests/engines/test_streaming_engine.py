@@ -123,6 +123,9 @@ def test_routes_and_masks_are_of_every_token(make_version: MakeVersion, dies_at:
         (stopped,) = await engine.generate(asked)
         assert stopped.response_ids.tolist() == [0, 1, 2] and stopped.routes is None
         assert stopped.sampling_mask == [[0], [1], [2]]
+        backend.dies_at = dies_at
+        (whole,) = await engine.generate(replace(asked, sampling=replace(sampling, stop=())))
+        assert whole.sampling_mask == [[0], [1], [2], [3], [4], [5]]
 
     on_engine(lambda: Launches(dies_at=dies_at), make_version(0), body)
 

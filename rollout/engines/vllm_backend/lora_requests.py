@@ -40,11 +40,11 @@ def runs_apart(manifest: Manifest) -> bool:
 def engine_arguments(manifest: Manifest) -> dict[str, Any]:
     """Returns the fields of vLLM's AsyncEngineArgs for versions with the adapters of `manifest`. Raises
     WeightVersionError for a rank that vLLM does not support."""
+    if not runs_apart(manifest):
+        return {}
     ranks = {
         s.name.removesuffix(f".{A}"): s.shape[0] for s in manifest.tensors if s.name.endswith(A)
     }
-    if not runs_apart(manifest):
-        return {}
     largest = max(ranks.values())
     if largest > VLLM_RANKS[-1]:
         raise WeightVersionError(

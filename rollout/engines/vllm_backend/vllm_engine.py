@@ -21,6 +21,7 @@ import numpy as np
 
 from areal_q.checks.packages import check_engine_packages
 from areal_q.config import VllmEngine
+from areal_q.config.engines import vllm_draws
 from areal_q.config.run import LARGEST_MASK
 from areal_q.errors import ConfigError, EngineDied, RecordError
 from areal_q.messages import Manifest
@@ -112,8 +113,9 @@ class VllmBackend:
     def check_request(self, request: Request) -> None:
         assert self._model is not None
         check_fits(request, self.max_positions, self._model.vocab_size)
-        if request.sampling.temperature > 2:
-            raise RecordError(f"temperature = {request.sampling.temperature}: vLLM takes 2 at most")
+        temperature = request.sampling.temperature
+        if not vllm_draws(temperature):
+            raise RecordError(f"temperature = {temperature}: vLLM takes 0, or 0.01 to 2")
 
     async def launch(self, weights: WeightVersion) -> None:
         await self.close()

@@ -53,18 +53,19 @@ def keep_no_more_than_top_k() -> None:
     """Makes vLLM's top_k keep k tokens where others have the logit of the k-th, as its kernel for a GPU does.
 
     On a CPU it would keep all of those, and what a token was drawn from would not be among the k log-probs that
-    are asked for. Logits in bfloat16 are often equal.
+    are asked for. Logits in bfloat16 are often equal. Of equal ones the smallest ids are kept, whatever other
+    requests ask for.
     """
     cut = topk_topp_sampler.apply_top_k_top_p
 
     def apply(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None) -> torch.Tensor:
         if k is not None:
             rows = (k < logits.shape[1]).nonzero().squeeze(1)
-            of = k[rows].long().unsqueeze(1)
-            largest, ids = logits[rows].topk(int(of.max()), 1)
-            largest[torch.arange(largest.shape[1]) >= of] = -torch.inf
-            left = torch.full_like(logits[rows], -torch.inf).scatter_(1, ids, largest)
-            logits[rows] = left
+            of, x = k[rows].long().unsqueeze(1), logits[rows]
+            kth = x.topk(int(of.max()), 1).values.gather(1, of - 1)
+            above, tie = x > kth, x == kth
+            tie &= tie.cumsum(1) <= of - above.sum(1, keepdim=True)
+            logits[rows] = x.masked_fill(~(above | tie), -torch.inf)
         return cut(logits, None, p)
 
     topk_topp_sampler.apply_top_k_top_p = apply

@@ -14,7 +14,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from areal_q import messages
 from areal_q.errors import RecordError, WeightVersionError
 from areal_q.models.low_bit.lora import with_adapters_added
 from areal_q.weights.version import PayloadPool, WeightVersion, check_version, unpack_version
+from rollout.engines.vllm_backend.lora_requests import runs_apart
 from rollout.engines.vllm_backend.worker_cpu import (
     draw_discarded_tokens_without_seed,
     keep_float32_off_sgl,
@@ -138,6 +139,9 @@ class Stage(threading.Thread):
             if manifest.nbytes:
                 self._socket.recv_into(payload.numpy().data)
             version = unpack_version(manifest, payload)
+            if not runs_apart(manifest):
+                tensors = dict(with_adapters_added(version.tensors, manifest.extra))
+                version = replace(version, tensors=tensors)
         except (RecordError, WeightVersionError) as error:
             while self._socket.getsockopt(zmq.RCVMORE):
                 self._socket.recv()
@@ -162,8 +166,7 @@ class ZmqTransfer(WeightTransferEngine[StagerAddress, Staged]):
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: Staged) -> None:
-        version = self.take(update_info.digest)
-        self.model.load_weights(with_adapters_added(version.tensors, version.manifest.extra))
+        self.model.load_weights(iter(self.take(update_info.digest).tensors.items()))
 
     def take(self, digest: str) -> WeightVersion:
         assert self._stage is not None

@@ -3,6 +3,7 @@
 Needs vLLM, so it runs in an environment of its own: `make test-vllm`.
 """
 
+import asyncio
 import os
 import re
 import signal
@@ -208,6 +209,12 @@ async def test_equal_logits_leave_no_more_than_top_k(live):
         asked = replace(ask(samples=8, top_k=5, top_p=top_p), masked=True)
         sizes = [len(i) for c in await engine.generate(asked) for i in c.sampling_mask]
         assert max(sizes) == 5 and (min(sizes) == 5) == (top_p == 1)
+        alone = await engine.generate(asked)
+        beside, _ = await asyncio.gather(
+            engine.generate(asked), engine.generate(ask(seed=1, samples=8, top_k=25))
+        )
+        for one, other in zip(alone, beside, strict=True):
+            assert one.response_ids.tolist() == other.response_ids.tolist()
 
 
 async def test_int8_stays_finite_and_right_after_many_reloads(live):
@@ -236,10 +243,13 @@ async def test_a_format_that_vllm_runs_unquantized_is_refused(live):
 
 async def test_a_temperature_beyond_vllms_is_refused_by_name(live, make_run):
     engine = await live()
-    with pytest.raises(RecordError, match=r"temperature = 2\.5: vLLM takes 2"):
-        await engine.generate(ask(temperature=2.5))
+    for temperature in (2.5, 0.005):
+        with pytest.raises(
+            RecordError, match=f"temperature = {temperature}: vLLM takes 0, or 0.01"
+        ):
+            await engine.generate(ask(temperature=temperature))
     assert await engine.generate(ask(temperature=2.0))
-    with pytest.raises(ConfigError, match=r"rollout\.sampling\.temperature = 2\.5: vLLM takes 2"):
+    with pytest.raises(ConfigError, match=r"rollout\.sampling\.temperature = 2\.5: vLLM takes 0"):
         make_run("rollout.engine.type=vllm", "rollout.sampling.temperature=2.5")
 
 
