@@ -184,9 +184,14 @@ def worker_memory(run: Run, shape: DecoderConfig, lengths: Lengths) -> Iterator[
         told = f"{LAID_OUT} · ({each} · L + 4 · (W - L)): in use, the next, freed"
         yield Part("weights laid out", LAID_OUT * (each * linears + 4 * rest), told, gpu)
     else:
-        served = (linears * format_bytes(rollout.format) + 2 * rest) / gpus
-        yield Part("the engine's weights", served, f"as published, bfloat16 beside{shared}", gpu)
+        wide = 4 if engine.dtype == "float32" else 2
+        each = wide if rollout.format == "bf16" else format_bytes(rollout.format)
+        told = f"{each:g} · L + {wide} · (W - L){shared}"
+        yield Part("the engine's weights", (each * linears + wide * rest) / gpus, told, gpu)
         yield Part("the engine's process", 2 * PROCESS_BYTES, "its own Python and scheduler")
+    if isinstance(engine, SglangEngine):
+        each = 4 * shape.weights if run.learner.lora else payload
+        yield Part("handed over", 2 * each, f"2 · {size(each)}: a version, and its file in memory")
     rows = min(engine.slots, run.learner.max_outstanding * run.learner.group_size)
     positions = rows * (lengths.prompt + rollout.tokens_after_prompt)
     each = position_bytes(engine, shape)
@@ -205,10 +210,10 @@ def worker_memory(run: Run, shape: DecoderConfig, lengths: Lengths) -> Iterator[
 
 
 def position_bytes(engine: TorchEngine | VllmEngine | SglangEngine, shape: DecoderConfig) -> int:
-    """Returns the bytes of a position in the KV cache, in E4M3, else float32 by the torch engine and bfloat16
-    by others."""
-    on_gpu = not isinstance(engine, TorchEngine)
-    item = 1 if getattr(engine, "kv_cache", "auto") == "fp8" else 2 if on_gpu else 4
+    """Returns the bytes of a position in the KV cache, in E4M3, else float32 by the torch engine and the
+    engine's `dtype`, bfloat16 unless it says otherwise, by others."""
+    wide = isinstance(engine, TorchEngine) or engine.dtype == "float32"
+    item = 1 if getattr(engine, "kv_cache", "auto") == "fp8" else 4 if wide else 2
     return 2 * len(shape.attention_layers) * shape.kv_heads * shape.head_dim * item
 
 

@@ -12,7 +12,13 @@ from helpers.strategies import grouped
 from msgspec import structs
 
 from areal_q.checks import memory
-from areal_q.checks.memory import PROCESS_BYTES, learner_memory, total, worker_memory
+from areal_q.checks.memory import (
+    PROCESS_BYTES,
+    learner_memory,
+    linear_weights,
+    total,
+    worker_memory,
+)
 from areal_q.checks.pass_memory import Lengths, pass_memory
 from areal_q.config import Run, TorchEngine, load
 from areal_q.models import Decoder, DecoderConfig, PackedLayout, init_weights
@@ -83,6 +89,8 @@ def test_parts_are_counted_as_by_hand():
         (["kv_cache_bytes=99999"], 2 * 108 * 32 * 4),
         (["type=hf"], 108 * 32 * 4),
         (["type=vllm"], 108 * 32 * 2),
+        (["type=vllm", "dtype=float32"], 108 * 32 * 4),
+        (["type=vllm", "kv_cache=fp8", "kv_on_update=recompute"], 108 * 32),
     ],
 )
 def test_the_cache_is_counted_as_the_engine_holds_it(settings: list[str], nbytes: int):
@@ -105,6 +113,25 @@ def test_gpus_of_an_engine_share_its_weights_and_its_cache():
     for name, nbytes in one.items():
         divided = {"the engine's weights": (2, 4), "KV cache": (2, 2)}.get(name, (1, 1))
         assert (two[name], four[name]) == (nbytes / divided[0], nbytes / divided[1])
+
+
+@pytest.mark.parametrize(("format", "served"), [("bf16", 2), ("int8", 1)])
+def test_an_engine_in_float32_takes_four_bytes_where_it_took_two(format: str, served: int):
+    def parts(dtype: str) -> dict[str, float]:
+        settings = ["rollout.engine.type=sglang", f"rollout.engine.dtype={dtype}"]
+        run = load(None, [*settings, f"rollout.format={format}", "learner.uaq=1"])
+        return by_name(worker_memory(run, SMALL, Lengths(10, 8)))
+
+    two, four = parts("auto"), parts("float32")
+    wide = SMALL.weights - (linear_weights(SMALL) if served == 1 else 0)
+    assert four["the engine's weights"] - two["the engine's weights"] == 2 * wide
+    assert four["handed over"] == two["handed over"]
+
+
+def test_adapters_that_are_added_for_sglang_are_handed_over_whole():
+    settings = ["rollout.engine.type=sglang", "rollout.engine.dtype=float32", "rollout.format=bf16"]
+    run = load(None, [*settings, "learner.lora={}", "learner.uaq=1"])
+    assert by_name(worker_memory(run, SMALL, Lengths(10, 8)))["handed over"] == 8 * SMALL.weights
 
 
 def test_transformers_computes_a_prompt_for_each_response():

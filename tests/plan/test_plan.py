@@ -364,6 +364,8 @@ def test_a_foreign_model_is_planned_as_it_will_run(tmp_path: Path):
         ("gpt_oss", [], ""),
         ("qwen3_5_text", [], ""),
         ("qwen2_moe, no biases", [], "sglang"),
+        ("llama", ["learner.lora={}"], "vllm"),  # SGLang in float32 alone
+        ("llama", ["learner.lora={}", "rollout.format=nf4"], ""),
     ],
 )
 def test_only_an_engine_that_runs_the_model_is_advised(
