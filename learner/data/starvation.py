@@ -80,6 +80,8 @@ def sentence(
     ]
     if workers:
         parts.append("workers draw 0 tokens/s")
+    elif claimed:
+        parts.append("no heartbeat comes from those that claimed them")
     else:
         parts.append(
             "no worker is alive" if met else "no worker has reported yet: is one starting?"

@@ -25,6 +25,7 @@ from areal_q.messages import Group, WorkerStatus
 from areal_q.observability.metrics_log import MetricsLog, read_metrics
 from areal_q.system.run_dir import METRICS_FILE
 from bench.records import make_beat
+from buffer.interface import Claims
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
 from learner.data import group_reader as group_reader_module
 from learner.data import starvation
@@ -60,6 +61,21 @@ class Warned(WhileWaiting):
 
 def beat(worker: str, waits_for: str) -> WorkerStatus:
     return make_beat(worker, version=4, idle_share=1.0, waits_for=waits_for)
+
+
+@pytest.mark.parametrize(
+    ("held", "met", "end"),
+    [
+        ({"w0": 12}, True, "12 of them claimed (w0: 12); no heartbeat comes from those that claimed them"),
+        ({}, True, "0 of them claimed; no worker is alive"),
+        ({}, False, "0 of them claimed; no worker has reported yet: is one starting?"),
+    ],
+)  # fmt: skip
+def test_no_worker_is_said_to_be_dead_that_holds_a_ticket(
+    held: dict[str, int], met: bool, end: str
+):
+    said = starvation.sentence(20.0, 3, 8, Claims(16, held), [], met)
+    assert said == f"no step for 20 s: 3 of 8 groups are ready; 16 tickets are open, {end}"
 
 
 async def test_a_learner_that_starves_tells_who_holds_its_tickets(
