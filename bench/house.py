@@ -1,14 +1,15 @@
 """Counts of the tree, for those who want it smaller: `python -m bench.house` prints them as Markdown tables.
 
 Lines of each package by kind; functions, and how many private ones have one caller; public names that more than
-one module defines; files that spell a metric's name; entry points of commands; words of the README.
+one module defines; classes that a reader of a step, or of a version's way, meets; files that spell a metric's
+name; entry points of commands; words of the README.
 """
 
 import ast
 import re
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -25,6 +26,15 @@ STEP = (
     "areal_q/algorithms/advantages.py", "areal_q/algorithms/policy_losses.py",
 )  # fmt: skip
 """The files that one training step on one device goes through"""
+VERSION = (
+    "learner/publishing/weight_publisher.py", "learner/publishing/version_builder.py",
+    "areal_q/models/low_bit/published_state.py", "areal_q/weights/version.py", "areal_q/weights/delta.py",
+    "areal_q/weights/delta_codec.py", "areal_q/messages/weight_sync.py", "buffer/weight_sync/server.py",
+    "buffer/weight_sync/version_store.py", "buffer/weight_sync/request_handler.py",
+    "buffer/weight_sync/subscriber.py", "buffer/weight_sync/fetcher.py", "buffer/weight_sync/latest.py",
+    "rollout/worker.py", "rollout/engines/reference/async_engine.py",
+)  # fmt: skip
+"""Those on the way of a version of the weights from the learner to our own engine (docs/architecture.md)"""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -32,7 +42,7 @@ class Module:
     """One Python file, parsed."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.name = str(path.relative_to(ROOT))
         self.text = path.read_text("utf-8")
         self.tree = ast.parse(self.text)
         self.functions = [n for n in ast.walk(self.tree) if isinstance(n, Function)]
@@ -85,12 +95,12 @@ class Module:
         return {node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name)}
 
 
-def concepts(product: list[Module]) -> int:
-    """Returns the number of classes of ours that the files of a step define or name. Of objectives, advantages
-    and aggregations a run has one each, so that each of these choices counts as one."""
+def concepts(product: list[Module], files: Sequence[str]) -> int:
+    """Returns the number of classes of ours that `files` define or name. Of objectives, advantages and
+    aggregations a run has one each, so that each of these choices counts as one."""
     classes = {name for module in product for name in module.classes()}
-    step = [module for module in product if str(module.path.relative_to(ROOT)) in STEP]
-    met = {name for module in step for name in module.names() | module.classes()} & classes
+    read = [module for module in product if module.name in files]
+    met = {name for module in read for name in module.names() | module.classes()} & classes
     for choice in (ObjectiveConfig, AdvantageConfig, AggregationConfig):
         options = {option.__name__ for option in get_args(choice)} & met
         met -= options - {min(options, default="")}
@@ -105,7 +115,7 @@ def _is_text(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
-def _length(function: Function) -> int:
+def length(function: Function) -> int:
     return (function.end_lineno or function.lineno) - function.lineno + 1
 
 
@@ -120,14 +130,14 @@ def _size_rows(found: dict[str, list[Module]]) -> Iterator[list[object]]:
 
 
 def _figures(product: list[Module]) -> Iterator[tuple[str, object]]:
-    lengths = sorted(_length(f) for module in product for f in module.functions)
+    lengths = sorted(length(f) for module in product for f in module.functions)
     names = Counter(name for module in product for name in set(module.public_names()))
     entries = sum('if __name__ == "__main__"' in module.text for module in product)
     yield (
         "functions; median, longest lines",
         f"{len(lengths):,}; {statistics.median(lengths):g}, {lengths[-1]}",
     )
-    step = [module for module in product if str(module.path.relative_to(ROOT)) in STEP]
+    step = [module for module in product if module.name in STEP]
     for where, some in (("", product), (" of a step's files", step)):
         single, of = sum(len(m.single_use()) for m in some), sum(m.lines().total() for m in some)
         yield (
@@ -135,7 +145,8 @@ def _figures(product: list[Module]) -> Iterator[tuple[str, object]]:
             f"{single / of * 1000:.1f}",
         )
     yield "public names in more than one module", sum(count > 1 for count in names.values())
-    yield "classes that a reader of one step meets", concepts(product)
+    yield "classes that a reader of one step meets", concepts(product, STEP)
+    yield "classes that a reader of a version's way meets", concepts(product, VERSION)
     yield "modules over 300 lines", sum(m.lines().total() > 300 for m in product)
     yield f"files that spell {METRIC!r}", sum(f'"{METRIC}' in m.text for m in product)
     yield "entry points of commands", entries
