@@ -18,6 +18,6 @@ def test_a_step_has_few_helpers_that_one_place_calls():
     assert single / sum(module.lines().total() for module in STEPS) <= 7 / 1000
 
 
-def test_a_learner_is_made_of_few_parts_and_a_step_of_few_classes():
+def test_a_learner_has_few_parts_and_a_step_few_classes():
     assert len(fields(Learner)) <= 20
     assert concepts([m for folder in PRODUCT for m in modules(folder)], STEP) <= 45

@@ -128,7 +128,7 @@ def test_an_engine_in_float32_takes_four_bytes_where_it_took_two(format: str, se
     assert four["handed over"] == two["handed over"]
 
 
-def test_adapters_that_are_added_for_sglang_are_handed_over_whole():
+def test_adapters_added_for_sglang_are_handed_over_whole():
     settings = ["rollout.engine.type=sglang", "rollout.engine.dtype=float32", "rollout.format=bf16"]
     run = load(None, [*settings, "learner.lora={}", "learner.uaq=1"])
     assert by_name(worker_memory(run, SMALL, Lengths(10, 8)))["handed over"] == 8 * SMALL.weights

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers.fixture_types import MakeRun, MakeSamples
 from helpers.kinds import (
+    FAMILIES,
     VARIANTS,
     by_our_names,
     config_of,
@@ -140,12 +141,13 @@ def test_a_reference_is_the_model_at_its_path(
     assert (expected - inputs.proximal_logprobs).abs().mean() > 0.1
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_restored_policy_goes_on_bit_for_bit(
-    make_run: MakeRun, make_samples: MakeSamples, tmp_path: Path
+    make_run: MakeRun, make_samples: MakeSamples, tmp_path: Path, family: str
 ) -> None:
-    write_foreign(tmp_path / "model", "gemma2")
-    critic = "learner.advantage.type=gae", "learner.critic={}"
-    run = make_run(*SMOOTH, "learner.reference_kl.coef=0.1", *critic)
+    write_foreign(tmp_path / "model", family)
+    more = ["learner.advantage.type=gae", "learner.critic={}"] if family == "gemma2" else []
+    run = make_run(*SMOOTH, "learner.reference_kl.coef=0.1", *more)
     first = policy_of(run, HfModel, tmp_path / "model")
     update_policy(first, make_samples(6, 1))
     save_at(1, tmp_path / "checkpoints", first)

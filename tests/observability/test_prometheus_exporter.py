@@ -12,6 +12,7 @@ from contextlib import ExitStack, suppress
 from urllib.request import urlopen
 
 import pytest
+from helpers.commands import stretched
 from prometheus_client.parser import text_string_to_metric_families
 
 from areal_q.errors import ConfigError
@@ -79,7 +80,7 @@ def test_metrics_are_on_loopback_only():
     if elsewhere.startswith("127."):
         pytest.skip("this host knows no address of its own but loopback")
     with pytest.raises(OSError):
-        socket.create_connection((elsewhere, port), timeout=2)
+        socket.create_connection((elsewhere, port), timeout=stretched(2))
 
 
 @pytest.mark.parametrize("address", ["", "here", "127.0.0.1:", "127.0.0.1:x", "70000"])

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import xxhash
 import zmq
+from helpers.commands import stretched
 from helpers.weight_sync import (
     Proxy,
     WeightSync,
@@ -172,7 +173,7 @@ def test_a_relay_that_is_dead_inside_says_so(sync: WeightSync, end: str) -> None
 
 def connected(endpoint: str, stack: ExitStack) -> socket.socket:
     host, port = endpoint.removeprefix("tcp://").split(":")
-    return stack.enter_context(socket.create_connection((host, int(port)), timeout=5))
+    return stack.enter_context(socket.create_connection((host, int(port)), timeout=stretched(5)))
 
 
 def press(sync: WeightSync, endpoints: tuple[str, str], stack: ExitStack) -> None:
