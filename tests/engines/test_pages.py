@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import resource
 from collections import Counter
 from typing import Any
 
@@ -227,6 +228,27 @@ def test_a_turn_computes_only_what_is_new(mixture: bool, cache: Any, computed: l
         np.testing.assert_array_equal(later.routes, anew.routes)
     elif cache == "auto":
         check([model], np.array(prompt), later)
+
+
+@pytest.mark.slow
+def test_a_prompt_of_32k_tokens_is_computed_once_in_pieces(
+    computed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For two responses and the next turn; scores of all pairs would be 4 GB."""
+    monkeypatch.setitem(SHAPE, "max_position_embeddings", 1 << 15)
+    model, prompt = model_of(0), np.random.default_rng(0).integers(0, 29, 32_000)
+    stepper = TorchStepper(TorchEngine(slots=8, prefill_tokens=1024))
+    load(stepper, model, 0)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    ((done, _),) = serve(stepper, ask(prompt, 2, max_tokens=16))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # kB
+    assert computed == [1024] * 31 + [256] + [2] * 15
+    check([model], prompt, done)
+    computed.clear()
+    turn = [*prompt.tolist(), *done.response_ids.tolist(), 1, 2, 3]
+    ((later,),) = serve(stepper, ask(turn, 1, max_tokens=8))
+    assert computed == [32_019 - 32_015 // PAGE * PAGE, *[1] * 7]
+    check([model], np.array(turn), later)
 
 
 @pytest.mark.parametrize("fails", [False, True])
