@@ -33,8 +33,8 @@ LAYERS = {
         {"tasks"},
         {"models", "observability"},
         {"checks"},
-        {"cli", "plan"},
-        {"api", "launch"},
+        {"plan", "runner"},
+        {"api", "cli", "launch"},
         {"__main__"},
     ),
     "buffer": (
@@ -351,7 +351,8 @@ def test_light_modules_import_nothing_heavy(module):
 
 
 @pytest.mark.parametrize(
-    "module", ["areal_q.cli.launcher", "areal_q.cli.live_view", "areal_q.observability.metrics_log"]
+    "module",
+    ["areal_q.runner.launcher", "areal_q.runner.live_view", "areal_q.observability.metrics_log"],
 )
 def test_the_launcher_needs_no_torch(module):
     assert printed(f"import sys, {module}; print('torch' in sys.modules)") == "False\n"

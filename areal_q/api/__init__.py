@@ -29,12 +29,12 @@ from msgspec import json
 
 from areal_q.api.handed_over import Code, file_of_rows, place_of_code
 from areal_q.checks.hub import fetched
-from areal_q.cli.launcher import KILLED, QuietView, launch
-from areal_q.cli.live_view import build_view
 from areal_q.config import Python, Run, load
 from areal_q.config.load import Override
 from areal_q.errors import CheckpointError
 from areal_q.observability.metrics_log import Record, read_metrics
+from areal_q.runner.launcher import KILLED, QuietView, launch
+from areal_q.runner.live_view import build_view
 from areal_q.system.processes import BEGAN
 from areal_q.system.run_dir import METRICS_FILE, as_pairs, check_goes_on, path_of, resumes
 

@@ -1,1 +1,1 @@
-"""The `areal-q` command: its subcommands, the launcher of local processes, and the live view."""
+"""The `areal-q` command and its own subcommands."""

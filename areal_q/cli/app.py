@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from areal_q import __version__
-from areal_q.config import Run, dump_toml, load
+from areal_q.config import dump_toml, load
 from areal_q.errors import AReaLQError, ConfigError, RecordError, UserError
 from areal_q.system.command import (
     EXITS_OF_MOST,
@@ -158,39 +158,12 @@ def run(
     An earlier run of the same name is moved aside, never overwritten. With --resume and no CONFIG,
     the run under runs/ that was last active goes on.
     """
-    from areal_q.cli.launcher import launch
-    from areal_q.cli.live_view import build_view
+    from areal_q.runner.asked_run import asked_for
+    from areal_q.runner.launcher import launch
+    from areal_q.runner.live_view import build_view
 
     asked = asked_for(*config_and_overrides(config, overrides), resume, name, step)
     sys.exit(launch(asked, resume, build_view, step=step))
-
-
-def asked_for(
-    config: str | None,
-    overrides: list[str],
-    resume: bool,
-    name: str | None,
-    step: int | None = None,
-) -> Run:
-    """Returns the settings of the run that a command is to begin, or to go on with, from the checkpoint of
-    `step` if it is not None. Raises ConfigError, and CheckpointError if there is nothing to go on with."""
-    from areal_q.system import run_dir
-
-    named = [*overrides, f'name="{name}"'] if name else overrides
-    path = Path(config) if config else None
-    if not resume:
-        if step is not None:
-            raise ConfigError("run: --from goes with --resume")
-        if path is None:
-            raise ConfigError("run: a CONFIG is needed, such as quickstart")
-        if path.is_dir():
-            return load(path / "config.toml", named)
-        return load(path, named)
-    if path is None:
-        path = Path("runs", name) if name else run_dir.newest(Path("runs"))
-    elif not path.is_dir():
-        path = run_dir.path_of(load(path, named))
-    return run_dir.resumed(path, overrides, step)
 
 
 @app.command("check-config")
@@ -225,7 +198,7 @@ def watch(
     open: Annotated[bool, typer.Option("--open", help="with --serve: in the browser here")] = False,
 ) -> None:
     """Watch a run that is going on, or that has ended, in a terminal of its own."""
-    from areal_q.cli.live_view import watch as follow
+    from areal_q.runner.live_view import watch as follow
 
     if serve:
         import_module(ELSEWHERE["report"]).main([directory], serve=True, port=port, open=open)

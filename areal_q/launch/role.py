@@ -33,14 +33,14 @@ from typing import Annotated, Literal
 import typer
 
 from areal_q.checks.packages import learner_python, worker_python
-from areal_q.cli.child_processes import PLAIN_LOGS, THREAD_VARIABLES
-from areal_q.cli.launcher import answers
 from areal_q.config import load
 from areal_q.errors import BufferUnavailable, ConfigError
 from areal_q.launch import place as places
 from areal_q.launch.place import KEYS, PASSWORD, SETTINGS, RunAddresses
 from areal_q.observability import service_log
 from areal_q.observability.supervisor import Supervisor
+from areal_q.runner.child_processes import PLAIN_LOGS, THREAD_VARIABLES
+from areal_q.runner.launcher import answers
 from areal_q.system.command import run_command
 from areal_q.system.ports import free_ports
 from areal_q.system.processes import become, die_with_parent, end_with_parent, module_command

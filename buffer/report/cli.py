@@ -68,7 +68,7 @@ def main(
 
 
 def _write(runs, out: Path, max_bytes: int, csv: Path | None) -> None:
-    from areal_q.cli.final_screen import last_screen
+    from areal_q.runner.final_screen import last_screen
     from buffer.report.figures import write_figures_csv
     from buffer.report.page import whole_file
     from buffer.report.runs import group_lines, one_line

@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from areal_q.cli.launcher import QuietView, launch
 from areal_q.config import dump_toml, override
 from areal_q.errors import CheckpointError
+from areal_q.runner.launcher import QuietView, launch
 from areal_q.system.run_dir import recorded_settings
 from buffer.redis_store import LearnerBuffer
 from learner import checkpoint

@@ -19,11 +19,11 @@ from typer import Argument, Option
 
 from areal_q.checks.automatic import settled, why_dtype, why_rate
 from areal_q.checks.hub import fetched
-from areal_q.cli.app import asked_for
-from areal_q.cli.live_view import build_view
 from areal_q.config import Run, Sft, load
 from areal_q.errors import CheckpointError, ConfigError
 from areal_q.observability.metrics_log import MetricsLog
+from areal_q.runner.asked_run import asked_for
+from areal_q.runner.live_view import build_view
 from areal_q.system import run_dir
 from areal_q.system.processes import command_began
 from areal_q.system.stop_request import StopRequest

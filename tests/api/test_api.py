@@ -13,9 +13,9 @@ import pytest
 from helpers.paths import ROOT
 
 import areal_q
-from areal_q.cli.child_processes import Interrupts
 from areal_q.config import Run, dump_toml, load
 from areal_q.errors import CheckpointError, ConfigError, TaskError
+from areal_q.runner.child_processes import Interrupts
 from areal_q.system.run_dir import METRICS_FILE
 from rollout.evaluation import evaluate
 

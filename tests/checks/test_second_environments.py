@@ -15,9 +15,9 @@ from packaging.requirements import Requirement
 from areal_q.checks import packages
 from areal_q.checks.packages import check_packages, python_with
 from areal_q.cli import setup
-from areal_q.cli.programs import plan
 from areal_q.config import load
 from areal_q.errors import ConfigError
+from areal_q.runner.programs import plan
 from areal_q.system.files import try_lock
 from areal_q.system.processes import READY
 

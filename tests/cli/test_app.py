@@ -13,10 +13,10 @@ from helpers.paths import EXECUTABLE
 
 import areal_q
 from areal_q.cli.app import ELSEWHERE, GROUPS, app
-from areal_q.cli.programs import plan
 from areal_q.config import Python, Run, faults, load
 from areal_q.config.load import shipped
 from areal_q.errors import ConfigError
+from areal_q.runner.programs import plan
 from areal_q.system.command import config_and_overrides
 from areal_q.tasks.datasets.jsonl_rows import read_rows
 

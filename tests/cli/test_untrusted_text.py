@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 from rich.console import RenderableType
 
 from areal_q.checks.machine import CheckResult
-from areal_q.cli.final_screen import _answers
-from areal_q.cli.picture import picture
 from areal_q.config import Run
 from areal_q.observability.progress import History
 from areal_q.observability.run_summary import ExampleAnswer
 from areal_q.observability.service_log import JsonFormatter, TextFormatter
+from areal_q.runner.final_screen import _answers
+from areal_q.runner.picture import picture
 from areal_q.system.command import accept_any_text, console, harmless
 from learner.doctor.diagnosis.findings import Finding
 from learner.doctor.tables import doctor_screen

@@ -18,11 +18,11 @@ from helpers.policies import build_group_reader, new_admission
 from msgspec.structs import replace
 from rich.console import Console
 
-from areal_q.cli.live_view import History, PlainView
-from areal_q.cli.picture import picture
 from areal_q.config import External, Run, SingleTurn, load
 from areal_q.messages import Group, WorkerStatus
 from areal_q.observability.metrics_log import MetricsLog, read_metrics
+from areal_q.runner.live_view import History, PlainView
+from areal_q.runner.picture import picture
 from areal_q.system.run_dir import METRICS_FILE
 from bench.records import make_beat
 from buffer.interface import Claims

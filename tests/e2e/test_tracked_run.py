@@ -60,7 +60,8 @@ def test_trackers_that_hang_die_or_are_full_cost_a_run_nothing(tmp_path: Path) -
     ]
     driver = tmp_path / "briefly.py"  # the command itself, which waits for 60 s else
     driver.write_text(
-        "from areal_q.cli import app, launcher\nlauncher.TRACKERS_STOP_S = 2.0\napp.main()\n"
+        "from areal_q.cli import app\nfrom areal_q.runner import launcher\n"
+        "launcher.TRACKERS_STOP_S = 2.0\napp.main()\n"
     )
     command = [
         sys.executable,

@@ -24,7 +24,6 @@ from helpers.policies import initial_model
 from rich.console import Console
 
 import rollout.engines
-from areal_q.cli.final_screen import last_screen
 from areal_q.config import Run, Sampling, ScriptedEngine, dump_toml
 from areal_q.config.engines import EngineConfig
 from areal_q.errors import CheckpointError, ConfigError, TaskError
@@ -34,6 +33,7 @@ from areal_q.models import load_decoder, save_decoder
 from areal_q.models.smoothed_state import first_folds
 from areal_q.observability.metrics_log import MetricsLog
 from areal_q.quant import quantize_state
+from areal_q.runner.final_screen import last_screen
 from areal_q.system.ports import free_ports
 from areal_q.tasks import build_task, build_tokenizer
 from areal_q.weights.version import WeightVersion

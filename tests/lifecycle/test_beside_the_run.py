@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from areal_q.cli import launcher
-from areal_q.cli.child_processes import Program
-from areal_q.cli.live_view import PlainView
-from areal_q.cli.programs import Plan, plan
 from areal_q.config import load
+from areal_q.runner import launcher
+from areal_q.runner.child_processes import Program
+from areal_q.runner.live_view import PlainView
+from areal_q.runner.programs import Plan, plan
 from buffer.redis_store.local_server import RedisServer
 
 LEARNER = """

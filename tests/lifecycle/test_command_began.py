@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from areal_q.cli.child_processes import ChildProcesses, Program
-from areal_q.cli.live_view import PlainView
 from areal_q.config import Run
 from areal_q.observability.metrics_log import MetricsLog, read_metrics
+from areal_q.runner.child_processes import ChildProcesses, Program
+from areal_q.runner.live_view import PlainView
 from areal_q.system.processes import BEGAN, command_began
 
 SLOW_IMPORT = """

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from areal_q.cli.picture import picture
 from areal_q.config import load
 from areal_q.observability.metrics_log import MetricsLog
 from areal_q.observability.progress import History, ProgressLog
 from areal_q.observability.run_summary import best_of, summarize
+from areal_q.runner.picture import picture
 from learner.heldout_eval import BestVersion
 
 

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from areal_q.cli.final_screen import last_screen
-from areal_q.cli.live_view import LiveView, PlainView
 from areal_q.config import Run, load
 from areal_q.observability.metrics_log import MetricsLog
 from areal_q.observability.progress import FaultWatch, ProgressLog
 from areal_q.observability.reward_signal import RewardFailures
 from areal_q.observability.run_summary import summarize
+from areal_q.runner.final_screen import last_screen
+from areal_q.runner.live_view import LiveView, PlainView
 from bench.records import make_beat
 
 FAILED = {"buffer/reward_errors": 1.0, "buffer/responses": 512.0, "buffer/invalid/exception": 1.0}

@@ -13,11 +13,11 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from areal_q.cli import live_view
 from areal_q.config import Run, dump_toml
 from areal_q.errors import BufferUnavailable, ConfigError
 from areal_q.observability.metrics_log import MetricsLog, Record
 from areal_q.observability.run_end import going_on, how_it_ended, note_failure
+from areal_q.runner import live_view
 from areal_q.system.files import try_lock
 from buffer.admin import open_run
 from buffer.redis_store.local_server import RedisServer

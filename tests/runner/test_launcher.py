@@ -19,14 +19,14 @@ import redis
 from helpers.commands import full_disk, limit
 from rich.console import Console
 
-from areal_q.cli import launcher
-from areal_q.cli.app import asked_for
-from areal_q.cli.live_view import PlainView, awaited
-from areal_q.cli.programs import Plan, Program, plan
 from areal_q.config import Python, Run, TorchBackend, dump_toml, load
 from areal_q.errors import CheckpointError, ConfigError, TaskError, UserError
 from areal_q.observability.progress import History
 from areal_q.observability.run_end import how_it_ended
+from areal_q.runner import launcher
+from areal_q.runner.asked_run import asked_for
+from areal_q.runner.live_view import PlainView, awaited
+from areal_q.runner.programs import Plan, Program, plan
 from areal_q.system import disk, files, run_dir
 from areal_q.tasks import build_reward
 from buffer.redis_store.local_server import RedisServer
@@ -75,7 +75,8 @@ while True:
 # The real command line, with the plan's learner and worker replaced.
 DRIVER = """
 import functools, sys
-from areal_q.cli import app as cli, launcher as launch, programs
+from areal_q.cli import app as cli
+from areal_q.runner import launcher as launch, programs
 
 def fake(run, run_dir, sockets, resume):
     real = programs.plan(run, run_dir, sockets, resume)

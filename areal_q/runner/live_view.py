@@ -14,12 +14,12 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from areal_q.checks.settings import served_at
-from areal_q.cli.picture import picture
 from areal_q.config import External, Run, VerifiersEnvironment
 from areal_q.observability.metrics_log import Record, Tail
 from areal_q.observability.progress import FaultWatch, History, plain_line
 from areal_q.observability.run_end import how_it_ended
 from areal_q.observability.run_summary import plural, unfaithful
+from areal_q.runner.picture import picture
 from areal_q.system import command
 from areal_q.system.processes import command_began
 from areal_q.system.run_dir import METRICS_FILE, path_of
@@ -54,7 +54,7 @@ class _Following:
 
     def finish(self) -> None:
         """Prints the summary."""
-        from areal_q.cli.final_screen import last_screen
+        from areal_q.runner.final_screen import last_screen
 
         last_screen(self.run, self.run_dir, self.console)
 

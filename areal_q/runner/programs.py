@@ -8,9 +8,9 @@ from pathlib import Path
 from areal_q.checks.machine import visible_gpus
 from areal_q.checks.packages import learner_python, worker_python
 from areal_q.checks.settings import served_at
-from areal_q.cli.child_processes import Program
 from areal_q.config import Run
 from areal_q.config.trackers import labelled
+from areal_q.runner.child_processes import Program
 from areal_q.system.processes import module_command
 from areal_q.system.torchrun import by_torchrun
 

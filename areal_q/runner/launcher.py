@@ -35,12 +35,12 @@ from areal_q.checks.automatic import settled, why_dtype, why_smoothing
 from areal_q.checks.disk_use import disk_use
 from areal_q.checks.hub import fetched
 from areal_q.checks.settings import preflight, without_effect
-from areal_q.cli.child_processes import DRAIN_S, ChildProcesses, Interrupts
-from areal_q.cli.programs import TRACKER, Plan, plan
 from areal_q.config import PretrainedModel, PythonEnvironment, Run, dump_toml
 from areal_q.errors import BufferUnavailable, ChildDied, ConfigError, UserError
 from areal_q.observability.run_end import note_failure
 from areal_q.observability.trackers.described import keep_commit
+from areal_q.runner.child_processes import DRAIN_S, ChildProcesses, Interrupts
+from areal_q.runner.programs import TRACKER, Plan, plan
 from areal_q.system.credentials import check_redis_url, redis_password
 from areal_q.system.disk import DiskWatch, size
 from areal_q.system.processes import module_command
@@ -62,7 +62,7 @@ FULL_BYTES = 32 << 20
 
 
 class View(Protocol):
-    """What the user sees during the run; areal_q/cli/live_view.py has the implementations."""
+    """What the user sees during the run; areal_q/runner/live_view.py has the implementations."""
 
     def start(self, run_dir: Path) -> None: ...
     def refresh(self) -> None: ...

@@ -8,14 +8,14 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from areal_q.cli import live_view
-from areal_q.cli.final_screen import last_screen
-from areal_q.cli.live_view import LiveView, PlainView, build_view
-from areal_q.cli.picture import picture
 from areal_q.config import Run, load
 from areal_q.observability.metrics_log import MetricsLog, read_metrics
 from areal_q.observability.progress import History, plain_line
 from areal_q.observability.run_summary import duration, summarize
+from areal_q.runner import live_view
+from areal_q.runner.final_screen import last_screen
+from areal_q.runner.live_view import LiveView, PlainView, build_view
+from areal_q.runner.picture import picture
 from areal_q.system.disk import size
 
 
