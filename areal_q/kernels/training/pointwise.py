@@ -4,6 +4,8 @@ chain of torch operations.
 numba has no bfloat16, so arrays of it are uint16 here, the upper half of a float32. All arithmetic is float32,
 and what is stored in bfloat16 is rounded once, half to even, as torch rounds. Arrays are C contiguous. LLVM
 compiles the kernels when this module is first imported, which takes seconds, and then reads them from disk.
+`rotate` and `swiglu` stand in areal_q/kernels/decoding.py too, where numbers are float32 and nothing is kept
+for a backward pass.
 
 Notation: T tokens, D channels, H heads of q, k and v together, S sequences of at most L tokens, M width of the
 MLP, B columns of a block of logits.
