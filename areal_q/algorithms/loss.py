@@ -29,17 +29,17 @@ def loss_fn(
 
         -J + coef · KL(π_θ‖π_ref) - entropy_coef · entropy + coef · value loss
 
-    and adds the load-balancing loss of experts if `balance`, its weights [L, E] (`balance_weights`), is given.
-    `totals` are the counts of the whole optimizer step; None says that this micro-batch is the whole step.
-    Tokens that an objective removes from the denominator (`kept_tokens`) are absent from every term. If no
-    token counts, the loss is 0 with zero gradient, and `loss/all_masked_count` is 1. Raises RecordError if an
-    input of a counted token is not finite, or one that a term needs is missing.
+    and adds experts' load-balancing loss if `balance`, its weights [L, E], is given. `totals` are the counts of
+    the whole optimizer step, None of this micro-batch. Tokens that an objective removes from the denominator
+    (`kept_tokens`) are absent from every term. If no token counts, loss and gradient are 0, and
+    `loss/all_masked_count` is 1. Raises RecordError for a missing input, or one not finite at a counted token.
     """
     x = ratios(inputs)
     counted = counted_tokens(x, objective)
     weights = token_weights(counted, x, aggregation or TokenMean(), totals or totals_of(counted, x))
     out = policy_loss(x, objective)
-    terms, metrics = {"policy": -weights.dot(out.objective)}, diagnostics(inputs, x, out)
+    terms = {"policy": -weights.dot(out.objective)}
+    metrics = diagnostics(inputs, x, out)
     if reference_kl is not None:
         d = optional(inputs, x, "reference_logprobs").detach() - x.logprobs
         metrics |= reference_metrics(d.detach(), x.mask)
