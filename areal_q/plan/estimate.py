@@ -12,7 +12,7 @@ from areal_q.checks.memory import learner_memory, of_others, total, worker_memor
 from areal_q.checks.model import check_engine
 from areal_q.checks.pass_memory import Lengths, Part
 from areal_q.config import Run, SglangEngine, TorchEngine, VllmEngine
-from areal_q.config.engines import no_adapters
+from areal_q.config.rules import broken_rules
 from areal_q.errors import ConfigError
 from areal_q.models import DecoderConfig
 from areal_q.observability.run_summary import plural
@@ -178,8 +178,7 @@ def _serving(run: Run, shape: DecoderConfig, prompt: int) -> Iterator[str]:
     """Yields the types of the engines for GPUs that a model of this `shape` may be run by."""
     for engine in (VllmEngine(), SglangEngine()):
         served = structs.replace(run, rollout=structs.replace(run.rollout, engine=engine))
-        lora = run.learner.lora
-        if lora and no_adapters(engine, run.rollout.format, lora.rank):
+        if broken_rules(served):
             continue
         with suppress(ConfigError):
             if shape.foreign is None:
