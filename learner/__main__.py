@@ -37,7 +37,7 @@ from areal_q.system.command import MetricsPort, RedisUrl, WatchdogSeconds, run_c
 from areal_q.system.ports import allow_open_files
 from areal_q.system.processes import keep_freed_memory, use_huge_pages
 from areal_q.system.stop_request import StopRequest
-from areal_q.system.watchdog import Progress, Watchdog
+from areal_q.system.watchdog import watched
 
 if TYPE_CHECKING:
     from learner.loop import Learner
@@ -128,7 +128,7 @@ def _learn(
 
     if stop.is_set():
         return stop.exit_code
-    ranks, progress = ranks_of(run), Progress(*([watchdog] if watchdog else []))
+    ranks, progress = ranks_of(run), watched(watchdog)
     try:
         with ends_other_ranks(ranks):
             learner = build_learner(
@@ -139,8 +139,6 @@ def _learn(
         return stop.exit_code
     gc.freeze()  # What exists now stays: looking through it again took 14 ms of a step of the quickstart.
     exporter.progress = progress
-    if watchdog:
-        Watchdog(progress).start()
     return 0 if _train(learner, directory, exporter, stop) else stop.exit_code
 
 

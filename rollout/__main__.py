@@ -32,7 +32,7 @@ from areal_q.system.command import (
 from areal_q.system.ports import allow_open_files, check_free
 from areal_q.system.processes import use_huge_pages
 from areal_q.system.stop_request import StopRequest
-from areal_q.system.watchdog import Progress, Watchdog
+from areal_q.system.watchdog import Progress, watched
 
 logger = logging.getLogger("rollout")
 FINISHED_WAIT_S = 60.0
@@ -104,10 +104,8 @@ def main(
     if config:
         # The learner may be at its warm start for hours; what is wrong with the settings is said before that.
         build_parts(load(config), run, address)
-    progress = exporter.progress = Progress(*([watchdog] if watchdog else []))
-    if watchdog:
-        Watchdog(progress).start()
-    observe = _observer(exporter, progress)
+    exporter.progress = watched(watchdog)
+    observe = _observer(exporter, exporter.progress)
     work = serve(redis, run, name, source, observe, address, finished_wait)
     raise typer.Exit(uvloop.run(_until_signal(work)))
 

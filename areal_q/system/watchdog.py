@@ -73,6 +73,15 @@ class Progress:
         return max(self._least_s, TIMES_LONGEST * self._longest_s)
 
 
+def watched(least_s: float) -> Progress:
+    """Returns the Progress of this process. A Watchdog ends it by that, if `least_s` seconds, the least limit,
+    are not 0."""
+    progress = Progress(least_s or LEAST_S)
+    if least_s:
+        Watchdog(progress).start()
+    return progress
+
+
 class Watchdog(threading.Thread):
     """Ends this process with exit code STUCK once the last beat of `progress` is older than its limit, after
     one line of log and the stacks of all threads on stderr.

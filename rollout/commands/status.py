@@ -86,6 +86,10 @@ EXITS = (
 )
 
 
+_AGAIN = "again every S seconds, until the run ends or Ctrl-C"
+_Watch = Annotated[float | None, typer.Option(metavar="S", min=0.1, help=_AGAIN)]
+
+
 def main(
     directory: RunIfAny = None,
     url: Annotated[
@@ -100,12 +104,7 @@ def main(
     silent_s: Annotated[
         float, typer.Option(min=0, help="seconds without a new version that are too many")
     ] = SILENT_S,
-    watch: Annotated[
-        float | None,
-        typer.Option(
-            metavar="S", min=0.1, help="again every S seconds, until the run ends or Ctrl-C"
-        ),
-    ] = None,
+    watch: _Watch = None,
     json: Annotated[bool, typer.Option("--json", help="one JSON document a look")] = False,
 ) -> None:
     """Learner, workers, buffer and weights of a running cluster; exit code 1 when something is wrong."""

@@ -152,12 +152,6 @@ def evaluate(
         typer.echo(f"answers and scores: {file}", err=True)
     if wanted:
         write_rows(asked, rows, wanted)
-    if about.left_out:
-        typer.echo(
-            f"left out: {about.left_out} of {plural(about.asked, 'problem')}, whose prompts leave no room for "
-            f"--max-tokens {asked.sampling.max_tokens}",
-            err=True,
-        )
     if len(rows) < len(kept):
         typer.echo(f"stopped after {len(rows)} of {plural(len(kept), 'problem')}", err=True)
         raise typer.Exit(INTERRUPTED)
@@ -176,6 +170,12 @@ def _print_results(rows: Sequence[Answered], about: Evaluation, show: int) -> No
     typer.echo(f"{last}  ({plural(len(rows), 'problem')}, {about.format}, {about.elapsed_s:.1f} s)")
     for remark in remarks(rows):
         typer.echo(remark, err=True)
+    if about.left_out:
+        typer.echo(
+            f"left out: {about.left_out} of {plural(about.asked, 'problem')}, whose prompts leave no room for "
+            f"--max-tokens {about.sampling.max_tokens}",
+            err=True,
+        )
 
 
 async def _collect(

@@ -28,6 +28,7 @@ from rollout.evaluation.questions import EvalQuestions
 
 TELL_EVERY_S = 10.0
 """Seconds without an agent after which a line says that they are waited for, and from one line to the next"""
+Tell = Callable[[str], object]
 
 
 def fitting(asked: EvalQuestions, tokenizer: Tokenizer) -> dict[int, Problem]:
@@ -47,10 +48,7 @@ def fitting(asked: EvalQuestions, tokenizer: Tokenizer) -> dict[int, Problem]:
 
 
 async def answered(
-    asked: EvalQuestions,
-    problems: Mapping[int, Problem],
-    tokenizer: Tokenizer,
-    tell: Callable[[str], object],
+    asked: EvalQuestions, problems: Mapping[int, Problem], tokenizer: Tokenizer, tell: Tell
 ) -> AsyncGenerator[Answered, None]:
     """Yields each of `problems` once, with the answers that are asked for. `tell` gets a line for the user when
     agents may begin, and while none of them comes.
@@ -85,14 +83,11 @@ async def answered(
         for task in [*tasks, *told]:
             task.cancel()
         await asyncio.gather(*tasks, *told, return_exceptions=True)
-        if endpoint:
-            await endpoint.close()
-        await engine.close()
-        await reward.close()
-        await environment.close()
+        for part in filter(None, (endpoint, engine, reward, environment)):
+            await part.close()
 
 
-async def _tell_of_agents(plays: Environment, url: str, tell: Callable[[str], object]) -> None:
+async def _tell_of_agents(plays: Environment, url: str, tell: Tell) -> None:
     tell(f"agents may play at {url}")
     while True:
         await asyncio.sleep(TELL_EVERY_S)
