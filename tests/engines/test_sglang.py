@@ -120,6 +120,16 @@ async def running(directory, **more) -> AsyncIterator[SglangProcess]:
         await server.close()
 
 
+def test_float32_on_a_gpu_has_attention_that_takes_it_seeded(monkeypatch):
+    from sglang.srt.arg_groups import choices  # pyright: ignore[reportMissingImports]
+
+    monkeypatch.setattr("rollout.engines.process.checkpoint_backend.has_gpu", lambda: True)
+    wide = server_settings(SglangEngine(dtype="float32"), "model", CONFIG, "0:a")
+    assert wide["attention_backend"] in choices.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND
+    assert wide["attention_backend"] != "fa3" and wide["dtype"] == "float32"
+    assert "attention_backend" not in server_settings(SglangEngine(), "model", CONFIG, "0:a")
+
+
 UNSEEDED: list[dict[str, Any]] = [
     {"top_k": 7},
     {"min_p": 0.1},
