@@ -62,6 +62,9 @@ FORMATS = frozenset(f for f, _ in KERNELS if f not in _NEEDS or has(_NEEDS[f]))
 OF_EXPERTS = frozenset({"bf16"})
 """Those that vLLM computes a mixture's experts in on every processor; for others it needs AMX."""
 
+HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Widths of a head that vLLM's attention on a CPU computes"""
+
 
 def has_amx() -> bool:
     """Returns True if vLLM would find AMX tiles on this processor."""
@@ -85,3 +88,10 @@ def dtype_for(format: str, asked: Literal["auto", "float32", "bfloat16"] = "auto
 def kernel_for(format: str, asked: Literal["auto", "float32", "bfloat16"] = "auto") -> Kernel:
     """Returns the kernel for `format`. Raises ConfigError as `dtype_for` does."""
     return KERNELS[format, dtype_for(format, asked)]
+
+
+def check_heads(width: int) -> None:
+    """Raises ConfigError unless vLLM's attention computes heads of `width`: its core would die of them."""
+    if width not in HEADS:
+        able = ", ".join(map(str, HEADS))
+        raise ConfigError(f"vLLM's attention on a CPU has no heads of {width}: {able}")

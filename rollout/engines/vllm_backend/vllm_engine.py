@@ -297,12 +297,7 @@ def _settings(config: VllmEngine, manifest: Manifest) -> dict[str, Any]:
     dtype = "bfloat16" if config.dtype == "auto" else config.dtype
     positions, cache_bytes = config.max_positions or None, config.kv_cache_bytes or None
     if not checkpoint_backend.has_gpu():
-        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-        sizes = CPUAttentionBackend.get_supported_head_sizes()
-        if model.head_dim not in sizes:
-            able = ", ".join(map(str, sizes))
-            raise ConfigError(f"vLLM's attention on a CPU has no heads of {model.head_dim}: {able}")
+        cpu_kernels.check_heads(model.head_dim)
         dtype = cpu_kernels.dtype_for(manifest.format, config.dtype)
         cache_bytes, positions = cache_for(config, model, dtype)
     return {

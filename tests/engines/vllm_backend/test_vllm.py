@@ -4,6 +4,7 @@ Needs vLLM, so it runs in an environment of its own: `make test-vllm`.
 """
 
 import asyncio
+import importlib
 import os
 import re
 import signal
@@ -165,20 +166,10 @@ async def test_a_model_of_32768_positions_starts_by_default():
             await engine.generate(ask(max_tokens=32768))
 
 
-async def test_heads_that_vllm_does_not_compute_are_named():
-    """Its core died of them, three times."""
-    shape = replace(CONFIG, head_dim=8)
-    version = pack_version(
-        Decoder(shape).state_dict(), run="r", epoch="e", version=0, format="bf16", uaq_scale=1.0,
-        model=shape.to_hf(), published_s=0.0,
-    )  # fmt: skip
-    engine = vllm_engine(VllmEngine(slots=4))
-    await engine.start()
-    try:
-        with pytest.raises(ConfigError, match="no heads of 8: 32, 64"):
-            await engine.load_weights(version)
-    finally:
-        await engine.close()
+def test_heads_are_those_that_vllm_says():
+    attention = importlib.import_module("vllm.v1.attention.backends.cpu_attn")
+    says = attention.CPUAttentionBackend.get_supported_head_sizes()
+    assert list(cpu_kernels.HEADS) == says
 
 
 async def test_a_start_that_vllms_core_refuses_is_told_and_met_once(monkeypatch):

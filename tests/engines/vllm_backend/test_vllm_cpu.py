@@ -36,6 +36,8 @@ QWEN = DecoderConfig(
 )
 """The shape of Qwen2.5-0.5B"""
 MIB = 1 << 20
+ONE_HEAD = ("model.heads=1", "model.kv_heads=1")
+"""Of 32 numbers, as vLLM's attention takes them"""
 
 
 @pytest.mark.parametrize("amx", [True, False])
@@ -159,10 +161,23 @@ async def test_widths_that_vllm_cannot_hold_start_nothing(make_run: MakeRun, sta
     await engine.close()
 
 
+async def test_heads_that_vllm_does_not_compute_are_named(
+    monkeypatch: pytest.MonkeyPatch, make_run: MakeRun, starts: list[str]
+):
+    """Its core died of them, three times."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    narrow = make_run("rollout.format=bf16")
+    engine = StreamingEngine(VllmBackend(VllmEngine()))
+    with pytest.raises(ConfigError, match="no heads of 8: 32, 64"):
+        await engine.load_weights(initial_version(narrow))
+    assert (starts, engine.deaths) == ([], 0)
+    await engine.close()
+
+
 async def test_a_value_that_vllm_refuses_is_tried_once(make_run: MakeRun, starts: list[str]):
     engine = StreamingEngine(VllmBackend(VllmEngine()))
     with pytest.raises(ConfigError, match="or the model: 1 validation error max_model_len: Value"):
-        await engine.load_weights(initial_version(make_run("rollout.format=int8")))
+        await engine.load_weights(initial_version(make_run("rollout.format=int8", *ONE_HEAD)))
     assert (len(starts), engine.deaths) == (1, 0)
     await engine.close()
 
@@ -232,7 +247,7 @@ async def test_a_cause_in_vllms_process_is_told_and_met_once(
 ):
     starts, engine = failing(error), StreamingEngine(VllmBackend(VllmEngine()))
     with pytest.raises(ConfigError, match=f"^vLLM refuses the settings or the model: {told}"):
-        await engine.load_weights(initial_version(make_run("rollout.format=int8")))
+        await engine.load_weights(initial_version(make_run("rollout.format=int8", *ONE_HEAD)))
     assert (len(starts), engine.deaths) == (1, 0)
     await engine.close()
 
@@ -243,7 +258,7 @@ async def test_a_lack_of_memory_is_told_and_tried_again(
     starts = failing("RuntimeError('out of memory')")
     engine = StreamingEngine(VllmBackend(VllmEngine(restarts=1)))
     with pytest.raises(EngineDied, match=r"^vLLM did not start: RuntimeError: out of memory$"):
-        await engine.load_weights(initial_version(make_run("rollout.format=int8")))
+        await engine.load_weights(initial_version(make_run("rollout.format=int8", *ONE_HEAD)))
     assert (len(starts), engine.deaths) == (2, 2)
     await engine.close()
 
@@ -254,5 +269,5 @@ async def test_what_no_process_says_is_as_vllm_says_it(
     failing("SystemExit(0)")
     engine = StreamingEngine(VllmBackend(VllmEngine(restarts=0)))
     with pytest.raises(EngineDied, match=r"^vLLM did not start: Engine core initialization failed"):
-        await engine.load_weights(initial_version(make_run("rollout.format=int8")))
+        await engine.load_weights(initial_version(make_run("rollout.format=int8", *ONE_HEAD)))
     await engine.close()
