@@ -129,17 +129,17 @@ class Drawer:
         return score
 
     async def accuracy(self, problems: Sequence[Problem], max_tokens: int) -> float:
-        """Share of `problems` that greedy decoding answers correctly."""
+        """Mean reward of greedy answers to `problems`: the share that is right, of problems right or wrong."""
         greedy = Sampling(temperature=0.0, max_tokens=max_tokens)
 
-        async def correct(problem: Problem) -> bool:
+        async def rewarded(problem: Problem) -> float:
             ids = np.array(self.tokenizer.encode_prompt(problem.asked), np.int32)
             stop = frozenset(self.tokenizer.stops)
             request = Request(prompt_ids=ids, num_samples=1, sampling=greedy, seed=0, stop_ids=stop)
             [completion] = await self.engine.generate(request)
-            return (await self.score(problem, completion)).correct
+            return (await self.score(problem, completion)).reward
 
-        return float(np.mean(await asyncio.gather(*map(correct, problems))))
+        return float(np.mean(await asyncio.gather(*map(rewarded, problems))))
 
 
 def build_engines(run: Run) -> tuple[Engine, Engine]:

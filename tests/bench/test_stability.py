@@ -17,7 +17,7 @@ from areal_q.quant import FORMATS, quantize_state
 from areal_q.quant.rescaling import apply_uaq, fold_back
 from areal_q.tasks import build_task, build_tokenizer
 from bench.learner import uaq
-from bench.stability import report
+from bench.stability import eight_sums, report
 from bench.stability import run as stability
 from bench.stability.int3 import Int3, with_format
 from bench.stability.lab import Values, train, warm_model
@@ -174,6 +174,17 @@ def test_every_arm_has_settings_of_its_own():
     hashes = {settings_hash(arm.run(0)) for arm in stability.ARMS}
     names = {(arm.study, arm.name) for arm in stability.ARMS}
     assert len(hashes) == len(stability.ARMS) == len(names)
+
+
+def test_of_eight_sums_each_counts_as_it_was_said_last():
+    asked, right = eight_sums.problems()[0]
+    lines = right.split(", ")
+    wrong = [line + "0" for line in lines[:2]]  # ten times too much
+    assert asked.count("What is") == len(lines) == 8 and eight_sums.problems()[0] == (asked, right)
+    for response, share in (("", 0.0), ("\n".join(lines), 1.0), ("\n".join(lines[2:]), 0.75)):
+        assert eight_sums.reward(asked, response, right) == share
+    assert eight_sums.reward(asked, "\n".join([*lines, *wrong]), right) == 0.75
+    assert eight_sums.reward(asked, "\n".join([*wrong, *lines]), right) == 1.0
 
 
 def test_int3_has_seven_levels_and_errs_by_half_a_step():
