@@ -15,6 +15,7 @@ what is handed over becomes files: rows as JSON lines, a function by its file an
 """
 
 import asyncio
+import inspect
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,7 +32,8 @@ from areal_q.api.handed_over import Code, file_of_rows, place_of_code
 from areal_q.checks.hub import fetched
 from areal_q.config import Python, Run, load
 from areal_q.config.load import Override
-from areal_q.errors import CheckpointError
+from areal_q.decode_errors import suggestion
+from areal_q.errors import CheckpointError, ConfigError, LogError
 from areal_q.observability.metrics_log import Record, read_metrics
 from areal_q.runner.launcher import KILLED, QuietView, launch
 from areal_q.runner.live_view import build_view
@@ -118,8 +120,10 @@ def train(
 
 
 def opened(run: str | Path) -> Trained:
-    """Returns a run that has ended, or goes on, by its directory."""
-    return Trained(Path(run), read_metrics(Path(run) / METRICS_FILE))
+    """Returns a run that has ended, or goes on, by its directory. Raises LogError if there is none."""
+    if not (file := Path(run) / METRICS_FILE).is_file():
+        raise LogError(f"{run}: no such run")
+    return Trained(Path(run), read_metrics(file))
 
 
 def evaluate(
@@ -143,6 +147,11 @@ def evaluate(
         if option in options:
             options[parameter] = str(options.pop(option))
     main = import_module("rollout.evaluation.evaluate").main
+    known = inspect.signature(main).parameters
+    for option in options.keys() - known.keys():
+        raise ConfigError(
+            f"evaluate: no option {option!r}; {suggestion(option, known)}".rstrip("; ")
+        )
     file = None if data is None else Path(data)
     return _apart(lambda: main(_directory(model), given, data=file, show=show, **options))
 
@@ -174,7 +183,10 @@ def replay(
 def report(
     *runs: str | Path | Trained, out: str | Path | None = None, max_mb: float = 10.0
 ) -> Path:
-    """Writes the report of a run, or of several in comparison, as `areal-q report` does. Returns its file."""
+    """Writes the report of a run, or of several in comparison, as `areal-q report` does. Returns its file.
+    Raises UserError."""
+    if not runs:
+        raise ConfigError("report: of which runs?")
     directories = [_directory(run) for run in runs]
     file = Path(out) if out else directories[0] / "report.html"
     import_module("buffer.report.cli").main(directories, file, max_mb=max_mb)

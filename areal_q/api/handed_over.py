@@ -39,6 +39,9 @@ def file_of_rows(rows: Iterable[Mapping[str, Any]], directory: Path, answers: bo
             rows = table.drop_columns(index).to_pylist()  # of pandas; it is no column of the user's
         except (pa.ArrowException, TypeError) as error:
             raise TaskError(f"data: no table that Arrow can read: {error}") from error
+    if not isinstance(rows, Iterable):
+        what = type(rows).__name__
+        raise TaskError(f"data: must be tables, a file or a data set of the Hub, not {what}")
     lines = []
     for index, row in enumerate(rows):
         if not isinstance(row, Mapping):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from areal_q.api.handed_over import Code, place_of_code
 from areal_q.api.rollout import Completion
-from areal_q.config import Sampling, load
+from areal_q.config import load
 from areal_q.config.load import Override
 from areal_q.errors import RecordError
 from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan, merge_spans
@@ -107,7 +107,10 @@ def logged(run: Any, first: int = 0, stop: int | None = None) -> Iterator[tuple[
 def group(completions: Sequence[Completion], rewards: Sequence[float], number: int = 0) -> Group:
     """Returns the group of responses to one prompt, which an advantage compares with each other. Raises
     RecordError for what breaks a group's contract, and for tokens of which nobody tells what was left out."""
-    sampling = completions[0].sampling if completions else Sampling()
+    if not completions or len(completions) != len(rewards):
+        counts = f"{len(completions)} responses and {len(rewards)} rewards"
+        raise RecordError(f"{counts}: a group has as many of both, and one at least")
+    sampling = completions[0].sampling
     if sampling.truncated and not all(one.sampling_mask for one in completions):
         raise RecordError(
             "top_p, top_k or min_p left tokens out, and only an engine of this process says which, given a "
@@ -119,8 +122,8 @@ def group(completions: Sequence[Completion], rewards: Sequence[float], number: i
         step=0,
         prompt="",
         answer="",
-        prompt_ids=Array.of(completions[0].prompt_ids if completions else [], "int32"),
-        group_size=max(1, len(completions)),
+        prompt_ids=Array.of(completions[0].prompt_ids, "int32"),
+        group_size=len(completions),
         sampling=sampling,
         seed=0,
     )

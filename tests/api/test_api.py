@@ -1,6 +1,7 @@
 """The Python API: the settings that a command line would have, from a notebook's loop and from a thread too."""
 
 import asyncio
+import functools
 import inspect
 import json
 import re
@@ -14,7 +15,7 @@ from helpers.paths import ROOT
 
 import areal_q
 from areal_q.config import Run, dump_toml, load
-from areal_q.errors import CheckpointError, ConfigError, TaskError
+from areal_q.errors import CheckpointError, ConfigError, TaskError, UserError
 from areal_q.runner.child_processes import Interrupts
 from areal_q.system.run_dir import METRICS_FILE
 from rollout.evaluation import evaluate
@@ -138,6 +139,7 @@ def test_conversations_are_asked_in_the_models_own_format(launched: list[Run]):
             "settings: learner.gruops: no such setting; did you mean",
         ),
         ({"data": [1]}, "data[0]: a row must be a table, not int"),
+        ({"data": 3}, "data: must be tables, a file or a data set of the Hub, not int"),
         ({"reward": lambda response: 1.0, "data": ROWS}, "it is a lambda, or part of a line"),
     ],
 )
@@ -147,6 +149,21 @@ def test_what_is_wrong_with_a_call_is_one_line(
     with pytest.raises((ConfigError, TaskError)) as refused:
         areal_q.train(**call)
     assert said in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_run_that_is_not_there_and_an_option_that_is_none_are_named(tmp_path: Path):
+    misspelt: dict[str, Any] = {"sampels": 4}
+    for call, said in (
+        (lambda: areal_q.opened(tmp_path / "no"), f"{tmp_path / 'no'}: no such run"),
+        (
+            lambda: areal_q.evaluate("runs/r", **misspelt),
+            "evaluate: no option 'sampels'; did you mean 'samples'?",
+        ),
+        (areal_q.report, "report: of which runs?"),
+    ):
+        with pytest.raises(UserError) as refused:
+            call()
+        assert str(refused.value) == said
 
 
 def test_no_thread_but_the_main_one_handles_signals():
@@ -165,7 +182,8 @@ def test_no_thread_but_the_main_one_handles_signals():
 def test_an_evaluation_takes_the_options_of_the_command(monkeypatch: pytest.MonkeyPatch):
     """Each by its name, a path as a text."""
     main, taken = evaluate.main, []
-    monkeypatch.setattr(evaluate, "main", lambda *a, **given: taken.append((a, given)))
+    taking = functools.wraps(main)(lambda *a, **given: taken.append((a, given)))
+    monkeypatch.setattr(evaluate, "main", taking)
     own: dict[str, Any] = {"set": "hard", "serve": 8000, "out": "a.jsonl", "serve_token": "t"}
     areal_q.evaluate("runs/r", "d.jsonl", samples=2, greedy=False, **own)
     ((args, given),) = taken

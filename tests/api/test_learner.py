@@ -79,8 +79,13 @@ def test_what_cannot_be_learnt_is_refused_by_name():
     ):
         with pytest.raises(RecordError, match=said):
             learner.step(groups)
-    with pytest.raises(RecordError, match="empty response"):
-        areal_q.group([drawn([])], [1.0])
+    for completions, rewards, said in (
+        ([drawn([])], [1.0], "empty response"),
+        ([], [], "0 responses and 0 rewards: a group"),
+        ([drawn([3])], [1.0, 0.0], "1 responses and 2 rewards: a group"),
+    ):
+        with pytest.raises(RecordError, match=said):
+            areal_q.group(completions, rewards)
     assert learner.version == 0
 
 
