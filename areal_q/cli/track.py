@@ -18,14 +18,15 @@ import typer
 
 from areal_q import __version__
 from areal_q.config import Run, TrackerConfig, load
-from areal_q.config.load import parsed
+from areal_q.config.load import merge, nested, parsed
 from areal_q.config.trackers import labelled
+from areal_q.decode_errors import not_among
 from areal_q.errors import AReaLQError, ConfigError, TrackerFailed
 from areal_q.observability.run_end import is_held
 from areal_q.observability.run_summary import plural
 from areal_q.observability.trackers.described import describe, scratch_of
 from areal_q.observability.trackers.feed import Feed, Logged
-from areal_q.observability.trackers.registry import open_tracker
+from areal_q.observability.trackers.registry import TRACKERS, open_tracker
 from areal_q.system.files import alone_in
 from areal_q.system.processes import module_command
 from areal_q.system.stop_request import StopRequest
@@ -84,8 +85,13 @@ def chosen(run: Run, directory: Path, to: str, settings: list[str]) -> dict[str,
         if not known:
             raise ConfigError(f"{directory}: its settings name no trackers; --to wandb, for one")
         return known
+    types = [str(one.__struct_config__.tag) for one in TRACKERS]
+    if to not in [*known, *types]:
+        raise ConfigError(f"--to {to}: {not_among(to, [*dict.fromkeys([*known, *types])])}")
     table = msgspec.to_builtins(known[to]) if to in known else {"type": to}
-    one = load(directory / "config.toml", [("trackers", [table | dict(map(parsed, settings))])])
+    for setting in settings:
+        table = merge(table, nested(*parsed(setting)))
+    one = load(directory / "config.toml", [("trackers", [table])])
     return {to: one.trackers[0]}
 
 

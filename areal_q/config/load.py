@@ -156,7 +156,7 @@ def _overridden(table: Table, source: str, overrides: Sequence[Override]) -> Run
     line's."""
     together = table
     for setting in overrides:
-        together = merge(together, _at(*pair_of(setting)))
+        together = merge(together, nested(*pair_of(setting)))
     run = _convert(together)
     if isinstance(run, Run):
         return run
@@ -222,7 +222,7 @@ def in_words(settings: Sequence[Override]) -> str:
     return ", ".join(s if isinstance(s, str) else f"{s[0]}={s[1]!r}" for s in settings)
 
 
-def _at(path: str, value: Any) -> Table:
+def nested(path: str, value: Any) -> Table:
     """Returns ("a.b", 1.5) as {"a": {"b": 1.5}}."""
     table: Table = {}
     leaf = table

@@ -239,7 +239,7 @@ def test_code_of_ones_own_takes_every_record(run_dir, tmp_path):
 def test_the_tracker_of_the_docs_page_does_what_it_says(run_dir, tmp_path):
     page = (ROOT / "docs" / "trackers.md").read_text()
     file = own(tmp_path, page.partition("```python\n")[2].partition("```")[0])
-    settings = (f"path={file}", "settings={every=3}", "--to", "python")
+    settings = (f"path={file}", "settings.every=3", "--to", "python")
     assert run_here("track", track, str(run_dir), *settings).returncode == 0
     lines = [json.loads(line) for line in (run_dir / "steps.jsonl").read_text().splitlines()]
     rewards = {r["step"]: r["reward/mean"] for r in records_of(run_dir) if r["kind"] == "step"}
@@ -295,7 +295,10 @@ def test_it_is_told_of_the_run_and_may_forget_and_finish(run_dir, tmp_path):
     ("arguments", "complaint"),
     [
         ([], "its settings name no trackers; --to wandb, for one"),
-        (["--to", "wandbb"], "trackers[0].type = 'wandbb': no such choice; did you mean 'wandb'?"),
+        (
+            ["--to", "wandbb"],
+            "--to wandbb: no such choice; did you mean 'wandb'? It is one of wandb",
+        ),
         (
             ["--to", "wandb", "projct=a"],
             "trackers[0].projct: no such setting; did you mean trackers[0].project?",
