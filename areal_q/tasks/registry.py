@@ -16,7 +16,7 @@ from areal_q.config import (
     WarmStart,
 )
 from areal_q.config.tasks import chat_of
-from areal_q.errors import ConfigError
+from areal_q.errors import ConfigError, TaskError
 from areal_q.tasks.base import Columns, Problem, Task, Tokenizer
 from areal_q.tasks.datasets.arithmetic import ArithmeticTask
 from areal_q.tasks.datasets.calculator import CalculatorTask
@@ -50,9 +50,17 @@ def build_task(cfg: TaskConfig, columns: Columns | Mapping[str, Columns] = ()) -
     tasks (rewards.py, `columns_for`). Raises TaskError naming file and line, ConfigError for an extra."""
     if isinstance(cfg, Mix):
         of = columns if isinstance(columns, Mapping) else dict.fromkeys(cfg.sources, columns)
-        tasks = {name: build_task(one.task, of[name]) for name, one in cfg.sources.items()}
+        tasks = {name: _source(name, one.task, of[name]) for name, one in cfg.sources.items()}
         return Mixture(tasks, {name: one.weight for name, one in cfg.sources.items()})
     return TASKS[type(cfg)](cfg, columns) if type(cfg) in READERS else TASKS[type(cfg)](cfg)
+
+
+def _source(name: str, cfg: TaskConfig, columns: Columns) -> Task:
+    try:
+        return build_task(cfg, columns)
+    except TaskError as error:
+        place = f"task.sources.{name}.task.heldout"
+        raise TaskError(str(error).replace("task.heldout", place)) from error
 
 
 def all_problems(cfg: TaskConfig, columns: Columns = ()) -> list[Problem]:

@@ -53,6 +53,17 @@ def mixed(*settings: str) -> Run:
     return load(None, ["task.type=mix", *sources, *settings])
 
 
+@pytest.mark.parametrize("kind", ["generated", "file"])
+def test_a_source_that_holds_out_all_is_named(kind: str, tmp_path: Path):
+    task = '{ type = "arithmetic", digits = 1, heldout = 512 }'
+    if kind == "file":
+        (tmp_path / "a.jsonl").write_text('{"prompt": "p", "answer": "a"}\n')
+        task = f'{{ type = "jsonl", path = "{tmp_path / "a.jsonl"}", heldout = 1 }}'
+    run = mixed(f"task.sources.own={{ task = {task} }}")
+    with pytest.raises(TaskError, match=r"task\.sources\.own\.task\.heldout = \d+ .*leaves none"):
+        build_task(run.task)
+
+
 def test_a_task_gets_its_problems_in_its_own_epochs():
     task = build_task(mixed().task)
     assert isinstance(task.train, MixedProblems) and list(task.train.parts) == ["down", "sums"]
