@@ -68,9 +68,12 @@ def learns_without_advantage(cfg: ObjectiveConfig) -> bool:
 @cache
 def _tried(cfg: bytes) -> bool:
     own = msgspec.msgpack.decode(cfg, type=PythonObjective)
-    if not _gradient(own, torch.tensor([1.0, 1, 1, 1, -1, -1, -1, -1])).any():
-        place = place_of(_load(own.path, own.digest, "objective"))
+    gradient = _gradient(own, torch.tensor([1.0, 1, 1, 1, -1, -1, -1, -1]))
+    place = place_of(_load(own.path, own.digest, "objective"))
+    if not gradient.any():
         raise TaskError(f"{place}: J has no gradient; it comes from x.log_ratio and x.logprobs")
+    if not gradient.isfinite().all():
+        raise TaskError(f"{place}: the gradient of J is not finite")
     return bool(_gradient(own, torch.zeros(8)).any())
 
 
