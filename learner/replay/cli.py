@@ -223,5 +223,9 @@ def _show_both(replay, done, differing, console: Console) -> None:
     console.print(f"{steps} with {changed}: another history, on the samples that were logged")
     console.print(side_by_side(done, console.width))
     for step, differences in sorted(differing.items())[:1]:
-        console.print(f"step {step} is the first that differs: {differences[0]}")
+        console.print(
+            f"step {step} is the first that differs by more than rounding: {differences[0]}"
+        )
+    if not differing:
+        console.print("no step differs by more than rounding")
     typer.echo(f"both histories: {out / 'replay.csv'}")
