@@ -151,7 +151,7 @@ def test_what_is_wrong_with_a_call_is_one_line(
     assert said in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_a_run_that_is_not_there_and_an_option_that_is_none_are_named(tmp_path: Path):
+def test_a_run_or_an_option_that_is_not_there_is_named(tmp_path: Path):
     misspelt: dict[str, Any] = {"sampels": 4}
     for call, said in (
         (lambda: areal_q.opened(tmp_path / "no"), f"{tmp_path / 'no'}: no such run"),

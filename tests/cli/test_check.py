@@ -248,7 +248,7 @@ def test_server_of_something_else_or_none_is_exit_1(sglang, tmp_path):
         ("path='{}/torn.jsonl'", "torn.jsonl:2: ", "mend the file"),
         ("path='{}/list.json'", "list.json[0]: ", "mend the file"),
         ("path='{}/nowhere.jsonl'", "nowhere.jsonl: No such file", "another value"),
-        ("path='{}/two.jsonl'", "two.jsonl: task.heldout = 0.1 of 2 rows", "another value"),
+        ("path='{}/two.jsonl'", "heldout = 0.1 of 2 rows", "another value"),
     ],
 )
 def test_what_is_to_be_mended_is_what_is_at_fault(tmp_path, settings, said, fix):
