@@ -131,10 +131,23 @@ def model_of(run: Run) -> Iterator[CheckResult]:
     from areal_q.checks.model import check_model, findings
 
     try:
-        yield from findings(run, check_model(run))
+        found = check_model(run)
+        _check_heads(run, found.shape.head_dim)
+        yield from findings(run, found)
     except UserError as error:
         fix = _fix(error, "another model, or value of that setting")
         yield CheckResult("model", "error", str(error), fix)
+
+
+def _check_heads(run: Run, width: int) -> None:
+    """Raises ConfigError, in a worker's words, for heads that vLLM's attention on this CPU does not compute."""
+    here = isinstance(run.rollout.engine, VllmEngine) and worker_python(run) == sys.executable
+    if here and run.rollout.workers:
+        from rollout.engines.process import checkpoint_backend
+        from rollout.engines.vllm_backend import cpu_kernels
+
+        if not checkpoint_backend.has_gpu():
+            cpu_kernels.check_heads(width)
 
 
 def sampler_of(run: Run) -> Iterator[CheckResult]:

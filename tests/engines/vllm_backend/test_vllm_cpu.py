@@ -16,7 +16,7 @@ from areal_q.errors import ConfigError, EngineDied
 from areal_q.models import DecoderConfig
 from areal_q.quant import FORMATS
 from rollout.build import EndpointAddress, build_parts
-from rollout.commands.check import engine_of, vllm_on_cpu
+from rollout.commands.check import engine_of, model_of, vllm_on_cpu
 from rollout.engines.process.checkpoint_backend import UNQUANTIZED, check_quantized
 from rollout.engines.process.streaming_engine import StreamingEngine
 from rollout.engines.vllm_backend import cpu_kernels, vllm_engine
@@ -162,11 +162,18 @@ async def test_widths_that_vllm_cannot_hold_start_nothing(make_run: MakeRun, sta
 
 
 async def test_heads_that_vllm_does_not_compute_are_named(
-    monkeypatch: pytest.MonkeyPatch, make_run: MakeRun, starts: list[str]
+    monkeypatch: pytest.MonkeyPatch,
+    make_run: MakeRun,
+    starts: list[str],
+    every_engine_installed: None,
 ):
-    """Its core died of them, three times."""
+    """By `areal-q check`, too, in the same words. Its core died of them, three times."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    narrow = make_run("rollout.format=bf16")
+    narrow = make_run("rollout.engine.type=vllm", "rollout.format=bf16")
+    (found,) = model_of(narrow)
+    assert found.level == "error" and "no heads of 8: 32, 64" in found.says
+    model_of_width_32 = model_of(make_run("rollout.engine.type=vllm", *ONE_HEAD))
+    assert all(one.level != "error" for one in model_of_width_32)
     engine = StreamingEngine(VllmBackend(VllmEngine()))
     with pytest.raises(ConfigError, match="no heads of 8: 32, 64"):
         await engine.load_weights(initial_version(narrow))
