@@ -31,6 +31,7 @@ from areal_q.tasks import (
     check_reward,
     columns_for,
     columns_of_one,
+    told_of,
 )
 from areal_q.tasks.environments.own_class import load_environment
 from areal_q.tasks.grading.judge import asked_of_judge
@@ -150,7 +151,9 @@ def first_problems(run: Run, task: Task) -> Iterator[tuple[Run, Sequence[Problem
             held = (problem for problem in task.heldout if problem.source == name)
             yield part, [*trained[name][:1], *islice(held, 1)]
         else:
-            yield part, asked_of(part.task, columns_of_one(part))[:1]
+            with told_of(f"eval.sets.{name}.task"):
+                asked = asked_of(part.task, columns_of_one(part))[:1]
+            yield part, asked
 
 
 def check_sets(run: Run, task: Task) -> None:

@@ -25,6 +25,7 @@ from areal_q.tasks.registry import (
     build_tokenizer,
     check_characters,
     task_types,
+    told_of,
 )
 from areal_q.tasks.shuffle import permute, problem_at
 from areal_q.tasks.stops import judged_text, logged_response, stop_strings, stops_text, without_end
@@ -63,6 +64,7 @@ __all__ = [
     "stop_strings",
     "stops_text",
     "task_types",
+    "told_of",
     "try_start",
     "unscored",
     "without_end",

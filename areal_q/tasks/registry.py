@@ -1,6 +1,7 @@
 """The built-in tasks. To add one: a Struct in areal_q/config/tasks.py, a class here, a line below."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from areal_q.config import (
     Arithmetic,
@@ -50,17 +51,21 @@ def build_task(cfg: TaskConfig, columns: Columns | Mapping[str, Columns] = ()) -
     tasks (rewards.py, `columns_for`). Raises TaskError naming file and line, ConfigError for an extra."""
     if isinstance(cfg, Mix):
         of = columns if isinstance(columns, Mapping) else dict.fromkeys(cfg.sources, columns)
-        tasks = {name: _source(name, one.task, of[name]) for name, one in cfg.sources.items()}
+        tasks = dict[str, Task]()
+        for name, one in cfg.sources.items():
+            with told_of(f"task.sources.{name}.task"):
+                tasks[name] = build_task(one.task, of[name])
         return Mixture(tasks, {name: one.weight for name, one in cfg.sources.items()})
     return TASKS[type(cfg)](cfg, columns) if type(cfg) in READERS else TASKS[type(cfg)](cfg)
 
 
-def _source(name: str, cfg: TaskConfig, columns: Columns) -> Task:
+@contextmanager
+def told_of(place: str) -> Iterator[None]:
+    """Makes errors name the held-out problems of a task by its own place in the settings."""
     try:
-        return build_task(cfg, columns)
+        yield
     except TaskError as error:
-        place = f"task.sources.{name}.task.heldout"
-        raise TaskError(str(error).replace("task.heldout", place)) from error
+        raise TaskError(str(error).replace("task.heldout", f"{place}.heldout")) from error
 
 
 def all_problems(cfg: TaskConfig, columns: Columns = ()) -> list[Problem]:

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from areal_q.config import EvalConfig, Run, Sampling
 from areal_q.evaluation.benchmarks import drawn_as
-from areal_q.tasks import Problem, Task, Tokenizer, asked_of, columns_of_one
+from areal_q.tasks import Problem, Task, Tokenizer, asked_of, columns_of_one, told_of
 from areal_q.tasks.prompt_lengths import short
 
 HELD_OUT = ""
@@ -36,7 +36,8 @@ def problems_of_sets(run: Run, tokenizer: Tokenizer, longest: int) -> dict[str, 
     for name, one in run.eval.sets.items():
         if one.task or one.path:
             of = run.of(name)
-            asked = asked_of(of.task, columns_of_one(of))[: one.problems or run.eval.problems]
+            with told_of(f"eval.sets.{name}.task"):
+                asked = asked_of(of.task, columns_of_one(of))[: one.problems or run.eval.problems]
             named = [replace(problem, source=name) for problem in asked]
             found[name] = short(named, tokenizer, longest)
     return found

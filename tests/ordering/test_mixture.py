@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from areal_q.checks.settings import first_problems
 from areal_q.config import Arithmetic, Run, load
 from areal_q.errors import SettingsError, TaskError
 from areal_q.tasks import (
+    CharTokenizer,
     Completed,
     Problem,
     Task,
@@ -24,6 +26,7 @@ from areal_q.tasks import (
 )
 from areal_q.tasks.lazy import Lazy
 from areal_q.tasks.ordering.mixture import MixedProblems, turn, turns
+from learner.data.eval_sets import problems_of_sets
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any))
@@ -62,6 +65,15 @@ def test_a_source_that_holds_out_all_is_named(kind: str, tmp_path: Path):
     run = mixed(f"task.sources.own={{ task = {task} }}")
     with pytest.raises(TaskError, match=r"task\.sources\.own\.task\.heldout = \d+ .*leaves none"):
         build_task(run.task)
+
+
+def test_a_set_that_holds_out_all_is_named():
+    run = load(None, ['eval.sets.own.task={ type = "arithmetic", digits = 1, heldout = 512 }'])
+    words = r"^eval\.sets\.own\.task\.heldout = 512 leaves none"
+    with pytest.raises(TaskError, match=words):
+        problems_of_sets(run, CharTokenizer(), 32)
+    with pytest.raises(TaskError, match=words):
+        list(first_problems(run, build_task(run.task)))
 
 
 def test_a_task_gets_its_problems_in_its_own_epochs():
