@@ -188,8 +188,7 @@ PARTS = [
     [sums("acr", "int4", "qarl")],
     [screen("tis", "bf16", "kv8"), screen("acr", "fp8", "jet"), screen("acr", "fp8")],
     [screen(x, "int8", "smoothed") for x in ("ppo", "mis", "icepop", "tis")],
-    [long("tis", "bf16"), long("acr", "int8", "smoothed"), long("naive", "int8", "smoothed")],
-    [long("acr", "int4", "qarl"), long("acr", "int8")],
+    [long("tis", "bf16"), long("acr", "int8", "smoothed")],
 ]
 """In the order of their run: all seeds of a part before the next part"""
 ARMS = [arm for part in PARTS for arm in part]
