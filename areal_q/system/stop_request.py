@@ -11,12 +11,13 @@ If a service ended with 0 after SIGTERM, a Kubernetes Job would count it as comp
 `restart: on-failure` would not start it again after its own restart.
 """
 
+import _thread
 import asyncio
 import signal
 import sys
 import threading
 from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from areal_q.errors import UserError
@@ -41,9 +42,17 @@ class StopRequest(threading.Event):
         return 128 + self.number if self.number else 0
 
     def receive(self, number: int) -> None:
-        """Records signal `number` and sets the event."""
-        self.number = self.number or number
-        self.set()
+        """Records signal `number` and sets the event, in a thread of its own: a handler that interrupts `wait`,
+        or the handler of the signal before, would wait for ever for the lock that these hold. A process that
+        ends with its parent gets a signal from each of the parent's threads."""
+        if not self.number:
+            self.number = number
+            with suppress(RuntimeError):  # of a process that is just ending
+                _thread.start_new_thread(self.set, ())
+
+    def is_set(self) -> bool:
+        """Returns True from the signal on: whoever waits learns of it as soon as the thread runs."""
+        return self.number > 0 or super().is_set()
 
     def listen(self) -> None:
         """Installs handlers for both signals. Only the main thread may call this."""
