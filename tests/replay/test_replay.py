@@ -308,7 +308,9 @@ def test_other_settings_stop_at_the_first_difference_if_asked(run_dir, here):
     code, out = here(run_dir, until_diverges=True, settings=["learner.optimizer.lr=1e-2"])
     assert code == 0, out
     assert "step 0 with" in out
-    assert re.search(r"step 0 is the first that differs: \S+/\S+ [-\d.e]+ became", out)
+    assert re.search(
+        r"step 0 is the first that differs by.* rounding:\s\S+/\S+\s[-\d.e]+\sbecame", out
+    )
 
 
 def test_the_runs_own_reward_scores_as_the_worker_did(run_dir):
