@@ -66,5 +66,7 @@ class SharedReader:
 
 
 def _forget(address: int, fd: int) -> None:
-    del _files[address]
+    # Memory is free before this is called, so that another thread's file may have the address by now.
+    if (file := _files.get(address)) and file.fd == fd:
+        del _files[address]
     os.close(fd)

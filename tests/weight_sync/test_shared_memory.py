@@ -56,6 +56,20 @@ def test_another_process_reads_the_very_bytes(make_version) -> None:
     assert found == version.payload.numpy().tobytes()
 
 
+def test_memory_used_again_before_it_was_forgotten_stays_known() -> None:
+    """Its file was lost to other processes, and its descriptor was never closed."""
+    payload = shared_memory.allocate(10)
+    file, late = shared_memory.file_of(payload), os.open(os.devnull, os.O_RDONLY)
+    shared_memory._forget(payload.data_ptr(), late)  # of what had the address before
+    assert file is not None and shared_memory.file_of(payload) == file
+    address = payload.data_ptr()
+    del payload
+    assert address not in shared_memory._files
+    for gone in (late, file.fd):
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(gone)
+
+
 def test_a_worker_of_the_host_reads_in_place(sync: WeightSync, reads: list[int]) -> None:
     subscriber = sync.follow()
     version = publish(sync, 1, rows=20_000)
