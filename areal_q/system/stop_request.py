@@ -47,12 +47,17 @@ class StopRequest(threading.Event):
         ends with its parent gets a signal from each of the parent's threads."""
         if not self.number:
             self.number = number
-            with suppress(RuntimeError):  # of a process that is just ending
+            with suppress(
+                RuntimeError
+            ):  # of a process that is just ending, or may start no more threads
                 _thread.start_new_thread(self.set, ())
 
     def is_set(self) -> bool:
         """Returns True from the signal on: whoever waits learns of it as soon as the thread runs."""
         return self.number > 0 or super().is_set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return super().wait(timeout) or self.is_set()
 
     def listen(self) -> None:
         """Installs handlers for both signals. Only the main thread may call this."""
