@@ -154,9 +154,10 @@ class Supervisor:
 def _descendants(pid: int) -> list[int]:
     """Returns the ids of all descendants of a process. Those of torchrun would outlive it, since they have
     sessions of their own."""
-    children = Path(f"/proc/{pid}/task/{pid}/children")
-    found = [int(child) for child in children.read_text().split()] if children.exists() else []
-    return [each for child in found for each in [*_descendants(child), child]]
+    found: list[str] = []
+    with suppress(OSError):  # it has ended meanwhile
+        found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [each for child in map(int, found) for each in [*_descendants(child), child]]
 
 
 class MemoryEvents(NamedTuple):

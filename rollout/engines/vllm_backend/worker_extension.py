@@ -73,7 +73,7 @@ def ancestors(pid: int) -> Iterator[int]:
     while True:
         try:
             status = Path(f"/proc/{pid}/stat").read_text()
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):
             return
         pid = int(status.rpartition(")")[2].split()[1])
         if pid <= 1:
