@@ -1,6 +1,7 @@
 """What `make mutants` changes, by hand, and that its table names files that are there."""
 
 import pytest
+from helpers.commands import stretched
 
 from bench.common import ROOT
 from bench.mutants import Tree, mutants_of, nearest_tests
@@ -60,6 +61,6 @@ def test_a_mutant_that_a_test_sees_is_killed_in_a_copy(tmp_path):
     [counted] = [m for m in mutants if b"self.duplicates -= 1" in m.source(source)]
     [newest] = [m for m in mutants if b"self._newest = -2" in m.source(source)]
     tree, tests = Tree(tmp_path), ["tests/data/test_group_reader.py"]
-    assert tree.kills(counted, tests, 120)
-    assert not tree.kills(newest, tests, 120)
+    assert tree.kills(counted, tests, stretched(120))
+    assert not tree.kills(newest, tests, stretched(120))
     assert (tmp_path / "learner/data/group_reader.py").read_bytes() == source

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.commands import stretched
 
 from bench import trl_peer
 from bench.common import ROOT, cpu_seconds
@@ -58,7 +59,7 @@ def test_a_layout_that_aborts_after_its_end_counts(python: Path, tmp_path: Path)
 def test_a_layout_that_hangs_is_ended(
     python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(trl_peer, "START_S", 3.0)
+    monkeypatch.setattr(trl_peer, "START_S", 2.0 + stretched(3.0))
     with pytest.raises(PeerFailed, match=r"trl\.log"):
         train(python, spec(tmp_path, limit_s=-1.0), Layout(1, 1, 1))
     assert not Path("/proc", (tmp_path / "trl.jsonl.pid").read_text()).exists()
@@ -67,7 +68,7 @@ def test_a_layout_that_hangs_is_ended(
 def test_what_a_late_layout_did_counts(
     python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(trl_peer, "START_S", 3.0)
+    monkeypatch.setattr(trl_peer, "START_S", stretched(3.0))
     curve, versions = train(python, spec(tmp_path, limit_s=0.5), Layout(1, 1, 1))
     assert (curve.ended, versions) == ([1.0, 2.0, 3.0], {"trl": "1"})
 

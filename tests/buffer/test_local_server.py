@@ -5,11 +5,12 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import redis
-from helpers.commands import limit, wait_until
+from helpers.commands import is_alive, wait_until
 
 from areal_q.errors import BufferUnavailable
 from areal_q.system.ports import free_ports
@@ -170,7 +171,7 @@ def test_the_server_ends_when_its_launcher_is_killed(short_dir):
         assert launcher.stdout is not None
         pid = int(launcher.stdout.readline())
         launcher.kill()
-    _wait_until_gone(pid)
+    wait_until(lambda: not is_alive(pid), lambda: f"process {pid} is still there")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
@@ -181,27 +182,17 @@ def test_a_child_lives_while_its_parent_does():
         child.kill()
 
 
-def _wait_until_gone(pid: int) -> None:
-    while time.monotonic() < limit.at_s:
-        stat = Path(f"/proc/{pid}/stat")
-        # A container's process 1 may leave orphans as zombies.
-        if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
-            return
-        time.sleep(0.02)
-    raise AssertionError(f"process {pid} is still there")
-
-
 def _pids_that_listen_on_tcp() -> set[int]:
     listening = set()
     for table in ("tcp", "tcp6"):
         lines = Path(f"/proc/net/{table}").read_text().splitlines()[1:]
         listening |= {line.split()[9] for line in lines if line.split()[3] == "0A"}
     pids = set()
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
-        try:
-            target = os.readlink(link)
-        except OSError:
-            continue
-        if target.startswith("socket:[") and target[8:-1] in listening:
-            pids.add(int(link.parts[2]))
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended meanwhile
+            for fd in os.listdir(process / "fd"):
+                with suppress(OSError):
+                    target = os.readlink(process / "fd" / fd)
+                    if target.startswith("socket:[") and target[8:-1] in listening:
+                        pids.add(int(process.name))
     return pids

@@ -23,7 +23,7 @@ from bench.chaos.foreign_hand import ForeignHand
 from buffer.logs.trajectory_log import iter_log
 from learner import checkpoint
 
-STEPS = 8
+STEPS = 16
 BACKENDS = {
     "fsdp": ["learner.reference_kl={coef=0.01}", "checkpoint.sharded=true"],
     "megatron": ["learner.backend={type='megatron', tensor=2}", "checkpoint.sharded=true"],

@@ -135,16 +135,20 @@ async def test_ends_do_not_wait_for_a_step_that_lasts(run: Run, monkeypatch: pyt
 
 
 LEAVING = """
-import asyncio, sys, torch
+import asyncio, sys, threading, torch
 from helpers.engines import HeldStepper, ask
 from rollout.engines.reference import async_engine
+
+told = threading.Event()
 
 class Computing(HeldStepper):
     version = 0
     def step(self):
         self.begun.release()
         some = torch.randn(300, 300)
-        for _ in range(600):
+        while not told.is_set():
+            some = (some @ some).clamp(-1, 1)
+        for _ in range(200):
             some = (some @ some).clamp(-1, 1)
         print("the step is over", flush=True)
         return 0
@@ -160,8 +164,11 @@ async def main():
     await engine.close()
     await asyncio.wait([asked])
 
-asyncio.run(main())
-print("closed", flush=True)
+try:
+    asyncio.run(main())
+    print("closed", flush=True)
+finally:
+    told.set()
 sys.exit(7)
 """
 

@@ -108,5 +108,7 @@ def refused(result: subprocess.CompletedProcess[str], *named: str) -> None:
 
 def is_alive(pid: int) -> bool:
     """Whether the process runs; a zombie does not."""
-    state = Path(f"/proc/{pid}/stat")
-    return state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z"
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):  # the second between opening and reading
+        return False

@@ -113,7 +113,8 @@ def test_a_learner_stuck_in_a_step_ends_one_that_waits_does_not(
                 assert stuck.poll() is None, log.read_text()
                 time.sleep(0.1)
             command = [sys.executable, "-m", "rollout", "--run", "stuck", "--id", "w"]
-            worker = subprocess.Popen(command, env=env, stdout=said, stderr=said)
+            patient = env | {"AREAL_Q_WATCHDOG": "0"}
+            worker = subprocess.Popen(command, env=patient, stdout=said, stderr=said)
             code = stuck.wait()
             worker.kill()
             worker.wait()

@@ -59,6 +59,8 @@ if mode == "mistake":
 if mode == "parent":
     subprocess.Popen(["sleep", "60"])
 if mode == "finish":
+    while not {"learner starts", "rollout-0 starts"} <= {*open(events).read().splitlines()}:
+        time.sleep(0.05)
     time.sleep(0.3)
     say("is done")
     sys.exit(0)

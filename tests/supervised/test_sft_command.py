@@ -185,16 +185,16 @@ def started(*arguments: str, log: Path, **variables: str) -> subprocess.Popen[by
 @pytest.mark.slow
 def test_kill_9_and_a_resumption_give_the_same_bits(tmp_path: Path):
     straight = tmp_path / "straight"
-    assert run_here("sft", sft, config(straight, "steps=60")).returncode == 0
+    assert run_here("sft", sft, config(straight, "steps=240")).returncode == 0
     other, log = tmp_path / "other", tmp_path / "log"
-    file, directory = config(other, "steps=60", "checkpoint.every=5"), other / "adds-sft"
+    file, directory = config(other, "steps=240", "checkpoint.every=5"), other / "adds-sft"
     with started("areal_q", "sft", file, log=log) as run:
         wait_until(lambda: len(records(directory, "step")) > 12, log.read_text, run)
         run.send_signal(signal.SIGSTOP)  # it must not end while it is asked about
         told = run_here("status", status, str(directory), "--json")
         run.send_signal(signal.SIGKILL)
-    assert json.loads(told.stdout)["steps"] == 60
-    assert len(records(directory, "step")) < 60
+    assert json.loads(told.stdout)["steps"] == 240
+    assert len(records(directory, "step")) < 240
     assert run_here("sft", sft, str(directory), "--resume").returncode == 0
     assert same(weights(directory), weights(straight / "adds-sft"))
     kept = ("step", "train/loss", "train/lr", "train/epoch")

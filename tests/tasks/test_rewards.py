@@ -567,7 +567,7 @@ async def test_many_at_once_share_processes_and_get_their_own_scores(tmp_path: P
 
 
 async def test_scores_do_not_wait_for_turns_of_the_event_loop(tmp_path: Path):
-    async with using(settings(tmp_path)) as reward:
+    async with using(settings(tmp_path, "reward.processes=1")) as reward:  # begun by `start`
         scores = asyncio.gather(*(one(reward, PROBLEM, "4", 1) for _ in range(64)))
         turns = 0
         while not scores.done():

@@ -202,7 +202,8 @@ def test_weights_are_readable_on_the_way_without_keys_alone(
         sync.server = sync.serve(LOOPBACK, keys=None)
     tap = Tap(sync)
     ends = Endpoints(sync.server.endpoints.announce, tap.endpoint)
-    sync.bring(1, sync.follow(ends, client_keys(keys) if encrypted else None))
+    # The tap passes one connection on.
+    sync.bring(1, sync.follow(ends, client_keys(keys) if encrypted else None, timeout_s=60.0))
     assert len(tap.seen) > sync.version(1).manifest.nbytes
     assert (b"hidden_size" in tap.seen) != encrypted
 

@@ -160,7 +160,7 @@ def test_a_lost_or_altered_message_is_counted_and_healed(
 
 def test_chunks_that_arrived_are_not_asked_for_again(sync: WeightSync, proxy: Proxy) -> None:
     proxy.tamper_fetch = Spoil((4,), lose)
-    subscriber = sync.follow(proxy.endpoints)
+    subscriber = sync.follow(proxy.endpoints, timeout_s=stretched(1.0))
     sync.bring(1, subscriber)
     chunks = -(-sync.version(1).manifest.nbytes // CONFIG.chunk_bytes)
     assert subscriber.stats.fetch.retries == 1
@@ -221,7 +221,7 @@ def test_a_request_for_a_version_that_went_is_answered_with_gone(sync: WeightSyn
 def test_malformed_broadcasts_and_answers_change_nothing(sync: WeightSync) -> None:
     pub = sync.socket(zmq.XPUB, sync.at().announce, bind=True)
     router = sync.socket(zmq.ROUTER, sync.at().fetch, bind=True)
-    subscriber = sync.follow(sync.at())
+    subscriber = sync.follow(sync.at(), timeout_s=60.0)  # another connection has another identity
     assert pub.recv() == b"\1"
     hello = Announce(run="run", epoch="a", version=1, digest="")
     rubbish = [

@@ -125,7 +125,7 @@ def test_a_worker_that_ends_anywhere_disturbs_nobody(
     sync: WeightSync, processes: Processes, point: str
 ) -> None:
     sync.config = SMALL
-    other = sync.follow()
+    other = sync.follow(timeout_s=60.0)
     sync.server.publish(version_of(1, "a"))
     arrive(other, version_of(1, "a"))
     first = processes.worker(where=ENDS_OF_A_WORKER[point], ready=False)

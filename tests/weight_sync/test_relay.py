@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 
+import msgspec
 import pytest
 import zmq
 from helpers.weight_sync import WeightSync, arrive, assert_same, await_true, collect, free_endpoints
@@ -17,6 +18,7 @@ CONFIG = BroadcastConfig(heartbeat_s=0.05, timeout_s=0.3, chunk_bytes=5000)
 
 
 def test_a_tree_of_relays_gives_the_same_bytes(sync: WeightSync) -> None:
+    sync.config = msgspec.structs.replace(CONFIG, timeout_s=60.0)  # what is late is asked for again
     top = sync.relay(sync.server.endpoints, sync.at("top"))
     leaves = [sync.relay(top.endpoints, sync.at(f"leaf{i}")) for i in range(2)]
     subscribers = [sync.follow(leaf.endpoints) for leaf in leaves for _ in range(4)]
