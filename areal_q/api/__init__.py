@@ -15,8 +15,10 @@ what is handed over becomes files: rows as JSON lines, a function by its file an
 """
 
 import asyncio
+import ctypes
 import inspect
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -252,10 +254,17 @@ def _directory(run: str | Path | Trained) -> Path:
 
 
 def _apart(work: Callable[[], T]) -> T:
-    """Returns what `work` gives, from a thread if an event loop runs in this one, as in a notebook."""
+    """Returns what `work` gives, from a thread if an event loop runs in this one, as in a notebook. The stop
+    button of one reaches this thread alone, which passes it on."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return work()
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(work).result()
+        number = thread.submit(threading.get_ident).result()
+        try:
+            return thread.submit(work).result()
+        except KeyboardInterrupt:
+            stop = ctypes.py_object(KeyboardInterrupt)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(number), stop)
+            raise

@@ -6,6 +6,8 @@ import inspect
 import json
 import re
 import runpy
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -213,6 +215,32 @@ async def test_a_notebook_trains_evaluates_and_replays(
     assert areal_q.replay(run)
     assert areal_q.evaluate(run, problems=2).answered == 2
     assert areal_q.opened("runs/thread") == run
+
+
+STOPPED = """
+import asyncio, os, signal, sys, time, types
+import areal_q
+
+def ever(*_):
+    os.kill(os.getpid(), signal.SIGINT)
+    while True:
+        time.sleep(0.01)
+
+async def cell():
+    try:
+        areal_q.replay("run")
+    except KeyboardInterrupt:
+        print("stopped")
+
+sys.modules["learner.replay.cli"] = types.SimpleNamespace(main=ever)
+asyncio.new_event_loop().run_until_complete(cell())
+"""
+
+
+def test_a_notebooks_stop_button_stops_what_goes_on():
+    """It waited for the end of the work."""
+    command = [sys.executable, "-c", STOPPED]
+    assert subprocess.run(command, capture_output=True, text=True).stdout == "stopped\n"
 
 
 EXAMPLES = {
