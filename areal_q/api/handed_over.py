@@ -12,6 +12,7 @@ import hashlib
 import inspect
 import sys
 import textwrap
+import uuid
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -21,7 +22,7 @@ import pyarrow as pa
 from msgspec import json
 
 from areal_q.errors import TaskError
-from areal_q.system.files import write_whole
+from areal_q.system.files import move_into_place
 
 Code = str | Path | Callable[..., Any]
 """A function, or where one is: "mine.py", "mine.py:name" or "package.module:name"."""
@@ -76,7 +77,12 @@ def _kept(directory: Path, name: str, suffix: str, data: bytes) -> Path:
     file = directory.resolve() / f"{name}-{digest}{suffix}"
     if not file.exists():
         directory.mkdir(parents=True, exist_ok=True)
-        write_whole(file, data)
+        part = file.with_name(f".{uuid.uuid4().hex}.tmp")  # several starts may write it at a time
+        try:
+            part.write_bytes(data)
+            move_into_place(part, file)
+        finally:
+            part.unlink(missing_ok=True)
     return file
 
 

@@ -18,6 +18,7 @@ import pytest
 from areal_q.api.handed_over import file_of_rows, place_of_function
 from areal_q.errors import TaskError
 from areal_q.plugins import load_function
+from areal_q.system import files
 
 DEFINITIONS = """
 import math as m
@@ -138,6 +139,23 @@ def test_rows_become_lines_once(tmp_path: Path) -> None:
     assert file_of_rows(rows, tmp_path, answers=True) == file
     other = file_of_rows(rows, tmp_path, answers=False)
     assert [json.loads(line)["answer"] for line in other.read_text().splitlines()] == [4, ""]
+
+
+def test_two_starts_at_once_write_the_same_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second of two scripts of a sweep removed what the first had half written."""
+    rows, sync, others = [{"prompt": "2+2?"}], files.sync, list[Path]()
+
+    def other_start(path: Path) -> None:
+        monkeypatch.setattr(files, "sync", sync)
+        others.append(file_of_rows(rows, tmp_path, answers=True))
+        sync(path)
+
+    monkeypatch.setattr(files, "sync", other_start)
+    file = file_of_rows(rows, tmp_path, answers=True)
+    assert others == [file] and [*tmp_path.iterdir()] == [file]
+    assert json.loads(file.read_text()) == rows[0]
 
 
 @pytest.mark.parametrize("kind", ["pyarrow", "pandas"])
