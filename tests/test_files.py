@@ -1,10 +1,11 @@
 """Files that are whole or absent, whatever kills their writer."""
 
+import fcntl
 from pathlib import Path
 
 import pytest
 
-from areal_q.system.files import clear_leftovers, replacing
+from areal_q.system.files import clear_leftovers, replacing, try_lock
 
 
 @pytest.mark.parametrize("name", ["report.html", "step[1]*.json"])
@@ -37,3 +38,17 @@ def test_a_directory_that_stepped_aside_is_put_back(tmp_path: Path):
     (tmp_path / ".tmp-other").touch()
     clear_leftovers(tmp_path, "model")
     assert {path.name for path in tmp_path.iterdir()} == {"model", ".tmp-other"}
+
+
+def test_no_lock_is_of_a_directory_that_lost_its_name(tmp_path: Path, monkeypatch):
+    """Two starts of a run could each hold a lock, one of them that of the directory moved aside."""
+    directory, flock = tmp_path / "run", fcntl.flock
+    directory.mkdir()
+
+    def renamed_before(handle: int, operation: int) -> None:
+        directory.rename(tmp_path / "run.1")
+        directory.mkdir()
+        flock(handle, operation)
+
+    monkeypatch.setattr(fcntl, "flock", renamed_before)
+    assert try_lock(directory) is None

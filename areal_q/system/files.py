@@ -84,13 +84,13 @@ def sync(path: Path) -> None:
 
 def try_lock(directory: Path) -> int | None:
     """Returns a descriptor that locks `directory` until it is closed; None if another process has locked it, or
-    it was removed meanwhile. Raises OSError if it cannot be opened."""
+    it was removed or renamed meanwhile. Raises OSError if it cannot be opened."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if directory.exists():
+        if os.path.samestat(os.fstat(handle), os.stat(directory)):  # another may have its name now
             return handle
-    except BlockingIOError:
+    except (BlockingIOError, FileNotFoundError):
         pass
     os.close(handle)
     return None

@@ -222,12 +222,15 @@ def claimed(run: Run, resume: bool, step: int | None = None) -> Iterator[tuple[P
     directory, moved = path_of(run), None
     with os_errors_as(ConfigError, directory):
         if directory.exists() and not resume:
-            os.close(_lock(directory))
-            if learnt_nothing(directory):
-                _clear_start(directory)
-            else:
-                numbered = (directory.with_name(f"{run.name}.{n}") for n in itertools.count(1))
-                moved = directory.rename(next(path for path in numbered if not path.exists()))
+            earlier = _lock(directory)  # no other start may claim it before it is moved
+            try:
+                if learnt_nothing(directory):
+                    _clear_start(directory)
+                else:
+                    numbered = (directory.with_name(f"{run.name}.{n}") for n in itertools.count(1))
+                    moved = directory.rename(next(path for path in numbered if not path.exists()))
+            finally:
+                os.close(earlier)
         (directory / "logs").mkdir(parents=True, exist_ok=True)
         handle = _lock(directory)
         if step is not None:

@@ -630,6 +630,26 @@ def test_what_was_learnt_or_is_not_ours_is_moved_aside(tmp_path, kept):
         assert moved == tmp_path / "demo.1" and (moved / kept).exists()
 
 
+@pytest.mark.parametrize("learnt", [False, True])
+def test_a_start_keeps_others_out_while_it_looks(tmp_path, monkeypatch, learnt):
+    """A second start, between the first one's look and its rename, lost its directory or its config.toml."""
+    run, look = load(None, [f'root="{tmp_path}"', 'name="demo"']), run_dir.learnt_nothing
+    (tmp_path / "demo" / ("checkpoints/step-000005" if learnt else "logs")).mkdir(parents=True)
+
+    def other_start(directory):
+        found = look(directory)
+        monkeypatch.setattr(run_dir, "learnt_nothing", look)
+        with pytest.raises(ConfigError, match="going on there"), run_dir.claimed(run, False):
+            pass
+        return found
+
+    monkeypatch.setattr(run_dir, "learnt_nothing", other_start)
+    with run_dir.claimed(run, False) as (directory, moved):
+        assert moved == (tmp_path / "demo.1" if learnt else None)
+        assert (directory / "config.toml").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["demo", "demo.1"][: 1 + learnt]
+
+
 def test_a_failed_start_keeps_what_was_learnt(tmp_path):
     """Steps before the first checkpoint, with all that says why it failed, were removed."""
     log = tmp_path / "demo" / "steps" / "part-000000.parquet"
