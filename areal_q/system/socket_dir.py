@@ -4,8 +4,9 @@ import hashlib
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from areal_q.errors import ConfigError
@@ -14,6 +15,8 @@ from areal_q.system.files import remove_abandoned, try_lock
 MAX_SOCKET_BYTES = 100
 """Longest path of a socket, which the kernel takes up to 108 bytes"""
 SOCKETS_PREFIX = "areal-q-sockets-"
+_REMOVED_S = 5.0
+"""Seconds that another launcher may take to remove what it holds for abandoned"""
 
 
 def sockets_of(run_dir: Path) -> Path:
@@ -37,12 +40,17 @@ def socket_dir(run_dir: Path) -> Iterator[Path]:
     be made."""
     directory, lock = sockets_of(run_dir), None
     remove_abandoned(directory.parent, SOCKETS_PREFIX)
-    while lock is None:  # another launcher may have removed the directory before it was locked
+    deadline = time.monotonic() + _REMOVED_S
+    while lock is None:  # until then another launcher may take the directory for abandoned
         try:
             directory.mkdir(mode=0o700)
         except OSError as error:
-            raise ConfigError(f"TMPDIR: {error.strerror} - {directory}") from error
-        lock = try_lock(directory)
+            if not isinstance(error, FileExistsError) or time.monotonic() > deadline:
+                raise ConfigError(f"TMPDIR: {error.strerror} - {directory}") from error
+            time.sleep(0.01)  # the other one is about to remove it
+            continue
+        with suppress(FileNotFoundError):
+            lock = try_lock(directory)
     try:
         yield directory
     finally:

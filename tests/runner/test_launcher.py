@@ -12,6 +12,7 @@ import time
 from functools import partial
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -27,7 +28,7 @@ from areal_q.runner import launcher
 from areal_q.runner.asked_run import asked_for
 from areal_q.runner.live_view import PlainView, awaited
 from areal_q.runner.programs import Plan, Program, plan
-from areal_q.system import disk, files, run_dir
+from areal_q.system import disk, files, run_dir, socket_dir
 from areal_q.tasks import build_reward
 from buffer.redis_store.local_server import RedisServer
 
@@ -648,6 +649,25 @@ def test_a_start_keeps_others_out_while_it_looks(tmp_path, monkeypatch, learnt):
         assert moved == (tmp_path / "demo.1" if learnt else None)
         assert (directory / "config.toml").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["demo", "demo.1"][: 1 + learnt]
+
+
+def test_launchers_that_start_together_have_their_sockets(tmp_path, short_dir, monkeypatch):
+    """One crashed if another took its directory, not locked yet, for abandoned."""
+    monkeypatch.setattr(tempfile, "tempdir", str(short_dir))
+    directory, tries, lock = socket_dir.sockets_of(tmp_path / "demo"), [], files.try_lock
+
+    def removed_before(path):
+        tries.append(path)
+        if len(tries) == 1:
+            path.rmdir()
+        return None if len(tries) == 2 else lock(path)
+
+    monkeypatch.setattr(socket_dir, "try_lock", removed_before)
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: directory.rmdir())
+    monkeypatch.setattr(socket_dir, "time", clock)
+    with socket_dir.socket_dir(tmp_path / "demo") as path:
+        assert path.is_dir() and len(tries) == 3
+    assert not path.exists()
 
 
 def test_a_failed_start_keeps_what_was_learnt(tmp_path):
