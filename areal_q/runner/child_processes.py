@@ -131,6 +131,9 @@ class ChildProcesses:
     def kill(self) -> None:
         """Kills the remaining processes, children of children included."""
         for child in self._children.values():
+            # As long as its group has members, its number is nobody's; a process of it now is not ours.
+            if child.returncode is not None and Path(f"/proc/{child.pid}").exists():
+                continue
             with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()

@@ -1,15 +1,18 @@
 """Trackers beside a run: whatever becomes of them, the run ends well, and says what became of them."""
 
+import signal
+import subprocess
 import sys
 from io import StringIO
 from pathlib import Path
 
 import pytest
+from helpers.commands import wait_until
 from rich.console import Console
 
 from areal_q.config import load
 from areal_q.runner import launcher
-from areal_q.runner.child_processes import Program
+from areal_q.runner.child_processes import ChildProcesses, Program
 from areal_q.runner.live_view import PlainView
 from areal_q.runner.programs import Plan, plan
 from buffer.redis_store.local_server import RedisServer
@@ -125,3 +128,17 @@ def test_ctrl_c_leaves_a_wait_for_trackers(
         planned = Plan(None, server.url, learner, [], [Program("tracker-x", hang, beside=True)])
         assert launcher.launch(run, False, lambda _: View(), lambda *given: planned) == 0
     assert finished[-1] == "finish" and "tracker-x has not ended" in finished[-2]
+
+
+def test_a_number_that_another_session_has_is_not_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of a run killed what had got the number of a tracker that ended long before."""
+    children = ChildProcesses(tmp_path, tmp_path)
+    children.start(Program("tracker-x", ["true"], beside=True))
+    wait_until(lambda: not children.alive(["tracker-x"]), lambda: "it goes on")
+    with subprocess.Popen(["sleep", "600"], start_new_session=True) as other:
+        monkeypatch.setattr(children._children["tracker-x"], "pid", other.pid)
+        children.kill()
+        other.terminate()
+    assert other.returncode == -signal.SIGTERM
