@@ -5,6 +5,7 @@ MAX_AGE_S, or it has made no progress for longer than a limit that follows its u
 (areal_q/system/watchdog.py). One line on stderr says which.
 """
 
+import http.client
 import re
 import sys
 import time
@@ -28,7 +29,7 @@ def complaint(port: int, now_s: float) -> str | None:
     try:
         with open_url(request, 5.0) as page:
             text = page.read().decode()
-    except (OSError, TimeoutError) as error:
+    except (OSError, http.client.HTTPException) as error:
         return f"no metrics on port {port}: {error}"
     beat = _value(text, "worker_record_timestamp_seconds")
     if beat is not None and now_s - beat > MAX_AGE_S:

@@ -1,8 +1,10 @@
 """A service that is stuck is found, though its metrics answer, and ends itself; one that waits is not."""
 
 import os
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -79,6 +81,24 @@ def test_health_finds_a_learner_that_hangs_while_metrics_answer(monkeypatch, dea
     assert complaint(port, time.time()) is None
     monkeypatch.setattr(exporter.progress, "_last_s", time.monotonic() - 60.0)
     assert "stuck: no progress for 60 s, more than 5 s" in (complaint(port, time.time()) or "")
+
+
+def test_health_finds_a_service_that_dies_as_it_answers():
+    """The supervisor itself ended with a traceback."""
+
+    def dies() -> None:
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(4096)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\nareal")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        service = threading.Thread(target=dies)
+        service.start()
+        port = server.getsockname()[1]
+        said = complaint(port, time.time())
+        service.join()
+    assert said == f"no metrics on port {port}: IncompleteRead(5 bytes read, 94 more expected)"
 
 
 @pytest.mark.parametrize(
