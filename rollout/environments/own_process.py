@@ -11,6 +11,7 @@
 
 import asyncio
 import itertools
+import os
 import socket
 import subprocess
 from collections.abc import AsyncIterator
@@ -22,6 +23,7 @@ from areal_q.config import PythonEnvironment
 from areal_q.decode_errors import in_words
 from areal_q.errors import TaskError
 from areal_q.messages import FailureCause
+from areal_q.runner.child_processes import THREAD_VARIABLES
 from areal_q.system.processes import die_with_parent, supervised_command
 from areal_q.tasks.grading.child_process import frame
 from areal_q.tasks.grading.reward_process import MAX_FRAME, TIMED_OUT
@@ -68,6 +70,8 @@ class OwnProcesses:
                 supervised_command("rollout.environments.own_child", *arguments),
                 stdin=theirs.fileno(),
                 stdout=theirs.fileno(),
+                # A fork has none of its parent's threads, for which OpenMP would wait without end.
+                env={**os.environ, **dict.fromkeys(THREAD_VARIABLES, "1")},
                 start_new_session=True,
                 preexec_fn=die_with_parent(),
             )

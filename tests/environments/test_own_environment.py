@@ -479,6 +479,23 @@ async def test_a_cancelled_ticket_ends_its_episodes(world: Callable[..., World])
         assert task.cancelled() and all(loader.is_running() for loader in mine.children())
 
 
+async def test_a_file_may_use_torch_as_it_is_loaded(
+    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+):
+    """Every episode waited for threads of OpenMP that its fork does not have, and took too long."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    code = """
+import torch
+ONES = torch.ones(1 << 20)
+LOADED = ONES.exp().sum()
+class Environment:
+    def step(self, text): return "", float(ONES.exp().sum() / LOADED), True
+"""
+    wait = f"rollout.environment.timeout_s={stretched(10)}"
+    (response,) = await world(code, by_turn("3"), wait).play()
+    assert response.score and response.score.reward == pytest.approx(1.0)
+
+
 async def test_each_episode_draws_its_own_random_numbers(world: Callable[..., World]):
     code = """
 import random
