@@ -7,6 +7,7 @@ them; the exit code is then 143 or 130 (areal_q/system/stop_request.py). It is 0
 
 import asyncio
 import logging
+import math
 import os
 import socket
 from collections.abc import Callable, Coroutine
@@ -21,6 +22,7 @@ from areal_q.messages import LONGEST_NAME
 from areal_q.observability import service_log
 from areal_q.observability.metric_table import WORKER_METRICS
 from areal_q.observability.prometheus_exporter import Exporter, serve_metrics
+from areal_q.system import stop_request
 from areal_q.system.command import (
     CurveClient,
     CurveKeys,
@@ -133,15 +135,18 @@ def _observer(exporter: Exporter, progress: Progress) -> Callable[[dict[str, Any
 
 
 async def _until_signal(work: Coroutine[Any, Any, None]) -> int:
-    """Runs `work`, which SIGTERM and SIGINT cancel, so that it can clean up: a second one while it does breaks
-    that off. Returns the exit code."""
+    """Runs `work`, which SIGTERM and SIGINT cancel, so that it can clean up: a second one while it does, SAME_S
+    after the first, breaks that off. Returns the exit code."""
     task, stop = asyncio.ensure_future(work), StopRequest()
+    loop, told_s = asyncio.get_running_loop(), -math.inf
 
     def end(number: int) -> None:
+        nonlocal told_s
         stop.receive(number)
-        task.cancel()
+        if loop.time() >= told_s + stop_request.SAME_S:
+            told_s = loop.time()
+            task.cancel()
 
-    loop = asyncio.get_running_loop()
     for number in StopRequest.SIGNALS:
         loop.add_signal_handler(number, end, number)
     try:

@@ -24,6 +24,9 @@ from areal_q.errors import UserError
 
 RANK_0_S = 30.0
 """Seconds that another rank leaves rank 0 to say what is wrong"""
+SAME_S = 1.0
+"""Seconds within which a further signal is the same request by another way: to the process group and passed on
+by the supervisor, from each thread of a parent that ends, or by shell and kernel for a closed terminal"""
 
 
 class StopRequest(threading.Event):

@@ -14,6 +14,7 @@ from helpers.fixture_types import MakeRun
 
 from areal_q.config import dump_toml
 from areal_q.errors import RunChanged, RunFinished
+from areal_q.system import stop_request
 from areal_q.system.stop_request import StopRequest
 from buffer.redis_store import LearnerBuffer
 from buffer.weight_sync import WeightSource
@@ -89,8 +90,20 @@ async def test_one_signal_lets_a_worker_close_all(ended: Ended, before: int, dur
 
 
 @pytest.mark.parametrize(("before", "during"), [(0, 2), (1, 1)])
-async def test_a_second_signal_breaks_the_closing_off(ended: Ended, before: int, during: int):
+async def test_a_second_signal_breaks_the_closing_off(
+    ended: Ended, monkeypatch: pytest.MonkeyPatch, before: int, during: int
+):
+    monkeypatch.setattr(stop_request, "SAME_S", 0.0)
     assert await ended(before, during) == (143, [])
+
+
+@pytest.mark.parametrize(("before", "during"), [(0, 2), (1, 1)])
+async def test_a_signal_that_comes_by_two_ways_is_one(
+    ended: Ended, monkeypatch: pytest.MonkeyPatch, before: int, during: int
+):
+    """The closing was broken off where a supervisor passed on what its group got: no ticket was handed back."""
+    monkeypatch.setattr(stop_request, "SAME_S", 3600.0)
+    assert await ended(before, during) == (143, ALL)
 
 
 NOBODY = {"announce": "ipc:///nobody/announces", "fetch": "ipc:///nobody/serves"}
