@@ -4,10 +4,12 @@ Every child leads a session of its own, so that a Ctrl-C at the terminal reaches
 is killed together with the processes that it has started.
 """
 
+import math
 import os
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from areal_q.errors import ChildDied, UserError
+from areal_q.system import stop_request
 from areal_q.system.processes import BEGAN, command_began, die_with_parent
 
 DRAIN_S = 60.0
@@ -150,17 +153,20 @@ def _how(returncode: int | None) -> str:
 class Interrupts:
     """Counts the signals to stop, so that no KeyboardInterrupt is raised at an arbitrary place. `first` is the
     number of the first signal, 0 before it. Outside the main thread there are none: Python lets only that one
-    handle signals."""
+    handle signals. Within SAME_S of another only a Ctrl-C counts, and under nohup SIGHUP never does."""
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def __init__(self) -> None:
         self.count = self.first = 0
+        self._told_s = -math.inf
 
     def __enter__(self) -> "Interrupts":
         mine = threading.current_thread() is threading.main_thread()
         signals = self.SIGNALS if mine else ()
         self._before = {number: signal.signal(number, self._count) for number in signals}
+        if self._before.get(signal.SIGHUP) is signal.SIG_IGN:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -168,5 +174,7 @@ class Interrupts:
             signal.signal(number, handler)
 
     def _count(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
-        self.first = self.first or number
+        now = time.monotonic()
+        if number == signal.SIGINT or now >= self._told_s + stop_request.SAME_S:
+            self.count, self._told_s = self.count + 1, now
+            self.first = self.first or number

@@ -12,9 +12,10 @@
 | any other process ends by itself | the learner drains, the others stop                     | ChildDied |
 | Ctrl-C                           | the learner drains, the others stop                     | 0         |
 | SIGTERM or SIGHUP                | the same                                                | 143, 129  |
-| a second one                     | everything is killed                                    | 130       |
+| Ctrl-C again, or another later   | everything is killed                                    | 130       |
 | kill -9 of the launcher          | the kernel kills the children; the next launch tidies   |           |
 
+Later is a second and more: a terminal that is closed sends SIGHUP twice. Under nohup SIGHUP does nothing.
 A pretrained model is read before anything is started (areal_q/checks/__main__.py), without its weights.
 A worker checks at its start whether it can do what the settings ask for, while the learner may still be at its
 warm start.

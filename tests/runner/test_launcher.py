@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import redis
-from helpers.commands import full_disk, limit
+from helpers.commands import full_disk, handlers_kept, limit
 from rich.console import Console
 
 from areal_q.config import Python, Run, TorchBackend, dump_toml, load
@@ -26,9 +26,10 @@ from areal_q.observability.progress import History
 from areal_q.observability.run_end import how_it_ended
 from areal_q.runner import launcher
 from areal_q.runner.asked_run import asked_for
+from areal_q.runner.child_processes import Interrupts
 from areal_q.runner.live_view import PlainView, awaited
 from areal_q.runner.programs import Plan, Program, plan
-from areal_q.system import disk, files, run_dir, socket_dir
+from areal_q.system import disk, files, run_dir, socket_dir, stop_request
 from areal_q.tasks import build_reward
 from buffer.redis_store.local_server import RedisServer
 
@@ -387,6 +388,33 @@ def test_the_second_signal_kills_what_does_not_stop(launched):
     process.communicate()
     assert process.returncode == 130
     launched.assert_nothing_left()
+
+
+def test_a_terminal_that_is_closed_asks_once(monkeypatch):
+    """Its shell and the kernel both send SIGHUP, and as the second signal it killed the run."""
+    with handlers_kept():
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        with Interrupts() as interrupts:
+            for number, same_s, count in [
+                (signal.SIGHUP, 3600.0, 1),
+                (signal.SIGHUP, 3600.0, 1),
+                (signal.SIGTERM, 3600.0, 1),
+                (signal.SIGINT, 3600.0, 2),
+                (signal.SIGTERM, 0.0, 3),
+            ]:
+                monkeypatch.setattr(stop_request, "SAME_S", same_s)
+                signal.raise_signal(number)
+                assert (interrupts.count, interrupts.first) == (count, signal.SIGHUP)
+
+
+def test_a_run_under_nohup_outlives_its_terminal():
+    """It was killed with the terminal, since a handler took the place of what nohup had set."""
+    with handlers_kept():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with Interrupts() as interrupts:
+            signal.raise_signal(signal.SIGHUP)
+        assert interrupts.count == 0
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 def test_what_a_child_has_started_goes_with_it(launched):
