@@ -1,5 +1,6 @@
 """Sets up a worker from the run's settings, which the learner stored in Redis."""
 
+import asyncio
 import gc
 import logging
 from collections.abc import Callable
@@ -111,9 +112,14 @@ async def serve(
     start it again.
     """
     finished, gone = False, None
+    task = asyncio.current_task()
+    assert task is not None
     while not finished:
         try:
-            await _serve(redis_url, run_name, name, source, observe, address, finished_wait_s)
+            # In a task of its own: before Python 3.13 a TaskGroup that ends with an error forgets a
+            # cancellation, and its task counts one more, whether one came or not.
+            work = _serve(redis_url, run_name, name, source, observe, address, finished_wait_s)
+            await asyncio.create_task(work)
         except* RunChanged as changed:
             logger.warning("%s; setting up anew", changed.exceptions[0])
         except* RunFinished as ended:
@@ -121,6 +127,8 @@ async def serve(
             finished = True
         except* (BufferUnavailable, RecordError, UserError) as errors:
             finished, gone = True, first_error(errors)
+        if not finished and task.cancelling():
+            raise asyncio.CancelledError
     if gone is not None:
         raise gone
 

@@ -24,13 +24,12 @@ from rollout.engines.base import Engine
 from rollout.worker import Worker
 
 Ended = Callable[..., Awaitable[tuple[int, list[str]]]]
+Send = Callable[[int], Awaitable[None]]
 
 
 @pytest.fixture
-def ended(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> Ended:
-    """Runs a worker whose engine is sent `before` signals while it works, which otherwise ends by itself, and
-    `during` while it closes. Returns the exit code, and what was closed."""
-    closed: list[str] = []
+def send(monkeypatch: pytest.MonkeyPatch) -> Send:
+    """Sends this process so many signals, and returns when they have come."""
     came: list[int] = []
     receive = StopRequest.receive
 
@@ -45,6 +44,16 @@ def ended(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> Ended:
             while len(came) < wanted:
                 await asyncio.sleep(0.01)
         await asyncio.sleep(0.01)  # a cancellation arrives here at the latest
+
+    monkeypatch.setattr(StopRequest, "receive", count)
+    return send
+
+
+@pytest.fixture
+def ended(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, send: Send) -> Ended:
+    """Runs a worker whose engine is sent `before` signals while it works, which otherwise ends by itself, and
+    `during` while it closes. Returns the exit code, and what was closed."""
+    closed: list[str] = []
 
     class Part:
         def __init__(self, name: str) -> None:
@@ -76,7 +85,6 @@ def ended(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> Ended:
         del given["reward"]
         return await _until_signal(Worker(name="w", run=settings, **given).run()), closed
 
-    monkeypatch.setattr(StopRequest, "receive", count)
     return run
 
 
@@ -129,5 +137,35 @@ async def test_a_worker_that_is_set_up_anew_leaves_nothing_behind(
         learner.publish_run(dump_toml(run), NOBODY)
     at = EndpointAddress(address)
     await serve(redis_url, run.name, "w", WeightSource(), lambda _: None, at, 0.0)
+    # The loop holds the task that has ended, with its error, until its next turn.
+    await asyncio.sleep(0)
     gc.collect()
     assert [engine() for engine in engines] == [None] * 3
+
+
+@pytest.mark.parametrize(("signals", "code", "set_up"), [(0, 0, 2), (1, 143, 1)])
+async def test_a_signal_beside_other_settings_is_not_lost(
+    make_run: MakeRun, redis_url: str, monkeypatch: pytest.MonkeyPatch, send: Send, signals: int,
+    code: int, set_up: int,
+):  # fmt: skip
+    """The worker set itself up anew and went on, until it was killed with its tickets."""
+    beats: list[Worker] = []
+
+    async def beat(worker: Worker) -> None:
+        beats.append(worker)
+        raise RunChanged("other settings") if len(beats) == 1 else RunFinished("enough")
+
+    async def claim(*_: object) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:  # the other loop has ended, and this one withdraws its responses
+            await send(signals if len(beats) == 1 else 0)
+
+    monkeypatch.setattr(Worker, "_beat", beat)
+    monkeypatch.setattr(Worker, "_claim", claim)
+    run = make_run()
+    with closing(LearnerBuffer(redis_url, run.name)) as learner:
+        learner.publish_run(dump_toml(run), NOBODY)
+    args = (WeightSource(), lambda _: None, EndpointAddress(), 0.0)
+    work = serve(redis_url, run.name, "w", *args)
+    assert (await _until_signal(work), len(beats)) == (code, set_up)
