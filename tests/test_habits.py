@@ -46,6 +46,15 @@ def test_names_of_tests_keep_to_their_length():
     assert [name for name in names if len(name) > LONGEST_TEST_NAME] == []
 
 
+def test_no_wait_of_the_product_forgets_a_cancellation():
+    """Before Python 3.12 asyncio.wait_for drops one that comes with the answer; asyncio.timeout does not."""
+    files = [
+        f for p in ("areal_q", "buffer", "learner", "rollout") for f in (ROOT / p).rglob("*.py")
+    ]
+    assert len(files) > 100
+    assert [file for file in files if "asyncio.wait_for(" in file.read_text()] == []
+
+
 def test_no_process_or_peer_of_a_test_has_its_own_limit():
     """A busy machine would break it; the test's own limit stretches."""
     limited = []

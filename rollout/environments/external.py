@@ -163,7 +163,8 @@ class Episodes(Environment):
             if left_s <= 0:
                 return None
             try:
-                await asyncio.wait_for(self._changed.wait(), min(left_s, 1.0))
+                async with asyncio.timeout(min(left_s, 1.0)):
+                    await self._changed.wait()
             except TimeoutError:
                 continue
 

@@ -216,6 +216,22 @@ async def test_a_turn_that_cannot_be_told_is_not_recorded(ticket: Ticket):
         assert not episode.response.ids and not episode.states and not episode.reserved
 
 
+@pytest.mark.parametrize("turns", range(5))
+async def test_a_cancellation_beside_an_offer_is_not_lost(ticket: Ticket, turns: int):
+    """The one who waits for an episode went on waiting, where both came in one turn of the loop."""
+    async with offered(ticket, AtOnce()) as (episodes, _):
+        assert await episodes.begin(60.0)
+        waits = asyncio.create_task(episodes.begin(60.0))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        episodes._changed.set()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        waits.cancel()
+        await asyncio.wait([waits])
+        assert waits.cancelled()
+
+
 @pytest.mark.parametrize("cause", ["environment", "timeout"])
 async def test_an_episode_of_which_nothing_is_drawn_ends(ticket: Ticket, cause: Any):
     """Each of its agents fails, or falls silent, before a turn: there is no endless one."""

@@ -307,7 +307,8 @@ class AsyncEngine(EngineBase):
             }
 
         with suppress(Exception):
-            return await asyncio.wait_for(self._ask(forget), PATIENCE_S)
+            async with asyncio.timeout(PATIENCE_S):
+                return await self._ask(forget)
         return {}
 
     def _future(self) -> "asyncio.Future[Any]":

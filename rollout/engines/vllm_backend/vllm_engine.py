@@ -207,7 +207,8 @@ class VllmBackend:
         if llm is not None:
             shutdown = asyncio.to_thread(llm.shutdown, timeout=SHUTDOWN_S)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(shutdown, 2 * SHUTDOWN_S)
+                async with asyncio.timeout(2 * SHUTDOWN_S):
+                    await shutdown
             await self.kill()
             # It is part of a cycle; freed at the interpreter's end, without modules, its __del__ would fail.
             del llm, shutdown
@@ -273,7 +274,8 @@ class VllmBackend:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
-            return await asyncio.wait_for(call, self.timeout_s)
+            async with asyncio.timeout(self.timeout_s):
+                return await call
         except TimeoutError as error:
             raise EngineDied(f"vLLM did not answer ({what}) in {self.timeout_s:.0f} s") from error
         except EngineDeadError as error:

@@ -58,7 +58,8 @@ class WeightStager:
 
     async def _answer(self, timeout_s: float, what: str) -> list[bytes]:
         try:
-            return await asyncio.wait_for(self._router.recv_multipart(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return await self._router.recv_multipart()
         except TimeoutError as error:
             raise EngineDied(f"no {what} from the engine's worker in {timeout_s:.0f} s") from error
 
