@@ -1,10 +1,12 @@
 """What all commands share: help in plain text under the name that a user types, exit codes, and output that
 never fails on a character, and that no text of others can turn into commands for a terminal."""
 
+import errno
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TextIO
@@ -186,7 +188,7 @@ class _Console(Console):
 class _Printable:
     """A stream for text alone. A console writes its styles to the one beneath."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: Any) -> None:
         self.beneath = stream
 
     def write(self, text: str) -> int:
@@ -203,9 +205,40 @@ class _Printable:
         return getattr(self.beneath, name)
 
 
+class _Outliving:
+    """The stream of a terminal that may be closed. What is written from then on is lost and no error, since a
+    run has still to write its checkpoint."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with self._outlived():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._outlived():
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @contextmanager
+    def _outlived(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            # Also for what the stream still holds, and would write at the end of the process.
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), self._stream.fileno())
+
+
 def _printable(stream: Any) -> Any:
     if stream is None or isinstance(stream, _Printable):
         return stream
     if isinstance(stream, TextIOWrapper):
         stream.reconfigure(errors="replace")
-    return _Printable(stream)
+    return _Printable(_Outliving(stream) if stream.isatty() else stream)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import pty
 import shutil
 import signal
 import subprocess
@@ -108,8 +109,9 @@ class Launched:
         (root / "demo.toml").write_text('name = "demo"\n')
 
     def start(
-        self, learner: str, worker: str, *args: str, **environment: str
+        self, learner: str, worker: str, *args: str, terminal: int | None = None, **environment: str
     ) -> subprocess.Popen[str]:
+        """`terminal`: its descriptor, in the place of pipes. It is closed here."""
         names = {
             "CHILD": str(self.root / "child.py"),
             "EVENTS": str(self.events_file),
@@ -124,11 +126,13 @@ class Launched:
                 command,
                 cwd=self.root,
                 env=env | {"TMPDIR": str(self.temp)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                stdout=subprocess.PIPE if terminal is None else terminal,
+                stderr=subprocess.PIPE if terminal is None else terminal,
                 text=True,
             )
         )
+        if terminal is not None:
+            os.close(terminal)
         return self.processes[-1]
 
     def events(self) -> list[str]:
@@ -405,6 +409,21 @@ def test_a_terminal_that_is_closed_asks_once(monkeypatch):
                 monkeypatch.setattr(stop_request, "SAME_S", same_s)
                 signal.raise_signal(number)
                 assert (interrupts.count, interrupts.first) == (count, signal.SIGHUP)
+
+
+def test_a_run_drains_when_its_terminal_is_closed(launched):
+    """What the launcher said of it met no terminal, and that error killed the run."""
+    ours, terminal = pty.openpty()
+    # Few lines, as nobody reads them; and no SIGHUP, which does nothing if the tests run under nohup.
+    process = launched.start("serve", "serve", terminal=terminal, CI="1")
+    launched.wait_for("learner starts")
+    launched.wait_for("rollout-0 starts")
+    os.close(ours)
+    process.send_signal(signal.SIGTERM)
+    process.wait()
+    assert process.returncode == 143
+    assert launched.events()[2:] == ["learner stops with redis", "rollout-0 stops with redis"]
+    launched.assert_nothing_left()
 
 
 def test_a_run_under_nohup_outlives_its_terminal():
