@@ -201,7 +201,9 @@ async def test_a_learner_repeats_a_runs_steps_bit_for_bit(
     """From its log: with the run's own settings as recorded, with another loss as in a replay."""
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(OWN)
-    run = areal_q.train(steps=4, name="r", settings=TINY, progress=False)
+    # A power of two: what is exported is, bit for bit, what the learner publishes.
+    settings = TINY | {"learner.uaq": 2}
+    run = areal_q.train(steps=4, name="r", settings=settings, progress=False)
     recorded = {r.step: r.metrics for r in iter_steps(run.directory / "steps", 0)}
     learner = areal_q.Learner.at(run)
     for step, groups in areal_q.logged(run):

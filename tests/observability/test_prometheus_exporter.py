@@ -176,7 +176,8 @@ def test_clients_that_say_nothing_leave_room_for_a_scrape(
             peer = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
             with suppress(ConnectionError):
                 peer.sendall(said)
-            assert threading.active_count() <= threads + 1 + MOST_SCRAPES
+            # One that has given up its place may not have ended yet.
+            assert threading.active_count() <= threads + 1 + 2 * MOST_SCRAPES
         while True:
             with suppress(OSError):
                 assert scraped(port)
