@@ -12,7 +12,6 @@ import hashlib
 import inspect
 import sys
 import textwrap
-import uuid
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +21,7 @@ import pyarrow as pa
 from msgspec import json
 
 from areal_q.errors import TaskError
-from areal_q.system.files import move_into_place
+from areal_q.system.files import replacing_among_others
 
 Code = str | Path | Callable[..., Any]
 """A function, or where one is: "mine.py", "mine.py:name" or "package.module:name"."""
@@ -77,12 +76,8 @@ def _kept(directory: Path, name: str, suffix: str, data: bytes) -> Path:
     file = directory.resolve() / f"{name}-{digest}{suffix}"
     if not file.exists():
         directory.mkdir(parents=True, exist_ok=True)
-        part = file.with_name(f".{uuid.uuid4().hex}.tmp")  # several starts may write it at a time
-        try:
+        with replacing_among_others(file) as part:  # as the scripts of a sweep do
             part.write_bytes(data)
-            move_into_place(part, file)
-        finally:
-            part.unlink(missing_ok=True)
     return file
 
 

@@ -7,6 +7,9 @@ cannot be renamed onto one that has files, so the old one is renamed first. A cr
 
     .tmp-NAME   half written, or about to be removed   is removed
     .old-NAME   about to be replaced                   becomes NAME again, unless NAME exists
+
+A file that several processes may write at a time is half written under a name of each one's own, which stays if
+that one is killed.
 """
 
 import fcntl
@@ -14,6 +17,7 @@ import glob
 import os
 import re
 import shutil
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -47,6 +51,17 @@ def write_whole(path: Path, data: str | bytes) -> None:
     """Writes bytes, or text in UTF-8, as all of the file `path`, in the way of `replacing`."""
     with replacing(path) as scratch:
         scratch.write_bytes(data.encode() if isinstance(data, str) else data)
+
+
+@contextmanager
+def replacing_among_others(path: Path) -> Iterator[Path]:
+    """Does what `replacing` does for a file that other processes may write, too: the last one's stays."""
+    scratch = path.with_name(f".{uuid.uuid4().hex}.tmp")
+    try:
+        yield scratch
+        move_into_place(scratch, path)
+    finally:
+        scratch.unlink(missing_ok=True)
 
 
 def move_into_place(scratch: Path, final: Path) -> None:

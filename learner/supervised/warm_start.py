@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from areal_q.config import AdamW, PretrainedModel, Run, TorchBackend
 from areal_q.errors import Stopped
 from areal_q.models import Decoder
-from areal_q.system.files import move_into_place, save_tensors
+from areal_q.system.files import replacing_among_others, save_tensors
 from areal_q.tasks import Task, Tokenizer, problem_at
 from learner.backends.single_device import TorchPolicy
 from learner.policy_update import SingleProcessUpdater
@@ -61,9 +61,8 @@ def warm_start(
     _train(model, run, task, tokenizer, progress, stop)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".{os.getpid()}.tmp")  # several runs may fill one cache at a time
-        save_tensors({k: v.cpu().contiguous() for k, v in model.state_dict().items()}, part)
-        move_into_place(part, path)
+        with replacing_among_others(path) as part:  # several runs may fill one cache at a time
+            save_tensors({k: v.cpu().contiguous() for k, v in model.state_dict().items()}, part)
     except (OSError, SafetensorError) as error:  # without a home or room, the next run trains again
         logger.warning("the warm start cannot be cached for the next run: %s: %s", path, error)
     return None
