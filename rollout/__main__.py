@@ -7,7 +7,6 @@ them; the exit code is then 143 or 130 (areal_q/system/stop_request.py). It is 0
 
 import asyncio
 import logging
-import math
 import os
 import socket
 from collections.abc import Callable, Coroutine
@@ -22,7 +21,6 @@ from areal_q.messages import LONGEST_NAME
 from areal_q.observability import service_log
 from areal_q.observability.metric_table import WORKER_METRICS
 from areal_q.observability.prometheus_exporter import Exporter, serve_metrics
-from areal_q.system import stop_request
 from areal_q.system.command import (
     CurveClient,
     CurveKeys,
@@ -33,7 +31,7 @@ from areal_q.system.command import (
 )
 from areal_q.system.ports import allow_open_files, check_free
 from areal_q.system.processes import use_huge_pages
-from areal_q.system.stop_request import StopRequest
+from areal_q.system.stop_request import Repeats, StopRequest
 from areal_q.system.watchdog import Progress, watched
 
 logger = logging.getLogger("rollout")
@@ -137,16 +135,14 @@ def _observer(exporter: Exporter, progress: Progress) -> Callable[[dict[str, Any
 async def _until_signal(work: Coroutine[Any, Any, None]) -> int:
     """Runs `work`, which SIGTERM and SIGINT cancel, so that it can clean up: a second one while it does, SAME_S
     after the first, breaks that off. Returns the exit code."""
-    task, stop = asyncio.ensure_future(work), StopRequest()
-    loop, told_s = asyncio.get_running_loop(), -math.inf
+    task, stop, repeats = asyncio.ensure_future(work), StopRequest(), Repeats()
 
     def end(number: int) -> None:
-        nonlocal told_s
         stop.receive(number)
-        if loop.time() >= told_s + stop_request.SAME_S:
-            told_s = loop.time()
+        if repeats.is_new():
             task.cancel()
 
+    loop = asyncio.get_running_loop()
     for number in StopRequest.SIGNALS:
         loop.add_signal_handler(number, end, number)
     try:

@@ -37,7 +37,7 @@ from areal_q.observability.health import complaint
 from areal_q.observability.prometheus_exporter import CRASHES_VARIABLE
 from areal_q.observability.run_summary import duration
 from areal_q.system.disk import size
-from areal_q.system.stop_request import StopRequest
+from areal_q.system.stop_request import Repeats, StopRequest
 
 logger = logging.getLogger("supervisor")
 WELL_S = 60.0
@@ -72,7 +72,7 @@ class Supervisor:
     ) -> None:
         """`mend` is logged where no restart corrects what is wrong."""
         self._command, self._port, self._mend = command, health_port, mend
-        self._stop = StopRequest()
+        self._stop, self._repeats = StopRequest(), Repeats()
         self._child: subprocess.Popen[bytes] | None = None
         self._crashes = self._faults = 0
         self._crashed_at: list[float] = []
@@ -147,7 +147,8 @@ class Supervisor:
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self._stop.receive(number)
-        if self._child:
+        # Of three requests torchrun's last would end the ranks before their checkpoint.
+        if self._child and self._repeats.is_new():
             self._child.send_signal(number)
 
 

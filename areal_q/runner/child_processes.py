@@ -4,12 +4,10 @@ Every child leads a session of its own, so that a Ctrl-C at the terminal reaches
 is killed together with the processes that it has started.
 """
 
-import math
 import os
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,8 +15,8 @@ from pathlib import Path
 from types import FrameType
 
 from areal_q.errors import ChildDied, UserError
-from areal_q.system import stop_request
 from areal_q.system.processes import BEGAN, command_began, die_with_parent
+from areal_q.system.stop_request import Repeats
 
 DRAIN_S = 60.0
 """Seconds that a learner may take for its checkpoint after another process died"""
@@ -159,7 +157,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.count = self.first = 0
-        self._told_s = -math.inf
+        self._repeats = Repeats()
 
     def __enter__(self) -> "Interrupts":
         mine = threading.current_thread() is threading.main_thread()
@@ -174,7 +172,6 @@ class Interrupts:
             signal.signal(number, handler)
 
     def _count(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if number == signal.SIGINT or now >= self._told_s + stop_request.SAME_S:
-            self.count, self._told_s = self.count + 1, now
+        if self._repeats.is_new() or number == signal.SIGINT:
+            self.count += 1
             self.first = self.first or number

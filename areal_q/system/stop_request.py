@@ -13,9 +13,11 @@ If a service ended with 0 after SIGTERM, a Kubernetes Job would count it as comp
 
 import _thread
 import asyncio
+import math
 import signal
 import sys
 import threading
+import time
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -50,9 +52,8 @@ class StopRequest(threading.Event):
         ends with its parent gets a signal from each of the parent's threads."""
         if not self.number:
             self.number = number
-            with suppress(
-                RuntimeError
-            ):  # of a process that is just ending, or may start no more threads
+            # It is raised in a process that is just ending, or may start no more threads.
+            with suppress(RuntimeError):
                 _thread.start_new_thread(self.set, ())
 
     def is_set(self) -> bool:
@@ -77,6 +78,21 @@ class StopRequest(threading.Event):
             if self.wait(RANK_0_S):
                 sys.exit(2)
             raise
+
+
+class Repeats:
+    """Tells a further request to stop from the same one, which often comes by another way as well."""
+
+    def __init__(self) -> None:
+        self._told_s = -math.inf
+
+    def is_new(self) -> bool:
+        """Returns True for a signal that comes now, unless one for which it did so is less than SAME_S old."""
+        now_s = time.monotonic()
+        if now_s < self._told_s + SAME_S:
+            return False
+        self._told_s = now_s
+        return True
 
 
 async def unbroken(closing: Coroutine[Any, Any, None]) -> None:

@@ -13,6 +13,7 @@ from helpers.commands import is_alive
 
 from areal_q.observability import supervisor
 from areal_q.observability.supervisor import Supervisor
+from areal_q.system import stop_request
 
 
 @pytest.fixture(autouse=True)
@@ -174,6 +175,29 @@ def test_a_stuck_service_takes_its_children_with_it(tmp_path, monkeypatch):
     assert Supervisor(["sh", "-c", script], 1).run() == 0
     while alive():
         time.sleep(0.02)
+
+
+def test_a_child_that_ends_as_it_is_looked_at_has_no_children(monkeypatch):
+    """The supervisor itself ended with a traceback, and what was stuck went on."""
+
+    def ends(path: Path) -> str:
+        raise ProcessLookupError(path)
+
+    monkeypatch.setattr(Path, "read_text", ends)
+    assert supervisor._descendants(os.getpid()) == []
+
+
+@pytest.mark.parametrize(("same_s", "passed_on"), [(3600.0, 1), (0.0, 3)])
+def test_a_request_that_comes_by_several_ways_is_passed_on_once(
+    monkeypatch, same_s: float, passed_on: int
+):
+    """Such as to a process group, and from each thread of what started it; torchrun bears two."""
+    monkeypatch.setattr(stop_request, "SAME_S", same_s)
+    service, sent = Supervisor([]), []
+    monkeypatch.setattr(service, "_child", SimpleNamespace(send_signal=sent.append))
+    for _ in range(3):
+        service._pass_on(signal.SIGTERM, None)
+    assert sent == [signal.SIGTERM] * passed_on
 
 
 def test_a_service_that_was_never_well_is_left_to_start(tmp_path, monkeypatch):
