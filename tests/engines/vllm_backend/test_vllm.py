@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -43,7 +44,7 @@ from rollout.engines.process.checkpoint_backend import check_quantized
 from rollout.engines.process.own_directory import SEGMENTS, SHARED_MEMORY
 from rollout.engines.vllm_backend import cpu_kernels
 from rollout.engines.vllm_backend.cache_size import Cache
-from rollout.engines.vllm_backend.vllm_engine import vllm_engine
+from rollout.engines.vllm_backend.vllm_engine import VllmBackend, vllm_engine
 
 pytestmark = [
     pytest.mark.vllm,
@@ -288,6 +289,29 @@ async def main():  # vLLM's processes import this file too; a module of theirs m
 if __name__ == "__main__":
     asyncio.run(main())
 """
+
+
+def test_a_parent_that_ends_as_it_is_looked_at_ends_the_search(monkeypatch):
+    """The thread that looks for them ended with it, and nobody ended vLLM's processes after their worker."""
+    from rollout.engines.vllm_backend.worker_extension import ancestors
+
+    def ends(path: Path) -> str:
+        raise ProcessLookupError(path)
+
+    monkeypatch.setattr(Path, "read_text", ends)
+    assert list(ancestors(os.getpid())) == []
+
+
+async def test_a_cancellation_beside_vllms_answer_is_not_lost():
+    """A worker that was told to end in that turn of the loop went on for ever."""
+    backend = VllmBackend(VllmEngine())
+    answer = asyncio.get_running_loop().create_future()
+    asks = asyncio.ensure_future(backend._answer(answer, "process id"))
+    await asyncio.sleep(0)
+    answer.set_result(1)
+    asks.cancel()
+    await asyncio.wait([asks])
+    assert asks.cancelled()
 
 
 def test_kill_9_of_the_worker_leaves_no_engine_behind(tmp_path):
