@@ -68,17 +68,15 @@ def learns_without_advantage(cfg: ObjectiveConfig) -> bool:
 @cache
 def _tried(cfg: bytes) -> bool:
     own = msgspec.msgpack.decode(cfg, type=PythonObjective)
-    gradient = _gradient(own, torch.tensor([1.0, 1, 1, 1, -1, -1, -1, -1]))
-    place = place_of(_load(own.path, own.digest, "objective"))
-    if not gradient.any():
+    if not _gradient(own, torch.tensor([1.0, 1, 1, 1, -1, -1, -1, -1])).any():
+        place = place_of(_load(own.path, own.digest, "objective"))
         raise TaskError(f"{place}: J has no gradient; it comes from x.log_ratio and x.logprobs")
-    if not gradient.isfinite().all():
-        raise TaskError(f"{place}: the gradient of J is not finite")
     return bool(_gradient(own, torch.zeros(8)).any())
 
 
 def _gradient(cfg: PythonObjective, advantages: Tensor) -> Tensor:
-    """Returns the gradient [8] of the sum of J in the log-probs of two made-up responses."""
+    """Returns the gradient [8] of the sum of J in the log-probs of two made-up responses. Raises TaskError if
+    either is not finite."""
     proximal = torch.tensor([-1.0, -0.5, -2.0, -0.1, -3.0, -0.7, -1.5, -0.2])
     logprobs = proximal + torch.tensor([0.02, -0.03, 0.1, -0.1, 0.01, 0.3, -0.3, -0.05])
     inputs = LossInputs(
@@ -92,10 +90,13 @@ def _gradient(cfg: PythonObjective, advantages: Tensor) -> Tensor:
         version_lag=torch.tensor([0, 0, 0, 1, 1, 2, 2, 2]),
     )
     with torch.enable_grad():
-        total = objective(ratios(inputs), cfg).objective.sum()
+        total = objective(ratios(inputs), cfg).objective[inputs.mask].sum()
         if not total.requires_grad:
             return torch.zeros(8)
         (gradient,) = torch.autograd.grad(total, inputs.logprobs)
+    if not (total.isfinite() and gradient.isfinite().all()):
+        place = place_of(_load(cfg.path, cfg.digest, "objective"))
+        raise TaskError(f"{place}: J, or its gradient, is not finite")
     return gradient
 
 

@@ -99,7 +99,8 @@ def test_an_objective_that_learns_without_advantage_is_known(tmp_path: Path):
             "mine.py:2: gave [2] where a tensor [8] is due",
         ),
         ("return x.advantages", "mine.py:2: J has no gradient"),
-        ("return x.log_ratio * float('nan')", "mine.py:2: the gradient of J is not finite"),
+        ("return x.log_ratio * float('nan')", "mine.py:2: J, or its gradient, is not finite"),
+        ("return x.log_ratio + float('nan')", "mine.py:2: J, or its gradient, is not finite"),
     ],
 )
 def test_a_bad_objective_is_named_with_its_line_at_the_check(tmp_path: Path, body: str, said: str):
