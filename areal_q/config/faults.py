@@ -69,6 +69,8 @@ OURS = {
     "total_training_steps": "steps",
     "max_async_level": "learner.max_lag",
     "async_level": "learner.max_lag",
+    "oversampling_factor": "learner.oversampling",
+    "gen_batch_size": "learner.oversampling, over learner.groups",
     "max_completion_length": "rollout.sampling.max_tokens",
     "max_response_length": "rollout.sampling.max_tokens",
     "generate_max_len": "rollout.sampling.max_tokens",

@@ -251,6 +251,9 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
     drop_uniform: bool = False
     """DAPO's dynamic sampling: a group whose rewards are all equal carries no gradient; it is dropped and
     counted, and its place refilled."""
+    oversampling: Annotated[float, Meta(ge=1, le=100)] = 1.0
+    """Groups that may be outstanding, over (max_lag + 1) · groups. With `drop_uniform` a number of 2 or so keeps
+    the learner from waiting where half of what is ready is of no use; what then grows too old is dropped."""
     advantage: AdvantageConfig = Grpo()
     """How rewards become advantages."""
     objective: ObjectiveConfig = Acr()
@@ -366,20 +369,20 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
         to score with), learner/replay/replay_steps.py and areal_q/checks/memory.py (what they take). `max_lag`
         itself is read by learner/data/group_reader.py (which groups are too old), rollout/worker.py (whose
         responses a worker continues), areal_q/config/load.py (what workers are set up from),
-        areal_q/observability/run_summary.py (which evaluations came too late), areal_q/plan/speed.py and
-        areal_q/plan/estimate.py (what is expected), learner/doctor/probe.py and
+        areal_q/observability/run_summary.py (which evaluations came too late), areal_q/plan/speed.py,
+        areal_q/plan/workers.py and areal_q/plan/estimate.py (what is expected), learner/doctor/probe.py and
         learner/doctor/diagnosis/gap_rules.py."""
         return self.max_lag + 2
 
     @property
     def max_outstanding(self) -> int:
-        """The largest number of groups that are admitted and neither finished nor dropped: (η + 1) · groups.
-        Example: groups = 64, max_lag = 2: 192.
+        """The largest number of groups that are admitted and neither finished nor dropped:
+        (η + 1) · groups · oversampling. Example: groups = 64, max_lag = 2: 192.
 
         Read by learner/data/admission.py (tickets to admit), buffer/sampling/replay_pool.py (groups to read
         ahead), areal_q/config/rules.py (what a sampler may ask for), areal_q/checks/memory.py and
-        areal_q/plan/speed.py (rows that a worker draws)."""
-        return (self.max_lag + 1) * self.groups
+        areal_q/plan/workers.py (rows that a worker draws), areal_q/plan/speed.py (how old they grow)."""
+        return round((self.max_lag + 1) * self.groups * self.oversampling)
 
     @property
     def fewest_valid(self) -> int:

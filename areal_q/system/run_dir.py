@@ -84,6 +84,7 @@ MAY_CHANGE_ON_RESUME = (
     "learner.teacher.retries",
     # From here on: how the run goes on learning. settings/ has each step's, for replays.
     "learner.max_lag",
+    "learner.oversampling",
     "learner.max_grad_norm",
     "learner.optimizer.lr",
     "learner.optimizer.warmup_steps",

@@ -5,7 +5,10 @@ when the learner is at `version` (AReaL, arXiv 2505.24298). A step consumes B gr
 (η + 1) · B groups (LearnerConfig.max_outstanding) are outstanding: admitted, and neither finished nor dropped.
 A dropped group makes room for another one.
 
-In Reverb's vocabulary this is the rate limiter, a Queue of size (η + 1) · B: an insert waits while so many
+Where many are dropped, ηB ready ones may have fewer than B to learn from, and the learner waits for others:
+`learner.oversampling` admits that many times as many. What is too old when its turn comes is dropped.
+
+In Reverb's vocabulary this is the rate limiter, a Queue of that size: an insert waits while so many
 groups are outstanding, a sample waits until the sampler has B (or `min_groups`) to choose from. Admission acts
 on tickets, before any work is done, while Reverb's limiter acts on finished items. A group that may be used K
 times is outstanding until its K-th use or until it is too old, so that samples per insert are K at most.
@@ -75,7 +78,7 @@ class Admission:
 
     @property
     def capacity_left(self) -> int:
-        """Groups that may be admitted now: (η + 1) · B − outstanding."""
+        """Groups that may be admitted now: (η + 1) · B · oversampling − outstanding."""
         return self._run.learner.max_outstanding - len(self.outstanding)
 
     def admit(self, version: int) -> int:

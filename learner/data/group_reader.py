@@ -244,7 +244,7 @@ class GroupReader:
             self._said_full = True
             logger.error(
                 "redis is full of groups that are not learnt from yet: its maxmemory must hold "
-                "(max_lag + 1) x groups + workers + 2 of them; waiting"
+                "(max_lag + 1) x groups x oversampling + workers + 2 of them; waiting"
             )
 
     def _complaint(self) -> str:

@@ -102,6 +102,28 @@ def test_a_group_goes_when_a_single_token_of_it_is_too_old(learner: Learner):
     assert not learner.admission.outstanding & set(stale)
 
 
+def test_of_more_groups_than_steps_use_the_old_ones_are_dropped(
+    make_run: MakeRun, buffers: Buffers, make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
+):
+    """Sixteen drawn at once by version 9: at 10 they may still be used, at 11 those that are left may not."""
+    monkeypatch.setattr(group_reader_module, "POLL_S", 0.01)
+    settings = "learner.max_lag=1", "learner.groups=4", "learner.oversampling=2"
+    learner = Learner(make_run(*settings), make_group, buffers)
+    learner.admission.admit(9)
+    learner.answer(16, 9)
+    for version in (9, 10):
+        taken = learner.group_reader.take(version, learner.stop)
+        assert taken and {learner.group_reader.lag(g, version) for g in taken.groups} == {
+            version - 9
+        }
+        learner.group_reader.consumed()
+        learner.history.add(version + 1, f"d{version + 1}")
+    threading.Timer(0.5, learner.stop.set).start()
+    assert learner.group_reader.take(11, learner.stop) is None
+    assert (learner.group_reader.groups, learner.group_reader.dropped) == (16, 8)
+    assert learner.admission.outstanding == set(range(16, 32))
+
+
 def test_group_of_a_finished_ticket_is_counted_and_passed_over(learner: Learner):
     learner.admission.outstanding -= {0, 2}
     learner.answer(6)
