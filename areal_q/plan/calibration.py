@@ -3,7 +3,7 @@
 import re
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import msgspec
@@ -14,7 +14,8 @@ from areal_q.errors import ConfigError, LogError
 from areal_q.models import DecoderConfig
 from areal_q.observability.metrics_log import read_metrics
 from areal_q.plan.hardware import Hardware
-from areal_q.plan.speed import Correction, HardwareSplit, Load, learner_seconds, speed
+from areal_q.plan.load import Load, share_cores
+from areal_q.plan.speed import Correction, HardwareSplit, speed
 from areal_q.plan.wire import wire
 from areal_q.system.files import by_number
 from areal_q.system.run_dir import METRICS_FILE
@@ -57,10 +58,13 @@ def measured(
     drawing = [w for r in rest for w in r["workers"] if w["idle_share"] < 1 and w["tokens_per_s"]]
     rate = median(w["tokens_per_s"] / (1 - w["idle_share"]) for w in drawing) if drawing else 0.0
     deltas = (rest[-1]["weights/delta_bytes"] - before["weights/delta_bytes"]) / len(rest)
+    expected = speed(run, shape, load_, on, split)
+    learner_, workers = busy_s / expected.learner_s, rate / expected.worker_tokens_s or 1.0
+    if share_cores(run, on, split.workers):  # What each would take alone is not known.
+        learner_ = mean(r["learner/step_s"] for r in rest) / expected.step_s
+        workers = 1 / learner_
     return load_, Correction(
-        learner=busy_s / learner_seconds(run, shape, load_, on, split.learner_gpus)[0],
-        workers=rate / speed(run, shape, load_, on, split).worker_tokens_s if rate else 1.0,
-        delta=deltas / wire(run, shape).delta if deltas else 1.0,
+        learner_, workers, delta=deltas / wire(run, shape).delta if deltas else 1.0
     )
 
 

@@ -1,5 +1,6 @@
 """Memory, wire and speed of a run together: does it fit, how fast is it, what would be better."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,8 @@ from areal_q.errors import ConfigError
 from areal_q.models import DecoderConfig
 from areal_q.observability.run_summary import plural
 from areal_q.plan.hardware import Hardware
-from areal_q.plan.speed import NONE, Correction, HardwareSplit, Load, Speed, speed
+from areal_q.plan.load import Load
+from areal_q.plan.speed import NONE, Correction, HardwareSplit, Speed, speed
 from areal_q.plan.wire import ZEROMQ_SHARE, Wire, wire
 from areal_q.system.disk import size
 
@@ -165,6 +167,8 @@ def _advice(
         yield from _workers_wanted(run, shape, load, correction, made)
     else:
         yield from _splits_compared(made)
+    if now.waiting_s > _IDLE * now.step_s and load.useful < 1:
+        yield from _oversampled(run, shape, load, correction, made)
     if run.learner.max_lag == 0 and made.fits:
         ahead = max(now.learner_s, now.workers_s)
         yield f"learner.max_lag=1: learner and workers work at the same time, a step would take {ahead:.3g} s"
@@ -172,6 +176,20 @@ def _advice(
         return
     if engines := " or ".join(_serving(run, shape, int(load.lengths.prompt))):
         yield f"rollout.engine.type={engines}: the torch engine is a reference, and slow on a GPU"
+
+
+def _oversampled(
+    run: Run, shape: DecoderConfig, load: Load, correction: Correction, made: RunEstimate
+) -> Iterator[str]:
+    factor = min(100, math.ceil(run.learner.oversampling / load.useful))
+    learner = structs.replace(run.learner, oversampling=float(factor))
+    more = structs.replace(run, learner=learner)
+    then = speed(more, shape, load, made.hardware, made.speed.split, correction)
+    if then.step_s < made.speed.step_s:
+        yield (
+            f"the learner would wait {made.speed.waiting_s:.2g} s a step for groups in place of others: "
+            f"learner.oversampling={factor}, a step would take {then.step_s:.3g} s"
+        )
 
 
 def _serving(run: Run, shape: DecoderConfig, prompt: int) -> Iterator[str]:
@@ -258,6 +276,7 @@ def rows(made: RunEstimate) -> Sequence[tuple[str, str, str]]:
         ),
         ("a worker", f"{now.worker_tokens_s:,.0f} tokens/s", formulas["a worker"]),
         ("workers", f"{now.workers_s:.3g} s a step", formulas["workers' step"]),
+        ("waiting", f"{now.waiting_s:.3g} s a step", formulas["waiting"]),
         ("a step", f"{now.step_s:.3g} s", formulas["a step"]),
         ("learner idle", f"{now.learner_idle:.0%}", "1 - learner / step"),
         ("workers idle", f"{now.workers_idle:.0%}", "1 - workers / step"),

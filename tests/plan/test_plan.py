@@ -30,17 +30,11 @@ from areal_q.plan import cli
 from areal_q.plan.calibration import measured
 from areal_q.plan.estimate import RunEstimate, estimate
 from areal_q.plan.hardware import CPU_SHARES, GPUS, Device, Hardware, hardware, on_gpus, processor
-from areal_q.plan.speed import (
-    HardwareSplit,
-    Load,
-    expected_lag,
-    learner_flop,
-    learner_seconds,
-    speed,
-    worker_rate,
-    workers_seconds,
-)
+from areal_q.plan.learner import learner_flop, learner_seconds
+from areal_q.plan.load import Load
+from areal_q.plan.speed import HardwareSplit, expected_lag, speed
 from areal_q.plan.wire import wire
+from areal_q.plan.workers import worker_rate, workers_seconds
 from areal_q.system.disk import size
 from areal_q.system.run_dir import METRICS_FILE
 from areal_q.tasks import CharTokenizer
@@ -278,11 +272,11 @@ def test_staleness_follows_from_who_is_slower(
     learner_s: float, workers_s: float, settings: list[str], lag: float
 ):
     run = load(None, [*batch(4, 4), *settings])
-    assert expected_lag(run, learner_s, workers_s, 1)[0] == lag
+    assert expected_lag(run, Load(Lengths(1, 1)), learner_s, workers_s, 1)[0] == lag
 
 
 def test_idle_shares_are_those_of_the_slower_side():
-    run = load(None, SUMS)
+    run = load(None, [*SUMS, "learner.oversampling=4"])
     made = speed(run, SMOLLM2, Load(Lengths(46, 19), 0.3), cpu(33.4), HardwareSplit(1, 1))
     assert made.step_s == max(made.learner_s, made.workers_s) == made.workers_s
     assert (
@@ -459,7 +453,7 @@ def test_processes_of_the_learner_are_its_gpus():
 
 
 def test_more_workers_are_advised_where_the_learner_would_wait():
-    run = load(None, [*SUMS, "rollout.threads=1"])
+    run = load(None, [*SUMS, "rollout.threads=1", "learner.oversampling=5"])
     made = estimate(run, SMOLLM2, Load(Lengths(46, 19), 0.2), cpu(33.4, cores=8))
     assert made.speed.learner_idle > 0.15 and "rollout.workers=" in made.advice[0]
 
