@@ -220,7 +220,7 @@ $(VENV)-trackers/.installed: $(VENV)/.installed-dev
 	$(BIN)/python -m venv $(VENV)-trackers
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"), "$(CURDIR)", sep="\n")' \
 	  > $$($(VENV)-trackers/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
-	for tracker in wandb==0.31.0 mlflow==3.17.2 trackio==0.43.0; do \
+	for tracker in wandb==0.31.0 "mlflow>=3.17.2,<3.19" trackio==0.43.0; do \
 	  $(VENV)-trackers/bin/pip install -q $$tracker || echo "The package index lacks $$tracker: its tests are skipped."; done
 	touch $@
 
