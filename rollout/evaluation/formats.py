@@ -1,11 +1,13 @@
 """`areal-q formats MODEL [DATA]`: what each number format costs this model, before a run is begun with it.
 
     areal-q formats models/SmolLM2-135M-Instruct
+    areal-q formats MODEL --only int8,int8-weight
     areal-q formats runs/sums --layers int8
 
 Each line appears as soon as it is measured. docs/aligned.md says what the columns mean for a run.
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +18,7 @@ from msgspec import Struct
 
 from areal_q.checks.format_advice import falls_behind, study_of
 from areal_q.config import Chat, Smoothing
-from areal_q.config.run import ROUNDS_ACTIVATIONS, WEIGHT_SCALES
+from areal_q.config.run import ROUNDS_ACTIVATIONS, WEIGHT_SCALES, WORTH_SMOOTHING
 from areal_q.errors import ConfigError, QuantizationError
 from areal_q.models import Decoder, load_decoder
 from areal_q.models.hf.vllm_shapes import vllm_refuses
@@ -44,7 +46,7 @@ HEAD = (
     f"{'format':<22}{'error':>7}{'largest':>9}{'KL':>10}{'k3':>9}{'top-1':>8}{'noise':>8}{'largest':>9}"
     f"{'MB':>7}{'tokens/s':>10}{'learnt':>8}"
 )
-LEGEND = """error, KL and noise in nats a token, beside the model in full precision
+LEGEND = """error, KL and noise in nats a token, beside the model in full precision; top-1: likeliest for both
 noise: what float32's own rounding becomes, which no kernel and no alignment removes
 learnt: accuracy of SmolLM2-135M after training on such rollouts, less that with bf16 (docs/stability.md)"""
 
@@ -102,6 +104,9 @@ def main(
     ] = None,
     layers: Layers = None,
     speed: Annotated[bool, typer.Option(help="measure the pace of decoding")] = True,
+    only: Annotated[
+        str, typer.Option(metavar="FORMATS", help="these alone: int8,int8-weight; default: all")
+    ] = "",
     problems: Annotated[
         int | None,
         typer.Option(min=1, help=f"prompts, at most; default: {FIRST}, more if answers are short"),
@@ -112,6 +117,12 @@ def main(
     """Compares the number formats on MODEL: error, KL, noise, bytes, pace, and what each would take."""
     if layers is not None and layers not in named_rows():
         raise ConfigError(f"--layers {layers!r}: none of {'; '.join(named_rows())}")
+    chosen = only.split(",") if only else list(FORMATS)
+    for format in chosen:
+        if format not in FORMATS:
+            raise ConfigError(f"--only {only}: {format!r} is none of {', '.join(FORMATS)}")
+    if out and not os.access(out.parent, os.W_OK):
+        raise ConfigError(f"--out {out}: its directory is not there, or cannot be written to")
     path, tokenizer, asked = prepared(model, data, problems or MOST)
     decoder = load_decoder(path).requires_grad_(False)
     stops = frozenset(tokenizer.stops)
@@ -120,7 +131,7 @@ def main(
     rows, found, far = [], [], []
     if layers is None:
         typer.echo(f"{count} tokens of {len(texts)} answers\n{LEGEND}\n{HEAD}")
-        rows = _show_formats(reference, speed)
+        rows = _show_formats(reference, speed, chosen)
     else:
         found, far = _show_layers(reference, layers, tokenizer)
     if out:
@@ -146,10 +157,10 @@ def _enough(
     return texts, count
 
 
-def _show_formats(reference: Reference, speed: bool) -> list[FormatRow]:
+def _show_formats(reference: Reference, speed: bool, chosen: Sequence[str]) -> list[FormatRow]:
     """Prints a row for each format as it is measured, then what each would take. Returns the rows."""
     rows = []
-    for row in measured(reference, speed):
+    for row in measured(reference, speed, chosen):
         typer.echo(shown(row))
         rows.append(row)
     rows = advised(rows)
@@ -192,11 +203,13 @@ def named_rows() -> dict[str, tuple[str, Smoothing | None]]:
     return rows
 
 
-def measured(reference: Reference, speed: bool) -> Iterator[FormatRow]:
-    """Yields a row for each format, and for each that may be smoothed a second one."""
+def measured(
+    reference: Reference, speed: bool, chosen: Sequence[str] = tuple(FORMATS)
+) -> Iterator[FormatRow]:
+    """Yields a row for each format of `chosen`, and for each that may be smoothed a second one."""
     refused = ""
     for format, smoothing in named_rows().values():
-        if format == refused:
+        if format == refused or format not in chosen:
             continue
         try:
             published = reference.published(format, reference.folds(format, smoothing))
@@ -261,8 +274,8 @@ def to_take(rows: Sequence[FormatRow]) -> Iterator[str]:
 
 
 def _settings(row: FormatRow) -> str:
-    smoothing = f" {SMOOTH}" if row.smoothed else ""
-    return f"rollout.format={row.format}{smoothing}"
+    by_itself = " rollout.smoothing=off" if row.format in WORTH_SMOOTHING else ""
+    return f"rollout.format={row.format}{f' {SMOOTH}' if row.smoothed else by_itself}"
 
 
 def _better(row: FormatRow, e: Error, rows: Sequence[FormatRow]) -> Iterator[str]:

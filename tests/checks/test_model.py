@@ -285,7 +285,24 @@ def test_what_takes_the_memory_is_what_is_advised(model: Path, monkeypatch: pyte
         (["rollout.format=fp8"], "rollout.format=int8-weight"),
         (["rollout.format=int8", "rollout.smoothing.alpha=0.5"], None),
         (["rollout.format=int8-weight"], None),
-        (["rollout.format=int8", "learner.precision=qarl"], None),
+        (
+            ["rollout.format=int8", "learner.precision=qarl"],
+            "rollout.smoothing.alpha=0.5 or rollout.format=int8-weight",
+        ),
+        (
+            ["rollout.format=int8", "learner.precision=qarl", "rollout.smoothing.alpha=0.5"],
+            None,
+        ),
+        (["rollout.format=int4-g32"], "rollout.smoothing.alpha=0.5 learner.precision=qarl"),
+        (["rollout.format=nf4"], "learner.precision=qarl"),
+        (
+            ["rollout.format=nf4", "learner.objective.type=mis"],
+            "learner.precision=qarl learner.objective.type=acr",
+        ),
+        (
+            ["rollout.format=nf4", "learner.objective.type=naive", "learner.precision=qarl"],
+            None,
+        ),
         (["rollout.format=int4"], "rollout.smoothing.alpha=0.5 learner.precision=qarl"),
         (["rollout.format=int4", "rollout.smoothing={}"], "learner.precision=qarl"),
         (["rollout.format=nvfp4"], "learner.precision=qarl"),
