@@ -33,7 +33,10 @@ def objective(x: Ratios, cfg: PythonObjective) -> PolicyLoss:
         given = function(x, **cfg.settings)
     out = given if isinstance(given, PolicyLoss) else PolicyLoss(given)
     for field in fields(out):
-        if (values := getattr(out, field.name)) is not None:
+        values = getattr(out, field.name)
+        if (
+            values is not None or field.name == "objective"
+        ):  # J is None where a return was forgotten
             _check(values, x.mask, function)
     return out
 

@@ -99,6 +99,7 @@ def test_an_objective_that_learns_without_advantage_is_known(tmp_path: Path):
             "mine.py:2: gave [2] where a tensor [8] is due",
         ),
         ("return x.advantages", "mine.py:2: J has no gradient"),
+        ("x.log_ratio", "mine.py:2: gave NoneType where a tensor [8] is due"),
         ("return x.log_ratio * float('nan')", "mine.py:2: J, or its gradient, is not finite"),
         ("return x.log_ratio + float('nan')", "mine.py:2: J, or its gradient, is not finite"),
     ],
