@@ -92,13 +92,18 @@ def train(
     resume: bool = False,
     progress: bool = True,
 ) -> Trained:
-    """Trains until done, and returns the run. Ctrl-C ends it after the step, with a checkpoint.
+    """Trains until done, and returns the run. Ctrl-C ends it after the step, with a checkpoint; SIGTERM too,
+    and then the script by SystemExit.
 
     `model` is a directory in Hugging Face layout; None is the built-in small one, or that of `config`, which is
     a TOML file or a configuration by name. `heldout` is a share of `data`, or data of its own. A
     `tracker` joins those of the configuration. `settings` win.
     Raises UserError for what the user can correct and ChildDied, with the end of its log, if a process dies.
     """
+    if not isinstance(settings, Mapping | None):
+        raise ConfigError(
+            f"settings: must be a table of names and values, not {type(settings).__name__}"
+        )
     base = load(config)
     inputs = Path((settings or {}).get("root", base.root), "inputs")
     codes = {
@@ -236,6 +241,8 @@ def _launched(run: Run, resume: bool, progress: bool) -> Trained:
             os.environ[BEGAN] = began
     if ended == KILLED:
         raise KeyboardInterrupt
+    if ended:  # by SIGTERM or SIGHUP, which are the script's as well
+        raise SystemExit(ended)
     return opened(path_of(run))
 
 

@@ -10,6 +10,7 @@ that it never changes, and runs on the same rows share it.
 import ast
 import hashlib
 import inspect
+import symtable
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
@@ -109,7 +110,8 @@ def _add(thing: Any, name: str, imports: dict[str, None], rest: dict[str, str]) 
         surroundings = inspect.unwrap(thing).__globals__
     rest[name] = ""  # it may use itself
     names = (node for node in ast.walk(tree) if isinstance(node, ast.Name))
-    for used in dict.fromkeys(node.id for node in names if isinstance(node.ctx, ast.Load)):
+    loaded = dict.fromkeys(node.id for node in names if isinstance(node.ctx, ast.Load))
+    for used in filter(_names_of_modules(source).__contains__, loaded):
         if used in rest or used not in surroundings:
             continue
         value = surroundings[used]
@@ -123,6 +125,16 @@ def _add(thing: Any, name: str, imports: dict[str, None], rest: dict[str, str]) 
             what = type(value).__name__
             raise _refused(name, f"it uses {used!r}, a {what} that is in this process alone")
     rest[name] = rest.pop(name) + source  # after what it uses
+
+
+def _names_of_modules(source: str) -> set[str]:
+    """Returns the names in `source` that no function, class or comprehension of it has for itself."""
+    found, tables = set[str](), [symtable.symtable(source, "source", "exec")]
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        found |= {symbol.get_name() for symbol in table.get_symbols() if symbol.is_global()}
+    return found
 
 
 def _imported(name: str, value: Any) -> str:

@@ -100,6 +100,7 @@ MAY_CHANGE_ON_RESUME = (
     "reward.retry_pause_s",
     "reward.processes",
     "reward.memory_mib",
+    "reward.path",  # of a script, whose name has its hash
     "reward.digest",
     "reward.settings.",
     "task.digest",

@@ -71,6 +71,11 @@ def test_a_run_goes_on_as_the_command_line_lets_it(launched: list[Run], tmp_path
         areal_q.train(name="n", steps=999, resume=True)
     (run,) = launched
     assert (run.steps, run.learner.dtype) == (999, "float32")
+    mended = tmp_path / "mended.py"
+    mended.write_text("def reward(response):\n    return 1.0\n")
+    with pytest.raises(Launched):
+        areal_q.train(name="n", steps=1001, reward=str(mended), resume=True)
+    assert launched[-1].reward.path == str(mended)
     file.write_text(
         dump_toml(load(None, ["name=n", "learner.dtype=float32", "learner.reference_kl={}"]))
     )
@@ -140,6 +145,7 @@ def test_conversations_are_asked_in_the_models_own_format(launched: list[Run]):
             {"settings": {"learner.gruops": 1}},
             "settings: learner.gruops: no such setting; did you mean",
         ),
+        ({"settings": ["steps=1"]}, "settings: must be a table of names and values, not list"),
         ({"data": [1]}, "data[0]: a row must be a table, not int"),
         ({"data": 3}, "data: must be tables, a file or a data set of the Hub, not int"),
         ({"reward": lambda response: 1.0, "data": ROWS}, "it is a lambda, or part of a line"),
@@ -179,6 +185,16 @@ def test_no_thread_but_the_main_one_handles_signals():
     thread.start()
     thread.join()
     assert counted == [0]
+
+
+def test_a_run_that_was_terminated_ends_its_script(
+    launched: list[Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It went on as if the run were done, and ended with 0."""
+    monkeypatch.setattr("areal_q.api.launch", lambda run, resume, view: 143)
+    with pytest.raises(SystemExit) as ended:
+        areal_q.train()
+    assert ended.value.code == 143
 
 
 def test_an_evaluation_takes_the_options_of_the_command(monkeypatch: pytest.MonkeyPatch):

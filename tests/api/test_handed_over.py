@@ -132,6 +132,34 @@ def test_what_only_this_process_has_is_refused_by_name(
     assert re.search(r'give "FILE\.py:\w+"$', str(refused.value))
 
 
+OWN_NAMES = """
+judge = iter([])
+
+def reward(response):
+    judge = len(response)
+    return judge
+
+def inner(response):
+    return max((lambda judge: judge)(1), *[judge for judge in response], *{judge: 1 for judge in response})
+
+def declared(response, judge=1):
+    def deeper(judge):
+        return judge
+    return deeper(judge) + judge
+"""
+
+
+@pytest.mark.parametrize("name", ["reward", "inner", "declared"])
+def test_a_functions_own_names_are_not_the_scripts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """One that the script has too was taken for what this process alone has, or for data to copy."""
+    cell = ran_in_a_cell(monkeypatch, OWN_NAMES)
+    path = place_of_function(cell[name], tmp_path)
+    given = [1, 2, 3]
+    assert load_function(path)(given) == cell[name](given)
+
+
 def test_rows_become_lines_once(tmp_path: Path) -> None:
     rows = [{"prompt": "é\n", "answer": 4, "level": [1, None]}, {"prompt": "b"}]
     file = file_of_rows(iter(rows), tmp_path, answers=True)
