@@ -169,6 +169,10 @@ def _advice(
         yield from _splits_compared(made)
     if now.waiting_s > _IDLE * now.step_s and load.useful < 1:
         yield from _oversampled(run, shape, load, correction, made)
+    needed, factor = 1 / load.useful, run.learner.oversampling
+    if factor > 1.1 * needed:
+        old = f"{1 - needed / factor:.0%} of what is drawn would grow too old"
+        yield f"{old}: learner.oversampling={needed:.2g}"
     if run.learner.max_lag == 0 and made.fits:
         ahead = max(now.learner_s, now.workers_s)
         yield f"learner.max_lag=1: learner and workers work at the same time, a step would take {ahead:.3g} s"
@@ -181,14 +185,14 @@ def _advice(
 def _oversampled(
     run: Run, shape: DecoderConfig, load: Load, correction: Correction, made: RunEstimate
 ) -> Iterator[str]:
-    factor = min(100, math.ceil(run.learner.oversampling / load.useful))
-    learner = structs.replace(run.learner, oversampling=float(factor))
+    factor = min(100, math.ceil(10 / load.useful) / 10)
+    learner = structs.replace(run.learner, oversampling=factor)
     more = structs.replace(run, learner=learner)
     then = speed(more, shape, load, made.hardware, made.speed.split, correction)
     if then.step_s < made.speed.step_s:
         yield (
             f"the learner would wait {made.speed.waiting_s:.2g} s a step for groups in place of others: "
-            f"learner.oversampling={factor}, a step would take {then.step_s:.3g} s"
+            f"learner.oversampling={factor:g}, a step would take {then.step_s:.3g} s"
         )
 
 

@@ -104,9 +104,9 @@ def test_more_groups_at_once_are_advised_where_the_learner_waits():
     run = load(ROOT / "configs" / "smollm2-sums.toml", ["learner.oversampling=1"])
     work, on = Load(Lengths(46, 12), 0.4), replace(TWO_CORES, count=1)
     made = estimate(run, SMOLLM2, work, on)
-    advised = [line for line in made.advice if "learner.oversampling=3" in line]
+    advised = [line for line in made.advice if "learner.oversampling=2.5" in line]
     assert len(advised) == 1
-    learner = structs.replace(run.learner, oversampling=3.0)
+    learner = structs.replace(run.learner, oversampling=2.5)
     then = estimate(structs.replace(run, learner=learner), SMOLLM2, work, on)
     assert f"a step would take {then.speed.step_s:.3g} s" in advised[0]
     assert not [line for line in then.advice if "oversampling" in line]
@@ -127,4 +127,10 @@ def test_what_nobody_can_use_is_drawn_as_well():
     )
     evaluated = of_one_speed().eval
     beside = evaluated.problems / evaluated.every * 4
+    work = Load(Lengths(6, 4))
+    for factor, said in ((1, False), (2, True)):
+        run = of_one_speed(f"learner.oversampling={factor}")
+        advised = estimate(run, SMALL, work, TWO_CORES).advice
+        told = "50% of what is drawn would grow too old: learner.oversampling=1"
+        assert (told in advised) == said
     assert twice - beside == pytest.approx(2 * (once - beside))
