@@ -11,6 +11,7 @@ from areal_q.checks.machine import visible_gpus
 from areal_q.checks.packages import check_packages
 from areal_q.config import (
     External,
+    Fifo,
     PretrainedModel,
     Python,
     PythonEnvironment,
@@ -76,6 +77,11 @@ def without_effect(run: Run) -> list[str]:
     if alone and getattr(backend, "offload", False):
         said.append(
             "learner.backend.offload does nothing: the learner is one process, with no ranks"
+        )
+    fifo = isinstance(run.buffer.sampler, Fifo)
+    if run.learner.oversampling > 1 and fifo and not run.learner.drop_uniform:
+        said.append(
+            "learner.oversampling draws groups that grow too old: without learner.drop_uniform steps use all"
         )
     if run.buffer.tokens and not run.buffer.log:
         said.append("buffer.tokens does nothing without buffer.log: no token is logged")
