@@ -41,14 +41,17 @@ def read_conversations(path: Path, tokenizer: Tokenizer, most: int) -> list[Answ
     line."""
     found = []
     for where, line in read_objects(str(path))[:most]:
-        asked = line.get("prompt", line.get("messages"))
+        asked: Any = line.get("prompt", line.get("messages"))
         answer: Any = None
-        if isinstance(asked, list) and asked and asked[-1].get("role") == "assistant":
-            *asked, last = asked
-            answer = last.get("content")
-        if not asked or not isinstance(asked, str | list):
+        messages = isinstance(asked, list) and all(isinstance(one, dict) for one in asked)
+        if asked and messages and asked[-1].get("role") == "assistant":
+            asked, answer = asked[:-1], asked[-1].get("content")
+        if not asked or not (messages or isinstance(asked, str)):
             raise TaskError(f"{where}: neither a prompt nor messages")
-        ids = tokenizer.encode_prompt(asked)
+        try:
+            ids = tokenizer.encode_prompt(asked)
+        except TaskError as error:
+            raise TaskError(f"{where}: {error}") from error
         reply = [*tokenizer.encode(answer), tokenizer.eos_id] if answer else []
         found.append(AnsweredText([*ids, *reply], len(ids)))
     if not found:

@@ -227,6 +227,14 @@ def test_conversations_keep_their_answers_and_prompts_get_one(model, tmp_path):
         read_conversations(file, tokenizer, 8)
 
 
+@pytest.mark.parametrize("messages", [5, ["text"], [{"role": "user", "content": "no digits"}]])
+def test_refused_messages_are_named_by_their_line(tmp_path: Path, messages: object):
+    file = tmp_path / "data.jsonl"
+    file.write_text(json.dumps({"messages": messages}))
+    with pytest.raises(TaskError, match=r"data\.jsonl:1: "):
+        read_conversations(file, CharTokenizer(), 8)
+
+
 def test_short_answers_are_as_many_as_a_judgement_needs(model, tmp_path, monkeypatch):
     monkeypatch.setattr("rollout.evaluation.formats.FORMATS", {"bf16": FORMATS["bf16"]})
     save_decoder(model, tmp_path / "model", CharTokenizer())
@@ -242,6 +250,39 @@ def test_short_answers_are_as_many_as_a_judgement_needs(model, tmp_path, monkeyp
         said = run_here("formats", main, *options, *more)
         assert said.returncode == 0, said.stderr
         assert re.match(told, said.stdout), said.stdout
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        (["--out", "nowhere/x.json"], "--out nowhere/x.json: its directory is not there"),
+        (["--only", "int8,int9"], "--only int8,int9: 'int9' is none of bf16, "),
+    ],
+)
+def test_what_cannot_be_measured_is_told_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: list[str], said: str
+):
+    monkeypatch.chdir(tmp_path)
+    done = run_here("formats", main, "model", *option)
+    assert done.returncode == 2 and said in done.stderr, done.stderr
+
+
+def test_a_few_formats_are_measured_alone(model, tmp_path):
+    save_decoder(model, tmp_path / "model", CharTokenizer())
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"prompt": "1+2="}) + "\n")
+    options = [str(data), "--only", "int4,int8", "--no-speed", "--tokens", "3"]
+    done = run_here("formats", main, str(tmp_path / "model"), *options)
+    assert done.returncode == 0, done.stderr
+    shown_rows = done.stdout.split("what each would take:")[0]
+    assert re.findall(r"^(int\S+)", shown_rows, re.M) == ["int8", "int8,", "int4", "int4,"]
+
+
+def test_what_to_take_says_all_that_it_needs():
+    """Without more int8 is smoothed on a pretrained model."""
+    row = FormatRow(format="int8", error=error(0.01, 1e-3), bytes=100)
+    (told,) = to_take([row])
+    assert told.endswith(": rollout.format=int8 rollout.smoothing=off")
 
 
 QUIET = ["bf16", "int4", "nf4", "nvfp4", "mxfp4"]
