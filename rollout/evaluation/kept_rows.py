@@ -2,6 +2,7 @@
 rows for `task.path`."""
 
 import json
+import os.path
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +33,8 @@ class WantedRows(NamedTuple):
 
 
 def wanted_rows(keep: str, out: Path | None) -> WantedRows:
-    """Returns what --keep and --out say. Raises ConfigError for anything but LOW..HIGH within 0 and 1."""
+    """Returns what --keep and --out say. Raises ConfigError for anything but LOW..HIGH within 0 and 1, and for
+    a file that exists, which may be the data themselves, or that would not be read as JSON lines."""
     low, dots, high = keep.partition("..")
     try:
         bounds = (float(low), float(high))
@@ -44,13 +46,17 @@ def wanted_rows(keep: str, out: Path | None) -> WantedRows:
         )
     if out is None:
         raise ConfigError("--keep needs --out FILE, for the rows")
+    if out.suffix != ".jsonl":
+        raise ConfigError(f"--out {out}: --keep writes JSON lines; name a file that ends in .jsonl")
+    if os.path.lexists(out):
+        raise ConfigError(f"--out {out}: it exists, and --keep replaces no file; name a new one")
     return WantedRows(*bounds, out)
 
 
 def write_rows(asked: EvalQuestions, rows: Sequence[Answered], wanted: WantedRows) -> None:
     """Writes the rows of those of the problems whose pass rate is kept, with all their columns, and says how
-    many. A problem none of whose answers could be scored is left out. Raises ConfigError if the file cannot be
-    written."""
+    many; without rows it writes no file. A problem none of whose answers could be scored is left out. Raises
+    ConfigError if the file cannot be written."""
     lines, hard, easy = [], 0, 0
     for row in rows:
         right = [reply.correct for reply in row.samples if not reply.failed]
@@ -62,14 +68,14 @@ def write_rows(asked: EvalQuestions, rows: Sequence[Answered], wanted: WantedRow
             problem = asked.problems[row.index]
             kept = row_of(problem, asked.run.of(problem.source).task)
             lines.append(msgspec.json.encode(kept | {PASS_RATE: rate}))
+    told = f"kept {len(lines)} of {plural(len(rows), 'problem')}, {hard} harder and {easy} easier: "
+    if not lines:
+        typer.echo(f"{told}{wanted.out} is not written", err=True)
+        return
     with os_errors_as(ConfigError, f"--out {wanted.out}"):
         wanted.out.parent.mkdir(parents=True, exist_ok=True)
         write_whole(wanted.out, b"".join(line + b"\n" for line in lines))
-    typer.echo(
-        f"kept {len(lines)} of {plural(len(rows), 'problem')}, {hard} harder and {easy} easier: "
-        f"task.path={wanted.out}",
-        err=True,
-    )
+    typer.echo(f"{told}task.path={wanted.out}", err=True)
 
 
 def row_of(problem: Problem, task: TaskConfig) -> dict[str, Any]:

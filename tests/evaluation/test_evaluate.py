@@ -166,6 +166,31 @@ def test_kept_problems_are_those_that_are_trained_on(
     assert all(row["pass_rate"] == 1.0 for row in kept)
 
 
+def test_no_file_is_written_where_no_row_is_kept(
+    make_run: MakeRun, run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path
+):
+    answering(monkeypatch, make_run(), right, certainty=lambda version: 1.0)
+    out = tmp_path / "kept.jsonl"
+    main(run_dir, keep="0..0.5", out=out, samples=1, problems=3)
+    told = f"kept 0 of 3 problems, 0 harder and 3 easier: {out} is not written"
+    assert told in capsys.readouterr().err
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("train.jsonl", "it exists, and --keep replaces no file"), ("new.csv", "writes JSON lines")],
+)
+def test_rows_that_are_kept_replace_no_data(run_dir: Path, tmp_path: Path, name: str, said: str):
+    data, out = tmp_path / "train.jsonl", tmp_path / name
+    data.write_text('{"prompt": "1=", "answer": "1"}\n')
+    before = data.read_bytes()
+    with pytest.raises(ConfigError, match=f"--out {out}: .*{said}"):
+        main(run_dir, task="jsonl", data=data, keep="0..1", out=out)
+    assert data.read_bytes() == before
+    assert not (run_dir / "evals").exists()
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
