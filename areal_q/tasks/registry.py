@@ -22,6 +22,7 @@ from areal_q.tasks.base import Columns, Problem, Task, Tokenizer
 from areal_q.tasks.datasets.arithmetic import ArithmeticTask
 from areal_q.tasks.datasets.calculator import CalculatorTask
 from areal_q.tasks.datasets.countdown import CountdownTask
+from areal_q.tasks.datasets.jsonl_rows import check_rows
 from areal_q.tasks.datasets.procedural import ProceduralTask
 from areal_q.tasks.datasets.row_tasks import READERS, FileTask, with_columns
 from areal_q.tasks.datasets.tool_calculator import ToolCalculatorTask
@@ -69,11 +70,13 @@ def told_of(place: str) -> Iterator[None]:
 
 
 def all_problems(cfg: TaskConfig, columns: Columns = ()) -> list[Problem]:
-    """Returns every row of the task's file, since a benchmark has nothing to train on. Raises as `build_task`
-    does."""
+    """Returns every row of the task's file, at least one, since a benchmark has nothing to train on. Raises as
+    `build_task` does."""
     if type(cfg) not in READERS:
         raise ConfigError(f"task.type = {cfg.__struct_config__.tag!r} reads no such file")
-    return with_columns(READERS[type(cfg)](cfg), columns, getattr(cfg, "path", ""))
+    rows, path = READERS[type(cfg)](cfg), getattr(cfg, "path", "")
+    check_rows(rows, path)
+    return with_columns(rows, columns, path)
 
 
 def asked_of(cfg: TaskConfig, columns: Columns = ()) -> Sequence[Problem]:

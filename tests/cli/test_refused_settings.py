@@ -17,12 +17,13 @@ from helpers.policies import initial_model
 from areal_q.checks.hub import REAL_MODEL, not_there
 from areal_q.checks.settings import check_directories, preflight, without_effect
 from areal_q.config import PretrainedModel, Run, load, rules
-from areal_q.errors import CheckpointError, ConfigError
+from areal_q.errors import CheckpointError, ConfigError, TaskError
 from areal_q.models import save_decoder
 from areal_q.observability.metrics_log import MetricsLog, read_metrics
-from areal_q.tasks import build_task, build_tokenizer
+from areal_q.tasks import CharTokenizer, build_task, build_tokenizer
 from learner.build import build_learner
 from learner.build_policy import build_policy
+from learner.data.eval_sets import problems_of_sets
 from rollout.__main__ import main as worker
 from rollout.engines import build_engine
 
@@ -134,6 +135,16 @@ def test_a_metric_that_no_evaluation_has_is_refused_at_once(
     assert line.startswith(
         "eval.best = " if best else "eval.sets.a-set.preset = 'qurl-aime' is of "
     )
+
+
+def test_an_evaluation_set_without_rows_is_refused(tmp_path: Path):
+    """By `areal-q check` and at the start of a run, and by the learner."""
+    file = tmp_path / "empty.jsonl"
+    file.touch()
+    run = load(None, [f"eval.sets.more.task={{type='jsonl', path='{file}'}}"])
+    for begin in (preflight, lambda run: problems_of_sets(run, CharTokenizer(), 99)):
+        with pytest.raises(TaskError, match=f"^{file}: there are no rows in it$"):
+            begin(run)
 
 
 def test_a_refused_run_leaves_an_earlier_one_where_it_is(tmp_path: Path, taken: int):

@@ -473,3 +473,12 @@ def test_a_split_that_leaves_a_part_empty_is_refused(gsm8k_file: str, share: flo
 def test_a_missing_file_is_named(path: str) -> None:
     with pytest.raises(TaskError, match=f"^{path}: "):
         build_task(Gsm8k(path=path))
+
+
+def test_a_file_without_rows_is_refused_as_one(tmp_path: Path) -> None:
+    empty, other = str(tmp_path / "empty.jsonl"), str(tmp_path / "test.jsonl")
+    Path(empty).write_text("\n")
+    Path(other).write_text(json.dumps(ROWS[0]))
+    for cfg in (Gsm8k(path=empty), Gsm8k(path=empty, heldout=other), Calculator(path=empty)):
+        with pytest.raises(TaskError, match=f"^{empty}: there are no rows in it$"):
+            build_task(cfg)

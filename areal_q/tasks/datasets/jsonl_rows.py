@@ -1,7 +1,7 @@
 """Rows of data as questions with worked answers, or as they are, and their split. Imports no torch."""
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -43,9 +43,16 @@ def kept_for_training(rows: int, heldout: float) -> int:
     return max(0, rows - (heldout if isinstance(heldout, int) else round(heldout * rows)))
 
 
+def check_rows(rows: Sequence[Any], path: str) -> None:
+    """Raises TaskError if there are none, whatever is held out of them."""
+    if not rows:
+        raise TaskError(f"{path}: there are no rows in it")
+
+
 def split_heldout(rows: Sequence[T], heldout: float, path: str) -> tuple[Sequence[T], Sequence[T]]:
     """Returns the rows to train on and the held-out ones, which are the last share, or the last so many.
     Raises TaskError if either is empty."""
+    check_rows(rows, path)
     cut = kept_for_training(len(rows), heldout)
     if not 0 < cut < len(rows):
         lost = "train on" if cut == 0 else "hold out"

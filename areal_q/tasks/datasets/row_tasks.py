@@ -13,7 +13,7 @@ from areal_q.config.tasks import Choice, Gsm8k, Jsonl, Math, Python
 from areal_q.errors import TaskError
 from areal_q.tasks.base import Problem, columns_of
 from areal_q.tasks.datasets import benchmark_fields, gsm8k, python_file
-from areal_q.tasks.datasets.jsonl_rows import split_heldout
+from areal_q.tasks.datasets.jsonl_rows import check_rows, split_heldout
 
 READERS: dict[type, Callable[[Any], list[Problem]]] = {
     Gsm8k: gsm8k.problems,
@@ -34,6 +34,7 @@ class FileTask:
         """Reads the file, and keeps these columns of each row; None is all. Raises TaskError naming file and
         line."""
         rows = with_columns(READERS[type(cfg)](cfg), columns, cfg.path)
+        check_rows(rows, cfg.path)
         if isinstance(cfg.heldout, str):
             other = READERS[type(cfg)](replace(cfg, path=cfg.heldout))
             train, heldout = rows, with_columns(other, columns, cfg.heldout)
