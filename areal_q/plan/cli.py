@@ -3,6 +3,7 @@
 Exit codes: 0 it fits; 1 it does not; 2 settings, or a run, that cannot be read.
 """
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +16,8 @@ from areal_q.checks.hub import fetched
 from areal_q.checks.memory import of_others, total
 from areal_q.checks.model import check_model
 from areal_q.checks.pass_memory import Lengths
-from areal_q.config import load
+from areal_q.config import External, Run, load
+from areal_q.errors import ConfigError
 from areal_q.observability.run_summary import plural
 from areal_q.plan.calibration import measured
 from areal_q.plan.estimate import RunEstimate, estimate, rows
@@ -76,9 +78,12 @@ def main(
 
     Memory of each process, bytes on the wire, the best split of GPUs, rates, idle shares, staleness.
     """
+    own = {"--tflops": tflops, "--gb-s": gb_s, "--gb": gb}
+    _check_finite(own | {"--response": response, "--network": network})
     file = config / "config.toml" if config.is_dir() else config
     on = hardware(gpu, tflops, gb_s, gb)
     run = settled(on_gpus(fetched(load(file, overrides)), not on.is_cpu, not on.is_cpu))
+    _check_response(response, run)
     found = check_model(run)
     shape, prompt = found.shape, float(len(found.prompt))
     correction = Correction()
@@ -93,6 +98,25 @@ def main(
     else:
         _show(run.name, made, explain, correction if from_run else None)
     raise typer.Exit(0 if made.fits else 1)
+
+
+def _check_finite(own: dict[str, float]) -> None:
+    """Raises ConfigError for an option that is infinite, which its bounds let pass; NaN they refuse."""
+    for name, value in own.items():
+        if not math.isfinite(value):
+            raise ConfigError(f"{name} {value}: must be a finite number")
+
+
+def _check_response(response: float, run: Run) -> None:
+    """Raises ConfigError for a mean above the longest response. An agent's turns bring prompts of their own,
+    which nothing bounds."""
+    rollout = run.rollout
+    longest = rollout.tokens_after_prompt
+    if response > longest and not isinstance(rollout.environment, External):
+        raise ConfigError(
+            f"--response {response:g}: above the longest response, {longest} tokens; "
+            f"rollout.sampling.max_tokens = {rollout.sampling.max_tokens}"
+        )
 
 
 def _show(name: str, made: RunEstimate, explain: bool, correction: Correction | None) -> None:

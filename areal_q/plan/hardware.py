@@ -77,6 +77,10 @@ GPUS = {
 """TFLOP/s of float32, bfloat16 and eight bits, GB/s, GB"""
 
 
+MOST_GPUS = 1024
+"""Every split of so many is tried, which takes a second or two"""
+
+
 @dataclass(frozen=True)
 class Hardware:
     device: Device
@@ -108,8 +112,9 @@ def hardware(text: str, tflops: float, gb_s: float, gb: float) -> Hardware:
     """Returns what `text` names: "cpu", "h100" or "h100:8", with one's own figures where they are not 0; a name
     that is not known needs all three. Raises ConfigError."""
     name, _, count = text.lower().partition(":")
-    if count and not (count.isdecimal() and 0 < int(count) <= 100_000):
-        raise ConfigError(f"--gpu {text}: not NAME or NAME:COUNT, such as h100:8")
+    if count and not (count.isdecimal() and 0 < int(count) <= MOST_GPUS):
+        most = f"; COUNT is at most {MOST_GPUS:,}" if count.isdecimal() else ""
+        raise ConfigError(f"--gpu {text}: not NAME or NAME:COUNT, such as h100:8{most}")
     own = tflops and gb_s and gb
     if name == "cpu":
         found = processor(tflops)

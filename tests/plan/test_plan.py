@@ -464,6 +464,7 @@ def test_more_workers_are_advised_where_the_learner_would_wait():
         ("h101:8", (0, 0, 0), "did you mean 'h100'"),
         ("h100:none", (0, 0, 0), "not NAME or NAME:COUNT"),
         ("h100:0", (0, 0, 0), "not NAME or NAME:COUNT"),
+        ("h100:1025", (0, 0, 0), "COUNT is at most 1,024"),
         ("mine:2", (0, 0, 0), "--tflops, --gb-s and --gb as well"),
     ],
 )
@@ -659,12 +660,26 @@ def test_programs_get_the_same_as_json():
             "learner.processes = 4: there are 4",
         ),
         (["quickstart", "--from=nowhere"], "nowhere"),
+        (["quickstart", "--response=inf"], "--response inf: must be a finite number"),
+        (["quickstart", "--network=inf"], "--network inf: must be a finite number"),
+        (["quickstart", "--tflops=inf"], "--tflops inf: must be a finite number"),
+        (
+            ["quickstart", "--response=9", "rollout.sampling.max_tokens=8"],
+            "--response 9: above the longest response, 8 tokens",
+        ),
         (["quickstart", "model.width=0"], "model.width"),
     ],
 )
 def test_a_wrong_question_is_one_line(arguments: list[str], complaint: str):
     done = plan(*arguments)
     assert done.returncode == 2 and complaint in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.usefixtures("this_machine")
+def test_what_agents_draw_in_all_their_turns_may_be_longer():
+    agents = ["rollout.environment.type=external", "rollout.sampling.max_tokens=8"]
+    done = plan("quickstart", "--response=9", *agents)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.usefixtures("this_machine")
