@@ -21,7 +21,7 @@ from areal_q.tasks import CharTokenizer, Problem, Tokenizer, build_tokenizer, lo
 from areal_q.tasks.base import Message, Task, columns_of
 from areal_q.tasks.datasets.benchmark_fields import text_of
 from areal_q.tasks.datasets.conversations import problem_of
-from areal_q.tasks.datasets.jsonl_rows import kept_for_training
+from areal_q.tasks.datasets.jsonl_rows import check_rows, kept_for_training
 from areal_q.tasks.datasets.row_files import is_columnar, read_objects
 from areal_q.tasks.lazy import Lazy
 from areal_q.tasks.ordering.mixture import MixedProblems, parts_of
@@ -68,10 +68,14 @@ def read_demonstrations(cfg: Sft) -> Rows:
     else:
         cut = kept_for_training(len(rows), cfg.heldout)
         train, heldout = rows[:cut], rows[cut:]
+        if not train:
+            raise TaskError(
+                f"{path}: sft.heldout = {cfg.heldout} of {len(rows)} rows leaves none to learn from"
+            )
     kept = set(map(_content, heldout))
     train = [row for row in train if _content(row) not in kept]
     if not train:
-        raise TaskError(f"{path}: every row is held out; there is none to learn from")
+        raise TaskError(f"{path}: every row to learn from is also held out")
     return Rows(train, heldout)
 
 
@@ -81,6 +85,7 @@ def _content(row: Problem) -> bytes:
 
 def _read(cfg: Sft, path: str) -> list[Problem]:
     rows = read_objects(path)
+    check_rows(rows, path)
     filled = is_columnar(path)
     return [_row(_without_null(row) if filled else row, cfg, where) for where, row in rows]
 

@@ -107,6 +107,25 @@ def test_what_is_held_out_is_nowhere_learnt_from(tmp_path: Path):
     assert [r.answer for r in found.train] == ["3", "4"]
 
 
+@pytest.mark.parametrize(
+    ("rows", "heldout", "said"),
+    [
+        ([], 0.1, r"a\.jsonl: there are no rows in it$"),
+        ([1, 2], 2, r"a\.jsonl: sft\.heldout = 2 of 2 rows leaves none to learn from$"),
+        ([1, 1], 1, r"a\.jsonl: every row to learn from is also held out$"),
+        ([1, 2], "b.jsonl", r"b\.jsonl: there are no rows in it$"),
+    ],
+)
+def test_why_no_row_is_learnt_from_or_held_out_is_said(
+    tmp_path: Path, rows: list[int], heldout: float | str, said: str
+):
+    path = written(tmp_path / "a.jsonl", *({"prompt": f"{n}=", "answer": n} for n in rows))
+    if isinstance(heldout, str):
+        heldout = written(tmp_path / heldout)
+    with pytest.raises(TaskError, match=said):
+        read_demonstrations(Sft(path=path, heldout=heldout, template="plain"))
+
+
 def test_each_pass_has_every_short_row_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     rows = [{"prompt": f"{n}=", "answer": "5" * (40 if n == 3 else 1)} for n in range(10, 20)]
     path = written(tmp_path / "a.jsonl", *rows, {"prompt": "3=", "answer": "5" * 40})
