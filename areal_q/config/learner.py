@@ -370,8 +370,8 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
         itself is read by learner/data/group_reader.py (which groups are too old), rollout/worker.py (whose
         responses a worker continues), areal_q/config/load.py (what workers are set up from),
         areal_q/observability/run_summary.py (which evaluations came too late), areal_q/plan/speed.py,
-        areal_q/plan/workers.py and areal_q/plan/estimate.py (what is expected), learner/doctor/probe.py and
-        learner/doctor/diagnosis/gap_rules.py."""
+        areal_q/plan/worker_speed.py and areal_q/plan/estimate.py (what is expected), learner/doctor/probe.py
+        and learner/doctor/diagnosis/gap_rules.py."""
         return self.max_lag + 2
 
     @property
@@ -381,7 +381,7 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
 
         Read by learner/data/admission.py (tickets to admit), buffer/sampling/replay_pool.py (groups to read
         ahead), areal_q/config/rules.py (what a sampler may ask for), areal_q/checks/memory.py and
-        areal_q/plan/workers.py (rows that a worker draws), areal_q/plan/speed.py (how old they grow)."""
+        areal_q/plan/worker_speed.py (rows that a worker draws), areal_q/plan/speed.py (how old they grow)."""
         return round((self.max_lag + 1) * self.groups * self.oversampling)
 
     @property

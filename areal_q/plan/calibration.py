@@ -14,8 +14,8 @@ from areal_q.errors import ConfigError, LogError
 from areal_q.models import DecoderConfig
 from areal_q.observability.metrics_log import read_metrics
 from areal_q.plan.hardware import Hardware
-from areal_q.plan.load import Load, share_cores
 from areal_q.plan.speed import Correction, HardwareSplit, speed
+from areal_q.plan.step_load import Load, share_cores
 from areal_q.plan.wire import wire
 from areal_q.system.files import by_number
 from areal_q.system.run_dir import METRICS_FILE

@@ -22,8 +22,8 @@ from areal_q.observability.run_summary import plural
 from areal_q.plan.calibration import measured
 from areal_q.plan.estimate import RunEstimate, estimate, rows
 from areal_q.plan.hardware import hardware, on_gpus
-from areal_q.plan.load import Load
 from areal_q.plan.speed import Correction
+from areal_q.plan.step_load import Load
 from areal_q.system.command import Overrides, console
 from areal_q.system.disk import size
 

@@ -18,8 +18,8 @@ from areal_q.errors import ConfigError
 from areal_q.models import DecoderConfig
 from areal_q.observability.run_summary import plural
 from areal_q.plan.hardware import Hardware
-from areal_q.plan.load import Load
 from areal_q.plan.speed import NONE, Correction, HardwareSplit, Speed, speed
+from areal_q.plan.step_load import Load
 from areal_q.plan.wire import ZEROMQ_SHARE, Wire, wire
 from areal_q.system.disk import size
 

@@ -10,7 +10,7 @@ Rates are of dense products with float32 sums, without sparsity, as the makers' 
 | l40s, l4, a10 | NVIDIA L40S, L4 and A10 data sheets |
 | 4090 | NVIDIA Ada GPU architecture white paper |
 
-What share of a rate a learner or an engine reaches is in SHARES and areal_q/plan/workers.py.
+What share of a rate a learner or an engine reaches is in SHARES and areal_q/plan/worker_speed.py.
 """
 
 import os

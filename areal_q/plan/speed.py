@@ -16,9 +16,9 @@ from typing import NamedTuple
 from areal_q.config import Run
 from areal_q.models import DecoderConfig
 from areal_q.plan.hardware import Hardware
-from areal_q.plan.learner import learner_seconds
-from areal_q.plan.load import Load, cores_of_learner, cores_of_worker
-from areal_q.plan.workers import waiting_seconds, worker_rate, workers_seconds
+from areal_q.plan.learner_speed import learner_seconds
+from areal_q.plan.step_load import Load, cores_of_learner, cores_of_worker
+from areal_q.plan.worker_speed import waiting_seconds, worker_rate, workers_seconds
 
 
 @dataclass(frozen=True)

@@ -30,11 +30,11 @@ from areal_q.plan import cli
 from areal_q.plan.calibration import measured
 from areal_q.plan.estimate import RunEstimate, estimate
 from areal_q.plan.hardware import CPU_SHARES, GPUS, Device, Hardware, hardware, on_gpus, processor
-from areal_q.plan.learner import learner_flop, learner_seconds
-from areal_q.plan.load import Load
+from areal_q.plan.learner_speed import learner_flop, learner_seconds
 from areal_q.plan.speed import HardwareSplit, expected_lag, speed
+from areal_q.plan.step_load import Load
 from areal_q.plan.wire import wire
-from areal_q.plan.workers import worker_rate, workers_seconds
+from areal_q.plan.worker_speed import worker_rate, workers_seconds
 from areal_q.system.disk import size
 from areal_q.system.run_dir import METRICS_FILE
 from areal_q.tasks import CharTokenizer

@@ -13,9 +13,9 @@ from areal_q.config import Run, load
 from areal_q.models import DecoderConfig
 from areal_q.plan.estimate import estimate
 from areal_q.plan.hardware import CPU_SHARES, Device, Hardware
-from areal_q.plan.load import Load
 from areal_q.plan.speed import HardwareSplit, Speed, speed
-from areal_q.plan.workers import waiting_seconds, workers_seconds
+from areal_q.plan.step_load import Load
+from areal_q.plan.worker_speed import waiting_seconds, workers_seconds
 
 SMALL = DecoderConfig(
     family="llama", vocab_size=100, width=32, layers=1, heads=2, kv_heads=1, head_dim=16, mlp=48,

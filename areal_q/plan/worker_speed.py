@@ -7,7 +7,7 @@ from areal_q.checks.pass_memory import Lengths
 from areal_q.config import HfEngine, Run, ScriptedEngine, TorchEngine
 from areal_q.models import DecoderConfig
 from areal_q.plan.hardware import Hardware
-from areal_q.plan.load import Load, active_linears, cores_of_worker, mixing_flop
+from areal_q.plan.step_load import Load, active_linears, cores_of_worker, mixing_flop
 
 DECODE_SHARE = {"as bfloat16": 0.75, "emulated": 0.42, "other": 0.64, "gpu": 0.5}
 """The part of products' or memory's rate that decoding reaches: measured on CPUs (docs/sizing.md), of formats

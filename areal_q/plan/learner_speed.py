@@ -9,7 +9,7 @@ from areal_q.models import DecoderConfig
 from areal_q.models.layer_kinds import CHUNK
 from areal_q.observability.run_summary import plural
 from areal_q.plan.hardware import Hardware
-from areal_q.plan.load import Load, active_linears, cores_of_learner, mixing_flop
+from areal_q.plan.step_load import Load, active_linears, cores_of_learner, mixing_flop
 
 PASS_LAYER_S = {"cpu": 7e-3, "gpu": 3e-3}
 """Seconds that Python and the launches of kernels take for a layer, forward and backward: 0.02 s of a step of
