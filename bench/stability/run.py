@@ -117,6 +117,7 @@ STUDIES["long"] = replace(
         f'task={{type="python", path="{ROOT / "bench/stability/eight_sums.py"}", template="chat", heldout=32}}',
     ),
     tokens=128,
+    seeds=(1, 2),
     csv=CSV.with_name("stability-long.csv"),
     figure=FIGURE.with_name("stability-long.png"),
 )
@@ -188,7 +189,7 @@ PARTS = [
     [sums("acr", "int4", "qarl")],
     [screen("tis", "bf16", "kv8"), screen("acr", "fp8", "jet"), screen("acr", "fp8")],
     [screen(x, "int8", "smoothed") for x in ("ppo", "mis", "icepop", "tis")],
-    [long("tis", "bf16"), long("acr", "int8", "smoothed")],
+    [long("tis", "bf16"), long("acr", "int8", "smoothed"), long("acr", "int8")],
 ]
 """In the order of their run: all seeds of a part before the next part"""
 ARMS = [arm for part in PARTS for arm in part]
