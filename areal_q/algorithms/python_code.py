@@ -34,9 +34,8 @@ def objective(x: Ratios, cfg: PythonObjective) -> PolicyLoss:
     out = given if isinstance(given, PolicyLoss) else PolicyLoss(given)
     for field in fields(out):
         values = getattr(out, field.name)
-        if (
-            values is not None or field.name == "objective"
-        ):  # J is None where a return was forgotten
+        # J itself is None where a return was forgotten.
+        if field.name == "objective" or values is not None:
             _check(values, x.mask, function)
     return out
 

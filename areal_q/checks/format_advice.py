@@ -96,7 +96,8 @@ def instead(run: Run) -> str:
     format, smoothed = run.rollout.format, run.rollout.smooths is not None
     if format == "bf16":
         return ""
-    smooth = [] if smoothed or why_no_scales(run) else ["rollout.smoothing.alpha=0.5"]
+    fixed = smoothed or run.learner.lora is not None or bool(why_no_scales(run))
+    smooth = [] if fixed else ["rollout.smoothing.alpha=0.5"]
     if format in ("int8", "fp8", "fp8-channel", "fp8-weight"):
         weights = f"rollout.format=int8-weight{' rollout.smoothing=off' * smoothed}"
         weights += " learner.precision=full" * (run.learner.precision == "jet")

@@ -59,6 +59,7 @@ FIXED = (
     "learner.order",
     "learner.max_lag",
     "learner.drop_uniform",
+    "learner.oversampling",
     "learner.uaq",
     "learner.lora",
     "learner.reference_kl.path",

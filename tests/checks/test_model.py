@@ -293,6 +293,7 @@ def test_what_takes_the_memory_is_what_is_advised(model: Path, monkeypatch: pyte
             ["rollout.format=int8", "learner.precision=qarl", "rollout.smoothing.alpha=0.5"],
             None,
         ),
+        (["rollout.format=int8", "learner.lora={}"], "rollout.format=int8-weight"),
         (["rollout.format=int4-g32"], "rollout.smoothing.alpha=0.5 learner.precision=qarl"),
         (["rollout.format=nf4"], "learner.precision=qarl"),
         (
