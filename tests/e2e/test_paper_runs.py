@@ -26,10 +26,8 @@ from learner.final_export import finish
 PAPERS = sorted((ROOT / "configs" / "papers").glob("*.toml"))
 FAMILIES = {"fp8-rl": "qwen3", "qarl-tbpo": "qwen3"}
 """Of the model in the file; the others' are Qwen2.5"""
-REWARD = "def reward(prompt, response, answer): return len(response) % 2"
-UNEVEN = (
-    "def reward(prompt, response, answer): return len(response) % 2 if int(answer) % 2 else -9.0"
-)
+REWARD = "def reward(prompt, response, answer): return sum(response.encode()) % 2"
+UNEVEN = f"{REWARD} if int(answer) % 2 else -9.0"
 """Every other problem gives all of its responses the same reward"""
 
 
@@ -55,6 +53,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Path) -> Path
 
 
 def tiny_settings(path: Path, tiny: Path, root: Path) -> list[str]:
+    """After a step of Muon at 1e-3 all responses were of one kind, and the second step had no gradient."""
     run = load(path)
     cfg = run.learner
     settings = {
@@ -65,7 +64,7 @@ def tiny_settings(path: Path, tiny: Path, root: Path) -> list[str]:
         "rollout.sampling.max_tokens": 12, "learner.device": "cpu",
         "learner.groups": 4, "learner.group_size": min(cfg.group_size, 4),
         "learner.minibatches": min(cfg.minibatches, 2), "learner.microbatch_tokens": 300,
-        "learner.optimizer.lr": 1e-3, "learner.optimizer.warmup_steps": 0,
+        "learner.optimizer.lr": 1e-4, "learner.optimizer.warmup_steps": 0,
     }  # fmt: skip
     if run.reward.overlong:
         settings |= {"reward.overlong.max_tokens": 12, "reward.overlong.cache_tokens": 4}
