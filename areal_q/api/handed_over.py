@@ -111,7 +111,7 @@ def _add(thing: Any, name: str, imports: dict[str, None], rest: dict[str, str]) 
     rest[name] = ""  # it may use itself
     names = (node for node in ast.walk(tree) if isinstance(node, ast.Name))
     loaded = dict.fromkeys(node.id for node in names if isinstance(node.ctx, ast.Load))
-    for used in filter(_names_of_modules(source).__contains__, loaded):
+    for used in filter(_global_names(source).__contains__, loaded):
         if used in rest or used not in surroundings:
             continue
         value = surroundings[used]
@@ -127,7 +127,7 @@ def _add(thing: Any, name: str, imports: dict[str, None], rest: dict[str, str]) 
     rest[name] = rest.pop(name) + source  # after what it uses
 
 
-def _names_of_modules(source: str) -> set[str]:
+def _global_names(source: str) -> set[str]:
     """Returns the names in `source` that no function, class or comprehension of it has for itself."""
     found, tables = set[str](), [symtable.symtable(source, "source", "exec")]
     while tables:

@@ -123,11 +123,8 @@ def format_of(run: Run) -> Iterator[CheckResult]:
     known = learnt_with(name) or "what a pretrained model learns with it has not been measured"
     says = f"{name}{noise}: {known}; {_correction(run, aligned)} (docs/stability.md)"
     fix = instead(run) if exposed or falls_behind(name) else ""
-    if (
-        "4" in rollout.format
-        and not aligned
-        and run.learner.objective.__struct_config__.tag in HARDLY_LEARN
-    ):
+    hardly = run.learner.objective.__struct_config__.tag in HARDLY_LEARN
+    if hardly and "4" in rollout.format and not aligned:
         fix = " ".join(filter(None, [fix, "learner.objective.type=acr"]))
     if fix:
         yield CheckResult("format", "warning", says, fix)

@@ -59,12 +59,14 @@ def measured(
     rate = median(w["tokens_per_s"] / (1 - w["idle_share"]) for w in drawing) if drawing else 0.0
     deltas = (rest[-1]["weights/delta_bytes"] - before["weights/delta_bytes"]) / len(rest)
     expected = speed(run, shape, load_, on, split)
-    learner_, workers = busy_s / expected.learner_s, rate / expected.worker_tokens_s or 1.0
+    slower, faster = busy_s / expected.learner_s, rate / expected.worker_tokens_s or 1.0
     if share_cores(run, on, split.workers):  # What each would take alone is not known.
-        learner_ = mean(r["learner/step_s"] for r in rest) / expected.step_s
-        workers = 1 / learner_
+        slower = mean(r["learner/step_s"] for r in rest) / expected.step_s
+        faster = 1 / slower
     return load_, Correction(
-        learner_, workers, delta=deltas / wire(run, shape).delta if deltas else 1.0
+        learner=slower,
+        workers=faster,
+        delta=deltas / wire(run, shape).delta if deltas else 1.0,
     )
 
 

@@ -167,33 +167,37 @@ def _advice(
         yield from _workers_wanted(run, shape, load, correction, made)
     else:
         yield from _splits_compared(made)
-    if now.waiting_s > _IDLE * now.step_s and load.useful < 1:
-        yield from _oversampled(run, shape, load, correction, made)
     needed, factor = 1 / load.useful, run.learner.oversampling
+    if now.waiting_s > _IDLE * now.step_s and factor < needed:
+        more = min(100, math.ceil(10 * needed) / 10)
+        then_s = _step_s(run, shape, load, correction, made, oversampling=more)
+        yield (
+            f"the learner would wait {now.waiting_s:.2g} s a step for groups in place of others: "
+            f"learner.oversampling={more:g}, a step would take {then_s:.3g} s"
+        )
     if factor > 1.1 * needed:
         old = f"{1 - needed / factor:.0%} of what is drawn would grow too old"
         yield f"{old}: learner.oversampling={needed:.2g}"
     if run.learner.max_lag == 0 and made.fits:
-        ahead = max(now.learner_s, now.workers_s)
-        yield f"learner.max_lag=1: learner and workers work at the same time, a step would take {ahead:.3g} s"
+        then_s = _step_s(run, shape, load, correction, made, max_lag=1)
+        yield f"learner.max_lag=1: learner and workers work at the same time, a step would take {then_s:.3g} s"
     if not isinstance(run.rollout.engine, TorchEngine) or on.is_cpu:
         return
     if engines := " or ".join(_serving(run, shape, int(load.lengths.prompt))):
         yield f"rollout.engine.type={engines}: the torch engine is a reference, and slow on a GPU"
 
 
-def _oversampled(
-    run: Run, shape: DecoderConfig, load: Load, correction: Correction, made: RunEstimate
-) -> Iterator[str]:
-    factor = min(100, math.ceil(10 / load.useful) / 10)
-    learner = structs.replace(run.learner, oversampling=factor)
-    more = structs.replace(run, learner=learner)
-    then = speed(more, shape, load, made.hardware, made.speed.split, correction)
-    if then.step_s < made.speed.step_s:
-        yield (
-            f"the learner would wait {made.speed.waiting_s:.2g} s a step for groups in place of others: "
-            f"learner.oversampling={factor:g}, a step would take {then.step_s:.3g} s"
-        )
+def _step_s(
+    run: Run,
+    shape: DecoderConfig,
+    load: Load,
+    correction: Correction,
+    made: RunEstimate,
+    **learner: float,
+) -> float:
+    """Returns the seconds of a step with these settings of the learner in place of its own."""
+    other = structs.replace(run, learner=structs.replace(run.learner, **learner))
+    return speed(other, shape, load, made.hardware, made.speed.split, correction).step_s
 
 
 def _serving(run: Run, shape: DecoderConfig, prompt: int) -> Iterator[str]:

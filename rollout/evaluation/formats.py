@@ -91,6 +91,11 @@ Layers = Annotated[
 ]
 
 
+Only = Annotated[
+    str, typer.Option(metavar="FORMATS", help="these alone: int8,int8-weight; default: all")
+]
+
+
 def main(
     model: Annotated[
         Path,
@@ -104,9 +109,7 @@ def main(
     ] = None,
     layers: Layers = None,
     speed: Annotated[bool, typer.Option(help="measure the pace of decoding")] = True,
-    only: Annotated[
-        str, typer.Option(metavar="FORMATS", help="these alone: int8,int8-weight; default: all")
-    ] = "",
+    only: Only = "",
     problems: Annotated[
         int | None,
         typer.Option(min=1, help=f"prompts, at most; default: {FIRST}, more if answers are short"),
@@ -115,14 +118,7 @@ def main(
     out: Annotated[Path | None, typer.Option(help="file for all figures, as JSON")] = None,
 ) -> None:
     """Compares the number formats on MODEL: error, KL, noise, bytes, pace, and what each would take."""
-    if layers is not None and layers not in named_rows():
-        raise ConfigError(f"--layers {layers!r}: none of {'; '.join(named_rows())}")
-    chosen = only.split(",") if only else list(FORMATS)
-    for format in chosen:
-        if format not in FORMATS:
-            raise ConfigError(f"--only {only}: {format!r} is none of {', '.join(FORMATS)}")
-    if out and not os.access(out.parent, os.W_OK):
-        raise ConfigError(f"--out {out}: its directory is not there, or cannot be written to")
+    chosen = _chosen(only, layers, out)
     path, tokenizer, asked = prepared(model, data, problems or MOST)
     decoder = load_decoder(path).requires_grad_(False)
     stops = frozenset(tokenizer.stops)
@@ -140,6 +136,20 @@ def main(
             parts=found, outliers=far,
         )  # fmt: skip
         write_whole(out, msgspec.json.format(msgspec.json.encode(report)))
+
+
+def _chosen(only: str, layers: str | None, out: Path | None) -> list[str]:
+    """Returns the formats to measure. Raises ConfigError for a name that is none, and for a file that cannot be
+    written, before minutes of work."""
+    if layers is not None and layers not in named_rows():
+        raise ConfigError(f"--layers {layers!r}: none of {'; '.join(named_rows())}")
+    chosen = only.split(",") if only else list(FORMATS)
+    for format in chosen:
+        if format not in FORMATS:
+            raise ConfigError(f"--only {only}: {format!r} is none of {', '.join(FORMATS)}")
+    if out and not os.access(out.parent, os.W_OK):
+        raise ConfigError(f"--out {out}: its directory is not there, or cannot be written to")
+    return chosen
 
 
 def _enough(

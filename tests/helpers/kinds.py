@@ -191,6 +191,10 @@ QUICKSTART = DecoderConfig(
     family="qwen3", vocab_size=19, width=128, layers=3, heads=4, kv_heads=2, head_dim=32, mlp=384,
     max_positions=256,
 )  # fmt: skip
+SMALL = DecoderConfig(
+    family="llama", vocab_size=100, width=32, layers=1, heads=2, kv_heads=1, head_dim=16, mlp=48,
+    max_positions=64,
+)  # fmt: skip
 SMOLLM2 = DecoderConfig(
     family="llama", vocab_size=49_152, width=576, layers=30, heads=9, kv_heads=3, head_dim=64, mlp=1536,
     max_positions=8192,

@@ -13,7 +13,7 @@ import pytest
 from helpers.commands import run_here
 from helpers.engines import worker_beside
 from helpers.fixture_types import MakeRun
-from helpers.kinds import HALF_A_BILLION, M20, QUICKSTART, SMOLLM2, write_foreign
+from helpers.kinds import HALF_A_BILLION, M20, QUICKSTART, SMALL, SMOLLM2, write_foreign
 from helpers.paths import ROOT
 from msgspec import structs
 
@@ -42,10 +42,6 @@ from bench.records import make_group, make_trajectory
 from buffer.logs.step_log import StepLog, StepRecord
 from learner.build import build_learner
 
-SMALL = DecoderConfig(
-    family="llama", vocab_size=100, width=32, layers=1, heads=2, kv_heads=1, head_dim=16, mlp=48,
-    max_positions=64,
-)  # fmt: skip
 SEVEN_BILLION = DecoderConfig(
     family="qwen2", vocab_size=152_064, width=3584, layers=28, heads=28, kv_heads=4, head_dim=128, mlp=18_944,
     max_positions=32_768, qkv_bias=True, tied=False,
@@ -506,6 +502,18 @@ def test_a_runs_own_rates_correct_the_formulas(tmp_path: Path):
     assert load_ == Load(Lengths(46, 19.0), 0.5)
     assert (correction.learner, correction.workers) == pytest.approx((2.0, 0.5))
     assert correction.delta * wire(run, SMOLLM2).delta == pytest.approx(1e6)
+
+
+def test_on_shared_cores_one_factor_corrects_both(tmp_path: Path):
+    """What the learner and a worker take there counts the other's turns, too."""
+    run, on = logged_run(tmp_path / "logged", 8), cpu(33.4)
+    shared = structs.replace(run, learner=structs.replace(run.learner, threads=2))
+    (tmp_path / "logged" / "config.toml").write_text(dump_toml(shared))
+    load_, correction = measured(tmp_path / "logged", SMOLLM2, 46, on)
+    assert correction.learner == pytest.approx(1 / correction.workers)
+    seen = read_metrics(tmp_path / "logged" / METRICS_FILE)[-1]["learner/step_s"]
+    made = speed(shared, SMOLLM2, load_, on, HardwareSplit(1, 1), correction)
+    assert made.step_s == pytest.approx(seen)
 
 
 def test_a_resumed_runs_groups_are_those_of_its_steps(tmp_path: Path):

@@ -1,26 +1,19 @@
 """How long a learner that drops uniform groups waits for others, beside a simulation and timed runs."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
-from helpers.kinds import SMOLLM2
+from helpers.kinds import SMALL, SMOLLM2
 from helpers.paths import ROOT
 from msgspec import structs
 
 from areal_q.checks.pass_memory import Lengths
 from areal_q.config import Run, load
-from areal_q.models import DecoderConfig
 from areal_q.plan.estimate import estimate
 from areal_q.plan.hardware import CPU_SHARES, Device, Hardware
 from areal_q.plan.speed import HardwareSplit, Speed, speed
 from areal_q.plan.step_load import Load
 from areal_q.plan.worker_speed import waiting_seconds, workers_seconds
 
-SMALL = DecoderConfig(
-    family="llama", vocab_size=100, width=32, layers=1, heads=2, kv_heads=1, head_dim=16, mlp=48,
-    max_positions=64,
-)  # fmt: skip
 TWO_CORES = Hardware(Device("cpu", 78e9, 207e9, 414e9, 14e9, 24e9, CPU_SHARES, 2), 1)
 """With AVX512-BF16 and VNNI, as `areal-q plan` measured them"""
 
@@ -101,36 +94,23 @@ def test_steps_took_what_is_expected_within_15_percent(
 
 
 def test_more_groups_at_once_are_advised_where_the_learner_waits():
-    run = load(ROOT / "configs" / "smollm2-sums.toml", ["learner.oversampling=1"])
-    work, on = Load(Lengths(46, 12), 0.4), replace(TWO_CORES, count=1)
-    made = estimate(run, SMOLLM2, work, on)
+    run = load(ROOT / "configs" / "smollm2-sums.toml")
+    work = Load(Lengths(46, 12), 0.4)
+    made = estimate(run, SMOLLM2, work, TWO_CORES)
     advised = [line for line in made.advice if "learner.oversampling=2.5" in line]
     assert len(advised) == 1
     learner = structs.replace(run.learner, oversampling=2.5)
-    then = estimate(structs.replace(run, learner=learner), SMOLLM2, work, on)
+    then = estimate(structs.replace(run, learner=learner), SMOLLM2, work, TWO_CORES)
     assert f"a step would take {then.speed.step_s:.3g} s" in advised[0]
     assert not [line for line in then.advice if "oversampling" in line]
 
 
-def test_what_nobody_can_use_is_drawn_as_well():
+@pytest.mark.parametrize(("factor", "advised"), [(1, False), (2, True)])
+def test_what_nobody_can_use_is_drawn_as_well(factor: int, advised: bool):
     """Of twice as many groups as the steps use, all of them useful, half grow too old."""
-    once, twice = (
-        workers_seconds(
-            of_one_speed(f"learner.oversampling={n}"),
-            SMALL,
-            Load(Lengths(6, 4)),
-            TWO_CORES,
-            1,
-            False,
-        )[1]
-        for n in (1, 2)
-    )
-    evaluated = of_one_speed().eval
-    beside = evaluated.problems / evaluated.every * 4
-    work = Load(Lengths(6, 4))
-    for factor, said in ((1, False), (2, True)):
-        run = of_one_speed(f"learner.oversampling={factor}")
-        advised = estimate(run, SMALL, work, TWO_CORES).advice
-        told = "50% of what is drawn would grow too old: learner.oversampling=1"
-        assert (told in advised) == said
-    assert twice - beside == pytest.approx(2 * (once - beside))
+    run, work = of_one_speed(f"learner.oversampling={factor}"), Load(Lengths(6, 4))
+    drawn = workers_seconds(run, SMALL, work, TWO_CORES, 1, False)[1]
+    evaluated = run.eval.problems / run.eval.every * 4
+    assert drawn - evaluated == pytest.approx(factor * run.learner.groups * 2 * 4)
+    told = "50% of what is drawn would grow too old: learner.oversampling=1"
+    assert (told in estimate(run, SMALL, work, TWO_CORES).advice) == advised
