@@ -252,8 +252,8 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
     """DAPO's dynamic sampling: a group whose rewards are all equal carries no gradient; it is dropped and
     counted, and its place refilled."""
     oversampling: Annotated[float, Meta(ge=1, le=100)] = 1.0
-    """Groups that may be outstanding, over (max_lag + 1) · groups. With `drop_uniform`, one over the share of
-    them that is useful keeps the learner from waiting for others; with more they grow too old, and go."""
+    """Groups that may be outstanding, over (max_lag + 1) · groups: more keep a learner with `drop_uniform` from
+    waiting. Beyond (max_lag / useful share + 1) / (max_lag + 1) they grow too old, and are dropped."""
     advantage: AdvantageConfig = Grpo()
     """How rewards become advantages."""
     objective: ObjectiveConfig = Acr()

@@ -1,6 +1,5 @@
 """Memory, wire and speed of a run together: does it fit, how fast is it, what would be better."""
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -21,12 +20,13 @@ from areal_q.plan.hardware import Hardware
 from areal_q.plan.speed import NONE, Correction, HardwareSplit, Speed, speed
 from areal_q.plan.step_load import Load
 from areal_q.plan.wire import ZEROMQ_SHARE, Wire, wire
+from areal_q.plan.worker_speed import groups_drawn, oversampling_of
 from areal_q.system.disk import size
 
 REDIS_BYTES = 9.2
 """Bytes of a response's token in Redis (docs/sizing.md)"""
 _IDLE = 0.15
-"""Idle shares above this are worth a line of advice."""
+"""Idle shares above this, and such a part of a step, are worth a line of advice."""
 
 
 @dataclass(frozen=True)
@@ -167,17 +167,16 @@ def _advice(
         yield from _workers_wanted(run, shape, load, correction, made)
     else:
         yield from _splits_compared(made)
-    needed, factor = 1 / load.useful, run.learner.oversampling
-    if now.waiting_s > _IDLE * now.step_s and factor < needed:
-        more = min(100, math.ceil(10 * needed) / 10)
-        then_s = _step_s(run, shape, load, correction, made, oversampling=more)
+    most = min(100, round(oversampling_of(run, load), 1))
+    then_s = _step_s(run, shape, load, correction, made, oversampling=most)
+    if run.learner.oversampling < most and then_s < (1 - _IDLE) * now.step_s:
         yield (
             f"the learner would wait {now.waiting_s:.2g} s a step for groups in place of others: "
-            f"learner.oversampling={more:g}, a step would take {then_s:.3g} s"
+            f"learner.oversampling={most:g}, a step would take {then_s:.3g} s"
         )
-    if factor > 1.1 * needed:
-        old = f"{1 - needed / factor:.0%} of what is drawn would grow too old"
-        yield f"{old}: learner.oversampling={needed:.2g}"
+    old = 1 - run.learner.groups / load.useful / groups_drawn(run, load)
+    if old > _IDLE:
+        yield f"{old:.0%} of what is drawn would grow too old: learner.oversampling={most:g}"
     if run.learner.max_lag == 0 and made.fits:
         then_s = _step_s(run, shape, load, correction, made, max_lag=1)
         yield f"learner.max_lag=1: learner and workers work at the same time, a step would take {then_s:.3g} s"

@@ -77,6 +77,20 @@ def _decode_share(run: Run, on: Hardware) -> float:
     return DECODE_SHARE["as bfloat16" if run.rollout.format in AS_BFLOAT16 else "other"]
 
 
+def groups_drawn(run: Run, load: Load) -> float:
+    """Returns the groups that are drawn for a step. What is ready lasts max_lag steps at most, so that of more
+    than they use the rest grows too old."""
+    cfg = run.learner
+    ready = (cfg.max_outstanding - cfg.groups) / cfg.max_lag if cfg.max_lag else cfg.max_outstanding
+    return max(cfg.groups / load.useful, ready)
+
+
+def oversampling_of(run: Run, load: Load) -> float:
+    """Returns the largest `learner.oversampling` of which nothing grows too old, while workers keep ahead."""
+    lag = run.learner.max_lag
+    return (lag / load.useful + 1) / (lag + 1) if lag else 1 / load.useful
+
+
 def workers_seconds(
     run: Run, shape: DecoderConfig, load: Load, on: Hardware, workers: int, waiting: bool
 ) -> tuple[float, float, str]:
@@ -85,9 +99,7 @@ def workers_seconds(
     themselves: the longest is taken to reach max_tokens."""
     response = load.lengths.response
     rate, _ = worker_rate(run, shape, load, on, workers)
-    # Of more than the steps use, the rest grows too old.
-    groups = run.learner.groups * max(1 / load.useful, run.learner.oversampling)
-    drawn = groups * run.learner.group_size * response
+    drawn = groups_drawn(run, load) * run.learner.group_size * response
     evaluated = run.eval.problems / run.eval.every * response
     alone, _ = worker_rate(run, shape, load, on, workers, shared=1)
     rest = max(0.0, run.rollout.sampling.max_tokens - response) if waiting else 0.0
